@@ -1,0 +1,55 @@
+"""Errors for the user's mistakes. Each text says where, what, why and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SensliError(Exception):
+    """The base of all errors this package raises on purpose."""
+
+
+class UnsupportedModel(SensliError):
+    """The model as a whole cannot be read or grown: wrapped, scripted, not to be copied."""
+
+
+class BadExample(SensliError):
+    """The example does not run through the model."""
+
+
+class UnsupportedSite(SensliError):
+    """A layer cannot be inserted at this place without changing the function."""
+
+
+class UnknownSite(SensliError):
+    """The site belongs to another model, or its place is gone."""
+
+
+class MeasurementError(SensliError):
+    """Merits could not be measured: no data, no gradient, a loss that is no number."""
+
+
+class ZeroMerits(MeasurementError):
+    """All merits are zero: the loss does not depend on any of the places."""
+
+
+class OptimizerError(SensliError):
+    """The optimizer or the scheduler cannot follow the insertion."""
+
+
+class FunctionChanged(SensliError):
+    """The output moved where it must not; everything was put back."""
+
+
+class HistoryError(SensliError):
+    """A growth cannot be undone or replayed on this model."""
+
+
+class MissingExtra(SensliError):
+    """A feature needs a package that is not installed."""
+
+
+def one_of(what: str, given: object, known: Iterable[str]) -> str:
+    """The text for a name that is not in a registry; the known names come from the registry itself."""
+    names = ", ".join(repr(name) for name in known)
+    return f"unknown {what} {given!r}. Known: {names}."
