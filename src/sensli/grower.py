@@ -17,7 +17,8 @@ from sensli.history import Growth, History
 from sensli.measuring import LossFunction, measure
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
-from sensli.optim import Optimizers, Schedulers
+from sensli.optim import Optimizers
+from sensli.rates import Schedulers
 from sensli.sites import Site
 from sensli.surgery import insert
 from sensli.triggers import Moment, Trigger

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from sensli.errors import HistoryError
-from sensli.optim import RateScaling
+from sensli.rates import RateScaling
 from sensli.sites import Site
 
 FORMAT = 1

@@ -1,9 +1,9 @@
 """Squared norms of a weight's gradient, seen as a matrix or as a circular convolution on its feature map.
 
-At frequency w a convolution is one c_out x c_in matrix, A(w) = sum_t G[t] exp(-2 pi i <w, t / d>), and its operator norm is
-the largest singular value of them all. Three things keep that cheap without an SVD per frequency: ||A(w)||_F bounds the
-singular values from above and costs next to nothing, Lanczos steps for many frequencies at once are one real matrix
-product each, and a frequency that cannot win any more is dropped.
+At frequency w a convolution is one c_out x c_in matrix, A(w) = sum_t G[t] exp(-2 pi i <w, t / d>), and its operator norm
+is the largest singular value of them all. Three things save an SVD per frequency: ||A(w)||_F bounds the singular values
+and costs next to nothing, a Lanczos step is two real matrix products for all frequencies together, and a frequency that
+cannot win any more is dropped.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from .errors import one_of
 _CHUNK_BYTES = 2**23  # of one intermediate; a handful live at once, so that the whole stays below about 64 MB
 _FIRST_CHUNK = 16  # frequencies settled first: the largest of them usually rules out most of the others
 _STEPS = (6, 9, 14, 20, 30, 45, 68, 100)  # Lanczos steps at which we look; real gradients need the first one or two
-_SAFETY = 4
-_STARTS = 2
-_EXACT_WORK = 2**20  # below this many scalar operations (times a constant) singular values are as fast as Lanczos
+_STARTS = 2  # random starts for each frequency: one alone now and then misses the leading singular vector for too long
+_SAFETY = 4  # how many residuals a singular value may still rise; with two starts, 2 never failed in 800 hard kernels
+_EXACT_SIDE = 16  # matrices up to this side, and up to this many operations, go to LAPACK at once
+_EXACT_WORK = 2**20
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Geometry:
 def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -> float:  # noqa: B008 (frozen)
     """The squared norm of a gradient, by name.
 
-    gradient: c_out x c_in x k... for a convolution (geometry.size given), else rows x rest, whatever the number of dims.
-    With A_o the map to the single output o (a row of the matrix, or c_in maps to channel o) and || || the operator norm:
+    gradient: c_out x c_in x k... for a convolution (geometry.size given), else a matrix, rows x all the rest.
+    With || || the operator norm and A_o the map to the single output o (a row, or all channels to channel o):
 
         frobenius    sum G^2                mean_square  sum G^2 / number of entries
         operator     ||A||^2                operator_l2  sum_o ||A_o||^2              operator_l1  (sum_o ||A_o||)^2
@@ -63,7 +64,8 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
         gradient = gradient.cpu()
     if gradient.dtype not in (torch.float32, torch.float64):
         gradient = gradient.float()
-    largest = gradient.abs().max().item()
+    lowest, highest = torch.aminmax(gradient)
+    largest = max(-lowest.item(), highest.item())
     if not math.isfinite(largest):
         return math.nan
     # A power of two out of the way: no square overflows or vanishes, and no bit of the mantissa moves.
@@ -98,7 +100,7 @@ def _check(gradient: Tensor, geometry: Geometry) -> None:
         raise ValueError(f"{geometry.groups} groups do not divide the {gradient.shape[0]} channels of the kernel.")
 
 
-# ---- the five norms ---------------------------------------------------------------------------------------------------
+# ---- the five norms -------------------------------------------------------------------------------------------------
 
 
 def _frobenius(gradient: Tensor, geometry: Geometry) -> float:
@@ -111,13 +113,15 @@ def _mean_square(gradient: Tensor, geometry: Geometry) -> float:
 
 def _operator(gradient: Tensor, geometry: Geometry) -> float:
     values, grid = _taps(gradient, geometry)
-    groups = values.unflatten(1, (geometry.groups if geometry.size else 1, -1)).unbind(1)
+    if not geometry.size or geometry.groups == 1:
+        return _largest(values, grid)
+    groups = values.chunk(geometry.groups, dim=1)
     # Block diagonal: the largest over the groups. In the order of their bounds, so that most need no second look.
     bounds = _peaks(torch.stack([group.flatten(1) for group in groups], 1), grid).tolist()
     best = 0.0
     for bound, group in sorted(zip(bounds, groups, strict=True), key=lambda pair: -pair[0]):
         if bound > best:
-            best = _largest(group, grid, floor=best) if min(group.shape[1:]) > 1 else bound
+            best = _largest(group, grid, floor=best)
     return best
 
 
@@ -145,17 +149,13 @@ def _output_norms(gradient: Tensor, geometry: Geometry) -> Tensor:
         return _peaks(values, grid)
     # The adjoint of the map to one output: rows are the inputs of its group, columns the phases of the stride.
     outputs = gradient.shape[1]
-    maps = [
-        group.unflatten(2, (-1, outputs))[..., output]
-        for group in values.unflatten(1, (geometry.groups, -1)).unbind(1)
-        for output in range(outputs)
-    ]
+    maps = [group[:, :, output::outputs] for group in values.chunk(geometry.groups, dim=1) for output in range(outputs)]
     if maps[0].shape[2] == 1:
         return _peaks(torch.stack([each.flatten(1) for each in maps], 1), grid)
     return values.new_tensor([_largest(each, grid) for each in maps])
 
 
-# ---- a kernel as matrices, one for each frequency ---------------------------------------------------------------------
+# ---- a kernel as matrices, one for each frequency -------------------------------------------------------------------
 
 
 class _Grid(NamedTuple):
@@ -212,9 +212,9 @@ def _taps(gradient: Tensor, geometry: Geometry) -> tuple[Tensor, _Grid]:
 
 
 def _energies(values: Tensor, grid: _Grid) -> Iterator[Tensor]:
-    """The sum of squares of sum_t values[t] exp(...) over the last axis, taps x maps x n -> maps x frequencies, in chunks.
+    """The squared Frobenius norms of maps at all frequencies, taps x maps x n -> maps x frequencies, in chunks.
 
-    By the Gram matrix of the taps, E(w) = sum_ts <G[t], G[s]> cos(angle_t - angle_s), unless the maps are the smaller side.
+    By the Gram matrix of the taps, sum_ts <G[t], G[s]> cos(angle_t - angle_s), or directly where n is the smaller side.
     """
     taps, maps, width = values.shape
     by_gram = width >= taps
@@ -230,14 +230,14 @@ def _energies(values: Tensor, grid: _Grid) -> Iterator[Tensor]:
 
 
 def _peaks(values: Tensor, grid: _Grid) -> Tensor:
-    """The largest energy over all frequencies, taps x maps x n -> maps: the squared norm of a map that is one vector."""
+    """The largest energy over all frequencies, taps x maps x n -> maps: the squared norm of a map to one output."""
     return reduce(torch.maximum, (energy.amax(1) for energy in _energies(values, grid)))
 
 
 def _spectrum(values: Tensor, phases: Tensor) -> Tensor:
     """The matrices themselves, frequencies x rows x columns."""
     flat = values.flatten(1)
-    return torch.complex(phases.real.T @ flat, phases.imag.T @ flat).unflatten(1, values.shape[1:])
+    return torch.complex(phases.real.T @ flat, phases.imag.T @ flat).view(-1, *values.shape[1:])
 
 
 def _chunks(grid: _Grid, width: int, like: Tensor) -> Iterator[Tensor]:
@@ -252,7 +252,7 @@ def _columns(width: int, like: Tensor) -> int:
     return max(1, _CHUNK_BYTES // (2 * like.element_size() * width))
 
 
-# ---- the largest singular value of all ----------------------------------------------------------------------------------
+# ---- the largest singular value of all ------------------------------------------------------------------------------
 
 
 def _largest(values: Tensor, grid: _Grid, floor: float = 0.0) -> float:
@@ -260,12 +260,15 @@ def _largest(values: Tensor, grid: _Grid, floor: float = 0.0) -> float:
     if values.shape[2] > values.shape[1]:
         values = values.mT  # the same singular values, and shorter vectors
     bound = torch.cat([energy[0] for energy in _energies(values.flatten(1)[:, None], grid)])
+    if values.shape[2] == 1:
+        return max(floor, bound.max().item())
     bound, order = bound.sort(descending=True)
     step = _columns(values.shape[0] * values.shape[1], values)
     start, width = 0, min(_FIRST_CHUNK, step)
     while start < len(order) and bound[start].item() > floor:
         frequency = order[start : start + width][bound[start : start + width] > floor * (1 + _tolerance(values))]
-        small = len(frequency) * values.shape[2] ** 3 <= _EXACT_WORK
+        side = values.shape[2]
+        small = side <= _EXACT_SIDE or len(frequency) * side**3 <= _EXACT_WORK
         floor = (_exact if small else _lanczos)(values, grid.phases(frequency, values), floor)
         start, width = start + width, step
     return floor
@@ -285,15 +288,21 @@ def _exact(values: Tensor, phases: Tensor, floor: float) -> float:
 
 
 def _lanczos(values: Tensor, phases: Tensor, floor: float) -> float:
-    """By Lanczos iterations on A^H A, one column for each frequency."""
+    """By Lanczos iterations on A^H A, a column for each frequency and start; only their tridiagonal matrices are kept.
+
+    The largest Ritz value theta is a lower bound, and some eigenvalue lies within the residual r of it. A column is dropped
+    when theta plus a few r cannot beat the best, and done when its error, at most r and about r^2 / gap, is negligible.
+    What is left after the last step is settled by all eigenvalues.
+    """
     tiny = torch.finfo(values.dtype).tiny
     tolerance = _tolerance(values)
     generator = torch.Generator().manual_seed(0)  # its own, so that the global random state is not touched
-    phases = phases.repeat(1, _STARTS)
+    phases = phases.repeat(1, _STARTS if len(values) > 1 else 1)  # a lone matrix is never dropped, only done
     dtype = phases.dtype if len(values) > 1 else values.dtype
     vectors = torch.randn(values.shape[2], phases.shape[1], generator=generator, dtype=dtype).to(values.device)
     vectors /= vectors.norm(dim=0)
-    before, beside = torch.zeros_like(vectors), torch.zeros_like(phases.real[:1])
+    before = torch.zeros_like(vectors)
+    beside = torch.zeros(1, phases.shape[1], dtype=values.dtype, device=values.device)  # of the diagonal: one row ahead
     diagonal = beside[:0]
     for steps in range(1, _STEPS[-1] + 1):
         images = _gram(values, phases, vectors)
@@ -302,6 +311,7 @@ def _lanczos(values: Tensor, phases: Tensor, floor: float) -> float:
         diagonal = torch.cat([diagonal, quotient[None]])
         beside = torch.cat([beside, images.norm(dim=0, keepdim=True)])
         before, vectors = vectors, images / beside[-1].clamp_min(tiny)
+        # An invariant subspace leaves a zero vector or noise here, which adds no eigenvalue above the largest.
         if steps in _STEPS:
             off = torch.diag_embed(beside[1:-1].T, offset=1)
             ritz, weights = torch.linalg.eigh(torch.diag_embed(diagonal.T) + off + off.mT)
@@ -318,11 +328,11 @@ def _lanczos(values: Tensor, phases: Tensor, floor: float) -> float:
 
 
 def _gram(values: Tensor, phases: Tensor, vectors: Tensor) -> Tensor:
-    """A(w)^H A(w) v for columns v, columns x frequencies, without forming A: two real matrix products for all of them."""
+    """A(w)^H A(w) v, columns x frequencies, without forming A: two real matrix products for all frequencies."""
     matrix = values.reshape(-1, values.shape[2])
     if not vectors.is_complex():
         return matrix.T @ (matrix @ vectors)
-    images = _real_product(matrix, vectors).unflatten(0, values.shape[:2])
+    images = _real_product(matrix, vectors).view(*values.shape[:2], -1)
     images = (images * phases[:, None]).sum(0)
     return _real_product(matrix.T, (images * phases.conj()[:, None]).flatten(0, 1))
 
@@ -330,4 +340,4 @@ def _gram(values: Tensor, phases: Tensor, vectors: Tensor) -> Tensor:
 def _real_product(matrix: Tensor, vectors: Tensor) -> Tensor:
     """A real matrix times complex columns, as one real product."""
     pairs = matrix @ torch.view_as_real(vectors.resolve_conj()).flatten(1)
-    return torch.view_as_complex(pairs.unflatten(1, (-1, 2)))
+    return torch.view_as_complex(pairs.view(len(pairs), -1, 2))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from sensli.chain import Chain
 from sensli.errors import FunctionChanged, HistoryError, SensliError
 from sensli.history import Growth, History
-from sensli.optim import Newcomer, Optimizers, Schedulers, leave, plan_joining, plan_rate_scaling
+from sensli.optim import Newcomer, Optimizers, leave, plan_joining
+from sensli.rates import Schedulers, plan_rate_scaling
 from sensli.running import device_of, run, tensors, to_device, untouched
 from sensli.sites import Ref, Site
 from sensli.wrappers import bare
