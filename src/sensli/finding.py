@@ -17,9 +17,13 @@ from sensli.errors import SensliError, one_of
 from sensli.flow import Call, Flow, Seen, record
 from sensli.graph import channels, nearest_parameters, operation, origin
 from sensli.layers import FORMS, RELU, TANH, Activation, Layer, grouped_like, same_size_kernel
+from sensli.lists import ListPlace
 from sensli.sites import Ref, Site, Sites, Skipped
 from sensli.stacks import Stack, find_stacks
+from sensli.twinning import TwinFinder
+from sensli.twins import INITS
 from sensli.wrappers import bare
+from sensli.zeroing import NoTwin
 
 KINDS = ("conv", "linear", "block")
 
@@ -41,23 +45,27 @@ def find_sites(
     layer: str = "auto",
     where: str | Callable[[Site], bool] | None = None,
     kernel_size: int | None = None,
+    init: str = "copy",
 ) -> Sites:
     """Find the places where an identity layer can be inserted without changing the function.
 
     ``example`` is a tensor, a tuple of arguments or a dict of keyword arguments; it runs once through a copy of the model, which
     is only read. ``layer`` is ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"`` or ``"auto"``; ``where`` a kind (``"conv"``,
     ``"linear"``, ``"block"``) or a callable on `Site`; ``kernel_size`` that of new convolutions (default: the neighbour's if odd, else 3).
+    ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew with the same spread (``"fresh"``).
     """
     if layer != "auto" and layer not in FORMS:
         raise ValueError(one_of("layer", layer, ("auto", *FORMS)))
     if isinstance(where, str) and where not in KINDS:
         raise ValueError(one_of("kind of site in where=", where, KINDS))
+    if init not in INITS:
+        raise ValueError(one_of("init", init, INITS))
     if kernel_size is not None and (kernel_size < 1 or kernel_size % 2 == 0):
         raise ValueError(
             f"kernel_size={kernel_size}: a new convolution keeps the size of its map, so its kernel must be odd."
         )
     model = bare(model)
-    finder = _Finder(model, record(model, example), layer, kernel_size)
+    finder = _Finder(model, record(model, example), layer, kernel_size, TwinFinder(model, example, init))
     sites, skipped = finder.find()
     if callable(where):
         chosen = where
@@ -74,8 +82,11 @@ class _Refused(SensliError):
 class _Finder:
     """One search: the run of the example, what was asked for, what was found so far."""
 
-    def __init__(self, model: nn.Module, flow: Flow, layer: str, kernel_size: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, flow: Flow, layer: str, kernel_size: int | None, twins: TwinFinder
+    ) -> None:
         self.model = model
+        self.twins = twins
         self.flow = flow
         self.layer = layer
         self.kernel_size = kernel_size
@@ -105,13 +116,14 @@ class _Finder:
     def _visit_stack(self, stack: Stack) -> None:
         first = stack.blocks[0]
         # In a plain chain of equal blocks the first one's input is a place only if it is an activation's output.
-        opens = stack.residual or _functional(first.inputs[0]) is not None
-        if opens and first.inputs[0].node not in self.taken:
-            self._try(first, "before", first.inputs[0])
+        assert first.given is not None
+        opens = stack.residual or _functional(first.given) is not None
+        if opens and first.given.node not in self.taken:
+            self._try(first, "before", first.given, block=True)
         for block in stack.blocks:
-            assert block.output is not None
-            if block.output.node not in self.taken:
-                self._try(block, "after", block.output)
+            assert block.result is not None
+            if block.result.node not in self.taken:
+                self._try(block, "after", block.result, block=True)
 
     def _visit_activations(self) -> None:
         for path, module in self.flow.model.named_modules():
@@ -158,10 +170,12 @@ class _Finder:
 
     # --- one point ---
 
-    def _try(self, call: Call, side: str, seen: Seen, activation: Activation | None = None) -> None:
+    def _try(
+        self, call: Call, side: str, seen: Seen, activation: Activation | None = None, *, block: bool = False
+    ) -> None:
         """A site at a point, or the reason why there is none."""
         try:
-            site = self._site(call, side, seen, activation)
+            site = self._site(call, side, seen, activation, block)
         except _Refused as refusal:
             self.skipped[call.path] = str(refusal)
             self.taken.add(seen.node)  # one reason per point is enough
@@ -172,17 +186,19 @@ class _Finder:
         moment = call.ended if side == "after" else call.began
         self.found.append((moment, site))
 
-    def _site(self, call: Call, side: str, seen: Seen, activation: Activation | None) -> Site:
+    def _site(self, call: Call, side: str, seen: Seen, activation: Activation | None, block: bool) -> Site:
         if seen.node is None or not seen.reached:
             raise _Refused(
                 "no gradient arrives there (the forward pass detaches it, or the output does not depend on it)"
             )
         source = origin(seen.node)
         from_relu = source is not None and operation(source) == "Relu"
-        form = self._form(from_relu, activation or _functional(seen))
         neighbours = self._neighbours(call, seen)
-        layer = self._plan(form, call, seen, neighbours, activation)
         path, module = call.path, self.model.get_submodule(call.path)
+        layer, place = self._twin(call, seen) if block and self.layer in ("auto", "twin") else (None, None)
+        if layer is None:
+            form = self._form(from_relu, activation or _functional(seen))
+            layer = self._plan(form, call, seen, neighbours, activation)
         return Site(
             anchor=Ref.to(path, module),
             side=side,
@@ -191,7 +207,18 @@ class _Finder:
             neighbours=tuple(Ref.to(name, self.model.get_submodule(name)) for name in neighbours),
             chained=self._chained(path),
             overwritten=seen.overwritten,
+            slot=call.slot if block and call.slot is not None else 0,
+            place=place,
         )
+
+    def _twin(self, call: Call, seen: Seen) -> tuple[Layer | None, ListPlace | None]:
+        """A twin of the block and its place in the list, if there is one; without, another form may do."""
+        try:
+            return self.twins.find(self.flow, call, seen, chained=self._chained(call.path))
+        except NoTwin as refusal:
+            if self.layer == "twin":
+                raise _Refused(str(refusal)) from refusal
+            return None, None
 
     def _form(self, from_relu: bool, activation: Activation | None) -> str:
         if self.layer == "auto":
@@ -201,8 +228,6 @@ class _Finder:
             raise _Refused(
                 f'is not idempotent: an identity layer + ReLU behind {behind} would change the function; use layer="residual"'
             )
-        if self.layer == "twin":
-            raise _Refused('twins of blocks are not supported yet; use layer="residual"')
         return self.layer
 
     def _plan(self, form: str, call: Call, seen: Seen, neighbours: list[str], activation: Activation | None) -> Layer:
@@ -212,8 +237,8 @@ class _Finder:
                 f"its values have shape {shape} and type {seen.tensor.dtype}: no batch of floating-point features"
             )
         lies = channels(seen.node, shape)
-        if lies is None and call.path in self.blocks and call.output is not None:
-            lies = channels(call.output.node, shape)  # a block maps a space into itself
+        if lies is None and call.path in self.blocks and call.result is not None:
+            lies = channels(call.result.node, shape)  # a block maps a space into itself
         if lies is None:
             raise _Refused(f"it cannot be told along which dimension of its shape {shape} the features lie")
         if lies.dim not in (1, len(shape) - 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.arguments import Slot, first_tensor, value_at, value_slot
+from sensli.copies import copied_model
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.running import describe, device_of, forked_random_state, run, tensors, to_device
 
@@ -50,6 +51,12 @@ class Call:
     ended: int = -1
     output: Seen | None = None  # None if it did not return a single tensor
     returned: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    # For a module that maps a space into itself, possibly as the first part of a tuple: where the value came in, and both its ends.
+    slot: Slot | None = None
+    given: Seen | None = None
+    result: Seen | None = None
 
 
 @dataclass
@@ -74,11 +81,17 @@ class Flow:
 
 def record(model: nn.Module, example: Any) -> Flow:
     """Run the example once, in eval mode, through a copy; the model itself is only read."""
+    on_meta = next((name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), None)
+    if on_meta is not None:
+        raise UnsupportedModel(
+            f"'{on_meta}' of {type(model).__name__} is on the meta device: it has a shape and no values, so there is nothing to run or "
+            "to measure. Load the weights first (model.to_empty(device='cpu') gives memory, load_state_dict values)."
+        )
     if isinstance(example, tuple | list | dict) and not any(True for _ in tensors(example)):
         raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
     try:
         with torch.no_grad():
-            twin = copy.deepcopy(model)
+            twin = copied_model(model)
     except Exception as error:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and sites are looked for on a copy so "
@@ -97,7 +110,7 @@ def record(model: nn.Module, example: Any) -> Flow:
     def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             seen = [Seen.of(t) for t in tensors((args, kwargs))]
-            call = Call(path, module, next(clock), seen)
+            call = Call(path, module, next(clock), seen, args=args, kwargs=kwargs)
             flow.calls.append(call)
             open_calls.append(call)
 
@@ -109,6 +122,12 @@ def record(model: nn.Module, example: Any) -> Flow:
         call.returned = type(output).__name__
         if isinstance(output, Tensor):
             call.output = Seen.of(output)
+        value = first_tensor(output)
+        call.slot = None if value is None else value_slot(call.args, call.kwargs, value)
+        if value is not None and call.slot is not None:
+            given = value_at(call.args, call.kwargs, call.slot)
+            call.given = next(seen for seen in call.inputs if seen.tensor is given)
+            call.result = call.output or Seen.of(value)
 
     for path, module in twin.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.arguments import first_tensor, value_at, with_first, with_value
 from sensli.errors import MeasurementError
 from sensli.norms import Geometry, squared_norm
 from sensli.sites import Site
+from sensli.vjp import VirtualTwin, split
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -44,15 +46,21 @@ class Sum:
 class SiteCatch:
     """What was caught at one site: the virtual layer's gradient, which units were ever alive, the size of the map."""
 
-    def __init__(self, site: Site, groups: int) -> None:
+    def __init__(self, site: Site, groups: int, anchor: nn.Module, model: nn.Module) -> None:
         self.site = site
         self.sum = Sum(groups)
         self.shape: tuple[int, ...] = (1, *site.shape)
         self.alive: Tensor | None = None
         self._activation = site.layer.activation.build()
+        twin = site.layer.twin
+        self._twin = VirtualTwin(twin, anchor, model, site.slot) if twin is not None else None
 
-    def add(self, x: Tensor, cotangent: Tensor, group: int) -> None:
+    def add(self, x: Tensor, cotangent: Tensor, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One pass: the activation, the cotangent that came back to it, and the arguments of the anchor's call."""
         self.shape = tuple(x.shape)
+        if self._twin is not None:
+            self.sum.add(self._twin.gradient(x, cotangent, args, kwargs), group)
+            return
         if any(True for _ in self._activation.parameters()):
             self._activation.to(x)
         self.sum.add(self.site.layer.weight_gradient(x, cotangent, self._activation), group)
@@ -71,6 +79,8 @@ class SiteCatch:
         total = self.sum.total(without)
         if total is None:
             return 0.0
+        if self._twin is not None:
+            return sum(squared_norm(part, norm, Geometry()) for part in split(total, self._twin.shapes)) / samples**2
         return squared_norm(total, norm, self.site.layer.geometry(self.shape)) / samples**2
 
 
@@ -107,7 +117,7 @@ class Catch:
     def __init__(self, model: nn.Module, sites: Sequence[Site], *, weights: bool, groups: int = 1) -> None:
         places = [site.find(model)[1] for site in sites]
         self.model = model
-        self.sites = [SiteCatch(site, groups) for site in sites]
+        self.sites = [SiteCatch(site, groups, place, model) for site, place in zip(sites, places, strict=True)]
         # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
         self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
         self.group = 0
@@ -123,9 +133,10 @@ class Catch:
         try:
             for catch, place in zip(self.sites, self._places, strict=True):
                 if catch.site.side == "after":
-                    handles.append(place.register_forward_hook(self._behind(catch)))
+                    handles.append(place.register_forward_hook(self._behind(catch), with_kwargs=True))
                 else:  # before the user's own hooks, as the layer would be
-                    handles.append(place.register_forward_pre_hook(self._before(catch), prepend=True))
+                    hook = self._before(catch)
+                    handles.append(place.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             for weight in self.weights:
                 if isinstance(weight.owner, _CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_size_of(weight)))
@@ -134,30 +145,32 @@ class Catch:
             for handle in handles:
                 handle.remove()
 
-    def _behind(self, catch: SiteCatch) -> Callable[..., Tensor | None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+    def _behind(self, catch: SiteCatch) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not torch.is_grad_enabled():
                 return None
-            if not isinstance(output, Tensor):
+            value = first_tensor(output)
+            if value is None:
                 raise MeasurementError(
                     f"'{catch.site.path}' returned {type(output).__name__} instead of the tensor that find_sites saw, so its merit "
                     "cannot be measured. Find the sites with an example like the training data."
                 )
-            watched = self._asking(output, catch)
-            self._watch(catch, watched)
-            return None if watched is output else watched
+            watched = self._asking(value, catch)
+            self._watch(catch, watched, args, kwargs)
+            return None if watched is value else with_first(output, watched)
 
         return hook
 
     def _before(self, catch: SiteCatch) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any) -> Any:
-            if not torch.is_grad_enabled() or not args or not isinstance(args[0], Tensor):
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            value = value_at(args, kwargs, catch.site.slot)
+            if not torch.is_grad_enabled() or not isinstance(value, Tensor):
                 return None
             # A view of its own: the tensor may go elsewhere too, and only what this module sends back counts.
-            watched = self._asking(args[0], catch)
+            watched = self._asking(value, catch)
             watched = watched.view_as(watched)
-            self._watch(catch, watched)
-            return (watched, *args[1:])
+            self._watch(catch, watched, args, kwargs)
+            return with_value(args, kwargs, catch.site.slot, watched)
 
         return hook
 
@@ -169,7 +182,7 @@ class Catch:
         self.leaves.append(leaf)
         return leaf.clone() if catch.site.overwritten else leaf
 
-    def _watch(self, catch: SiteCatch, watched: Tensor) -> None:
+    def _watch(self, catch: SiteCatch, watched: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = watched.detach().clone() if catch.site.overwritten else watched.detach()
         version = x._version
 
@@ -179,7 +192,7 @@ class Catch:
                     f"the activation of '{catch.site}' was overwritten in place before its gradient arrived, which find_sites did not "
                     "see with its example. Find the sites with an example like the training data."
                 )
-            catch.add(x, cotangent, self.group)
+            catch.add(x, cotangent, self.group, args, kwargs)
             self.caught += 1
 
         watched.register_hook(back)

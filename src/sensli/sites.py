@@ -10,8 +10,10 @@ from typing import Any, overload
 
 from torch import nn
 
+from sensli.arguments import Slot
 from sensli.errors import UnknownSite
 from sensli.layers import Layer
+from sensli.lists import ListPlace
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Site:
     neighbours: tuple[Ref, ...] = ()  # modules whose parameters are nearest, whose optimizer groups the new ones join
     chained: bool = False  # the container is an nn.Sequential that is called as a whole: the layer goes into it
     overwritten: bool = False  # a later operation works in place on the activation: a measurement must copy it
+    slot: Slot = 0  # the argument of the anchor that the value is, for a site before it and for twins
+    place: ListPlace | None = None  # the container is an nn.ModuleList that takes the layer, and what must be made true around it
 
     def __str__(self) -> str:
         return f"{self.layer} {self.side} {self.path or 'the model'}"
@@ -100,6 +104,8 @@ class Site:
             "neighbours": [ref.path for ref in self.neighbours],
             "chained": self.chained,
             "overwritten": self.overwritten,
+            "slot": self.slot,
+            "place": self.place.to_dict() if self.place else None,
         }
 
     @classmethod
@@ -113,6 +119,8 @@ class Site:
             neighbours=tuple(Ref(path) for path in data["neighbours"]),
             chained=data["chained"],
             overwritten=data["overwritten"],
+            slot=data.get("slot", 0),
+            place=ListPlace.from_dict(data["place"]) if data.get("place") else None,
         )
 
 

@@ -66,29 +66,30 @@ def _inside(path: str, stacks: list[Stack]) -> bool:
 
 
 def _as_block(flow: Flow, path: str) -> Call | None:
-    """The call of a child that could be a block: called once, with parameters, tensor to tensor of the same shape."""
+    """The call of a child that could be a block: called once, with parameters, from a value to one of the same shape."""
     calls = flow.calls_of(path)
-    if len(calls) != 1 or calls[0].output is None or not calls[0].inputs:
+    if len(calls) != 1 or calls[0].result is None:
         return None
-    module, output, given = calls[0].module, calls[0].output.tensor, calls[0].inputs[0].tensor
+    module, output = calls[0].module, calls[0].result.tensor
     plain_layer = not any(True for _ in module.children()) and type(module).__module__.startswith("torch.nn")
-    if plain_layer or not any(True for _ in module.parameters()) or output.shape != given.shape:
+    if plain_layer or not any(True for _ in module.parameters()) or not output.is_floating_point():
         return None
-    return calls[0] if output.is_floating_point() and given.is_floating_point() else None
+    return calls[0]
 
 
 def _continues(last: Call, call: Call) -> bool:
-    assert last.output is not None
-    same_value = call.inputs[0].tensor is last.output.tensor or (
-        call.inputs[0].node is not None and call.inputs[0].node is last.output.node
+    assert last.result is not None and call.given is not None
+    same_value = call.given.tensor is last.result.tensor or (
+        call.given.node is not None and call.given.node is last.result.node
     )
-    return same_value and _signature(last.module) == _signature(call.module)
+    return same_value and signature(last.module) == signature(call.module)
 
 
-def _signature(module: nn.Module) -> tuple[object, ...]:
+def signature(module: nn.Module) -> tuple[object, ...]:
+    """What makes two blocks equal: class, and names and shapes of parameters."""
     return (type(module), tuple((name, tuple(p.shape)) for name, p in module.named_parameters()))
 
 
 def _has_skip(call: Call) -> bool:
-    assert call.output is not None
-    return call.inputs[0].node is not None and reaches(call.output.node, call.inputs[0].node, _SKIP)
+    assert call.result is not None and call.given is not None
+    return call.given.node is not None and reaches(call.result.node, call.given.node, _SKIP)

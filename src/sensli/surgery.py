@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.arguments import Slot
 from sensli.chain import Chain
-from sensli.errors import FunctionChanged, HistoryError, SensliError
+from sensli.copies import copied_model
+from sensli.errors import FunctionChanged, HistoryError, SensliError, UnsupportedModel
 from sensli.history import Growth, History
+from sensli.lists import ListPlace, list_renames, put_into_list, take_from_list
 from sensli.optim import Newcomer, Optimizers, leave, plan_joining
 from sensli.rates import Schedulers, plan_rate_scaling
 from sensli.running import device_of, run, tensors, to_device, untouched
@@ -26,19 +28,21 @@ _GROWN = re.compile(r"grown\d+")
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where exactly a layer goes: into a container that runs its children in order, or around the anchor."""
+    """Where exactly a layer goes: into a container that runs its children in order, into a list, or around the anchor."""
 
     parent: str
     key: str  # the anchor's key in its parent
     side: str
-    wrap: bool
+    way: str  # "sequence", "list" or "wrap"
     new: str  # key of the new layer
+    slot: Slot = 0
+    twin: bool = False
+    place: ListPlace | None = None
 
     @property
     def path(self) -> str:
         """The path of the new module."""
-        place = _join(self.parent, self.key) if self.wrap else self.parent
-        return _join(place, self.new)
+        return _join(_join(self.parent, self.key) if self.way == "wrap" else self.parent, self.new)
 
 
 def insert(
@@ -62,13 +66,17 @@ def insert(
     cut = _plan_cut(model, site, path)
     neighbours = [found[1] for found in (ref.find(model) for ref in site.neighbours) if found is not None]
     like = _example_parameter(model, [*neighbours, anchor])
-    layer = site.layer.build(
-        dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
-    )
-    layer.train(anchor.training)
-    renames = _renames(model, path) if cut.wrap else {}
+    layer = _built(model, site, anchor, like, neighbours)
+    renames = _renames(model, cut)
+    # The nearest relative of a twin's parameter is the one it is a copy of.
+    originals = dict(anchor.named_parameters()) if cut.twin else {}
     newcomers = [
-        Newcomer(_join(cut.path, name), parameter, _near(parameter, neighbours), beside=_near_paths(site))
+        Newcomer(
+            _join(cut.path, name),
+            parameter,
+            (*((originals[name],) if name in originals else ()), *_near(parameter, neighbours)),
+            beside=_near_paths(site),
+        )
         for name, parameter in layer.named_parameters()
     ]
     joining = plan_joining(optimizer, newcomers, group=group, renames=renames)
@@ -82,7 +90,7 @@ def insert(
         try:
             _compare(site, before, _outputs(model, check))
         except BaseException:
-            _remove(model, cut.path)
+            _remove(model, cut.path, cut.place)
             raise
     joining.apply()
     rates.apply(optimizer, scheduler)
@@ -117,7 +125,7 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
     gone = list(layer.parameters())
-    _remove(model, path)
+    _remove(model, path, growth.site.place)
     leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
 
 
@@ -126,7 +134,7 @@ def replay(model: nn.Module, history: History) -> nn.Module:
     model = bare(model)
     if any(True for _ in _grown(model)):
         raise HistoryError(f"this {type(model).__name__} has grown already; replay starts from a fresh model.")
-    trial = copy.deepcopy(model)  # a history that does not fit must leave the model as it was
+    trial = copied_model(model)  # a history that does not fit must leave the model as it was
     for target in (trial, model):
         for growth in history:
             site = replace(
@@ -153,33 +161,42 @@ def replay(model: nn.Module, history: History) -> nn.Module:
 
 
 def _plan_cut(model: nn.Module, site: Site, path: str) -> _Cut:
+    if path == "":
+        raise HistoryError(
+            "a layer cannot go around the whole model, because the caller holds it; use a site inside it."
+        )
     parent_path, _, key = path.rpartition(".")
-    chained = site.chained
+    chained, twin = site.chained, site.layer.twin is not None
     if site.side == "after":
         # Behind the last module of an inserted layer means behind that layer: names stay short however often a place grows.
         while _GROWN.fullmatch(parent_path.rpartition(".")[2]) and _is_last(model.get_submodule(parent_path), key):
             parent_path, _, key = parent_path.rpartition(".")
             chained = True
+    if site.place is not None:
+        # A block that was wrapped since stands in its list as a chain; the list takes the twin beside that.
+        while isinstance(model.get_submodule(parent_path), Chain):
+            parent_path, _, key = parent_path.rpartition(".")
+        number = int(key) + (site.side == "after")
+        return _Cut(parent_path, key, site.side, "list", str(number), site.slot, twin, site.place)
     parent = model.get_submodule(parent_path)
-    wrap = not (chained and isinstance(parent, nn.Sequential)) and not isinstance(parent, Chain)
-    if path == "":
-        raise HistoryError(
-            "a layer cannot go around the whole model, because the caller holds it; use a site inside it."
-        )
-    taken = set() if wrap else set(parent._modules)
+    into = isinstance(parent, Chain) or (chained and isinstance(parent, nn.Sequential))
     number = 1
-    while f"grown{number}" in taken:
+    while into and f"grown{number}" in parent._modules:
         number += 1
-    return _Cut(parent_path, key, site.side, wrap, f"grown{number}")
+    return _Cut(parent_path, key, site.side, "sequence" if into else "wrap", f"grown{number}", site.slot, twin)
 
 
 def _apply_cut(model: nn.Module, cut: _Cut, layer: nn.Module) -> None:
     container = model.get_submodule(cut.parent)
     key = cut.key
-    if cut.wrap:
+    if cut.way == "list":
+        assert cut.place is not None
+        put_into_list(model, cut.parent, cut.place, int(cut.new), int(cut.key), layer)
+        return
+    if cut.way == "wrap":
         anchor = container._modules[cut.key]
         assert anchor is not None
-        chain = Chain(anchor)
+        chain = Chain(anchor, cut.slot)
         chain.training = anchor.training
         container._modules[cut.key] = chain
         container, key = chain, "anchor"
@@ -190,16 +207,23 @@ def _apply_cut(model: nn.Module, cut: _Cut, layer: nn.Module) -> None:
             pair.insert(0 if cut.side == "before" else 1, (cut.new, layer))
         entries += pair
     _reorder(container, entries)
+    if isinstance(container, Chain) and cut.twin:
+        container.twins.add(cut.new)
 
 
-def _remove(model: nn.Module, path: str) -> None:
+def _remove(model: nn.Module, path: str, place: ListPlace | None) -> None:
     """Take a module out; a chain that is left with its anchor alone goes too."""
     parent_path, _, key = path.rpartition(".")
     parent = model.get_submodule(parent_path)
+    if place is not None:
+        take_from_list(model, parent_path, place, int(key))
+        return
     _reorder(parent, [(name, module) for name, module in parent._modules.items() if name != key])
-    if isinstance(parent, Chain) and len(parent._modules) == 1:
-        above, _, place = parent_path.rpartition(".")
-        model.get_submodule(above)._modules[place] = parent._modules["anchor"]
+    if isinstance(parent, Chain):
+        parent.twins.discard(key)
+        if len(parent._modules) == 1:
+            above, _, place_key = parent_path.rpartition(".")
+            model.get_submodule(above)._modules[place_key] = parent._modules["anchor"]
 
 
 def _reorder(container: nn.Module, entries: list[tuple[str, nn.Module | None]]) -> None:
@@ -208,11 +232,36 @@ def _reorder(container: nn.Module, entries: list[tuple[str, nn.Module | None]]) 
     container._modules.update(entries)
 
 
-def _renames(model: nn.Module, path: str) -> dict[str, str]:
-    """Names that change when the module at a path goes into a chain: its parameters and buffers move one level down."""
+def _renames(model: nn.Module, cut: _Cut) -> dict[str, str]:
+    """Names that change: a wrapped module's parameters and buffers move one level down, a list's blocks behind move on by one."""
+    if cut.way == "list":
+        return list_renames(model, cut.parent, int(cut.new))
+    if cut.way == "sequence":
+        return {}
+    path = _join(cut.parent, cut.key)
     anchor = model.get_submodule(path)
     names = [name for name, _ in (*anchor.named_parameters(), *anchor.named_buffers())]
     return {_join(path, name): _join(path, f"anchor.{name}") for name in names}
+
+
+def _built(
+    model: nn.Module, site: Site, anchor: nn.Module, like: Tensor | None, neighbours: list[nn.Module]
+) -> nn.Module:
+    """The site's layer, ready to go in: type, device, memory layout and mode of what stands around it."""
+    if like is not None and like.is_meta:
+        raise UnsupportedModel(
+            f"{type(model).__name__} is on the meta device: it has shapes and no values, so an identity layer would have none either. "
+            "Load the weights first, then insert."
+        )
+    if site.layer.twin is not None:
+        return site.layer.build(source=anchor, outside=model)  # a copy has all of that already
+    layer = site.layer.build(dtype=like.dtype if like is not None else None, device=like.device if like is not None else None)
+    layer.train(anchor.training)
+    weights = [p for module in neighbours for p in module.parameters(recurse=False) if p.ndim in (4, 5)]
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if any(w.ndim == dims and w.is_contiguous(memory_format=layout) and not w.is_contiguous() for w in weights):
+            layer.to(memory_format=layout)  # type: ignore[call-overload]
+    return layer
 
 
 def _grown(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
