@@ -15,7 +15,8 @@ _PLAIN = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torc
 
 def value_slot(args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Tensor) -> Slot | None:
     """Where the value stands that a block maps into its own space: the first tensor shaped and typed like what it returns."""
-    for slot, value in (*enumerate(args), *kwargs.items()):
+    slots: list[tuple[Slot, Any]] = [*enumerate(args), *kwargs.items()]
+    for slot, value in slots:
         if isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype:
             return slot
     return None

@@ -12,7 +12,7 @@ from sensli.arguments import Slot, first_tensor, value_at, with_first, with_valu
 class Chain(nn.Module):
     """Stands where a module stood and runs it, with the inserted layers before or behind it; other attributes are the module's.
 
-    A layer takes the value alone (the argument in ``slot``, or the output or its first part); a twin takes the module's other arguments too.
+    A layer takes the value alone (the argument in ``slot``, or the output or its first part); a twin takes the other arguments too.
     """
 
     def __init__(self, anchor: nn.Module, slot: Slot = 0) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -46,12 +45,15 @@ def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: b
 
 
 def _without_graphs(module: nn.Module) -> dict[int, Any]:
-    values: Iterable[Any] = (value for part in module.modules() for value in (*vars(part).values(), *part._buffers.values()))
+    values: Iterable[Any] = (
+        value for part in module.modules() for value in (*vars(part).values(), *part._buffers.values())
+    )
     return {id(v): v.detach().clone() for v in values if isinstance(v, Tensor) and not v.is_leaf}
 
 
 def _is_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, Parameter, type)) and not callable(value)
+    skipped = (nn.Module, Tensor, type, dict, list, tuple, set)
+    return hasattr(value, "__dict__") and not isinstance(value, skipped) and not callable(value)
 
 
 def _hooks_of_torch(module: nn.Module, name: str) -> Any:

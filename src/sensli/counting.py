@@ -120,6 +120,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
 # --- numbers around the blocks ---
 
 
@@ -134,7 +138,7 @@ def _objects(model: nn.Module, path: str, module: nn.Module) -> Iterator[tuple[s
 
 
 def _is_object(value: Any) -> bool:
-    skipped = (nn.Module, Tensor, type, torch.device, torch.dtype, torch.Generator)
+    skipped = (nn.Module, Tensor, type, dict, list, tuple, set, torch.device, torch.dtype, torch.Generator)
     return hasattr(value, "__dict__") and not isinstance(value, skipped) and not callable(value)
 
 
@@ -172,9 +176,11 @@ def _counting(like: Fact, holder: Any, count: int) -> Iterator[Fact]:
 
 def _built_from(model: nn.Module, container: str) -> tuple[str, str] | None:
     """The outermost module around the list that its class can build again from an object that it holds: its path, the object's name."""
+    count = len(list(model.get_submodule(container).children()))
     for path, module in _ancestors(model, container):
         for name, value in vars(module).items():
-            if _is_object(value):
+            held = [value, *(part for part in vars(value).values() if _is_object(part))] if _is_object(value) else []
+            if any(True for holder in held for _ in _counting(Fact(path, (name,), "", "count"), holder, count)):
                 again = _build(module, value)
                 if again is not None and _shapes(again) == _shapes(module):
                     return path, name
@@ -200,7 +206,14 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _facts_of_built(
-    trial: nn.Module, owner: str, name: str, container: str, position: int, source: int, layer: nn.Module, indices: tuple[Index, ...]
+    trial: nn.Module,
+    owner: str,
+    name: str,
+    container: str,
+    position: int,
+    source: int,
+    layer: nn.Module,
+    indices: tuple[Index, ...],
 ) -> Iterator[tuple[Fact, ...]]:
     """Changes of the configuration from which the class builds what the list has become, the simplest that do."""
     module = trial.get_submodule(owner)
@@ -268,9 +281,8 @@ def _copies(trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, k
                 target = getattr(other, name, None)
                 if _is_number(value) and _is_number(target) and target == value + 1 and (through or name in _COUNTS):
                     yield Fact(full, tuple(through), name, "count")
-                elif through and isinstance(value, (list, tuple)) and isinstance(target, (list, tuple)):
-                    if len(target) == len(value) + 1:
-                        yield Fact(full, tuple(through), name, "list")
+                elif through and _is_list(value) and _is_list(target) and len(target) == len(value) + 1:
+                    yield Fact(full, tuple(through), name, "list")
 
 
 def _disagreeing(module: nn.Module, built: nn.Module | None) -> set[tuple[str, str]]:

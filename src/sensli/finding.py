@@ -15,7 +15,7 @@ from torch import nn
 
 from sensli.errors import SensliError, one_of
 from sensli.flow import Call, Flow, Seen, record
-from sensli.graph import channels, nearest_parameters, operation, origin
+from sensli.graph import Channels, channels, nearest_parameters, operation, origin
 from sensli.layers import FORMS, RELU, TANH, Activation, Layer, grouped_like, same_size_kernel
 from sensli.lists import ListPlace
 from sensli.sites import Ref, Site, Sites, Skipped
@@ -52,7 +52,7 @@ def find_sites(
     ``example`` is a tensor, a tuple of arguments or a dict of keyword arguments; it runs once through a copy of the model, which
     is only read. ``layer`` is ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"`` or ``"auto"``; ``where`` a kind (``"conv"``,
     ``"linear"``, ``"block"``) or a callable on `Site`; ``kernel_size`` that of new convolutions (default: the neighbour's if odd, else 3).
-    ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew with the same spread (``"fresh"``).
+    ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew, as widely spread (``"fresh"``).
     """
     if layer != "auto" and layer not in FORMS:
         raise ValueError(one_of("layer", layer, ("auto", *FORMS)))
@@ -82,9 +82,7 @@ class _Refused(SensliError):
 class _Finder:
     """One search: the run of the example, what was asked for, what was found so far."""
 
-    def __init__(
-        self, model: nn.Module, flow: Flow, layer: str, kernel_size: int | None, twins: TwinFinder
-    ) -> None:
+    def __init__(self, model: nn.Module, flow: Flow, layer: str, kernel_size: int | None, twins: TwinFinder) -> None:
         self.model = model
         self.twins = twins
         self.flow = flow
@@ -96,34 +94,67 @@ class _Finder:
         # Forms that stand anywhere an activation does look into blocks too; the others respect them as units.
         self.stacks = find_stacks(flow) if layer in ("auto", "residual", "twin") else []
         self.blocks = [block.path for stack in self.stacks for block in stack.blocks]
+        # What stands among blocks is a block too, if not an equal one: a stage begins with one that changes the size.
+        for stack in self.stacks:
+            if stack.residual and stack.container:
+                container = flow.model.get_submodule(stack.container)
+                if isinstance(container, (nn.Sequential, nn.ModuleList)):
+                    blocks = [
+                        f"{stack.container}.{n}"
+                        for n, child in container.named_children()
+                        if len(list(child.children())) > 1
+                    ]
+                    self.blocks += [path for path in blocks if not any(b.startswith(f"{path}.") for b in self.blocks)]
 
     def find(self) -> tuple[list[Site], list[Skipped]]:
-        for path in self.flow.opaque:
-            self.skipped[path] = "is a scripted module, which can be neither read nor changed"
+        self._visit_refused()
+        if self.layer in ("auto", "twin"):
+            # All twins before any other form: between two blocks the one may have a twin where the other has none.
+            for stack in sorted(self.stacks, key=lambda stack: -len(stack.blocks)):
+                self._visit_stack(stack, twins=True)
         if self.layer != "twin":
             self._visit_activations()
-        for stack in self.stacks:
-            self._visit_stack(stack)
-        if self.layer != "twin":
+            for stack in self.stacks:
+                self._visit_stack(stack, twins=False)
             self._visit_functional_activations()
             if not self.found and self.layer != "relu":
                 self._visit_layers()
+        if not self.found and not self.skipped:
+            what = "no stack of blocks" if self.layer == "twin" else "no activation and no layer with weights"
+            self.skipped[""] = f"{what} was met by the example, so there is no place to choose"
         self.found.sort(key=lambda entry: entry[0])
         return [site for _, site in self.found], [Skipped(path, reason) for path, reason in self.skipped.items()]
 
     # --- the points ---
 
-    def _visit_stack(self, stack: Stack) -> None:
+    def _visit_refused(self) -> None:
+        """Modules that could not be grown beside or into, said at once."""
+        for path in self.flow.opaque:
+            self.skipped[path] = "is a scripted module, which can be neither read nor changed"
+        for path, module in self.flow.model.named_modules():
+            calls = len(self.flow.calls_of(path))
+            if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+                self.skipped[path] = (
+                    "is recurrent: its steps and layers run inside one call, so there is no place between them"
+                )
+            elif "quantized" in type(module).__module__:
+                self.skipped[path] = "is quantised: its weights are whole numbers, and no gradient passes"
+            elif isinstance(module, _LAYERS) and calls > 1 and not self._in_block(path):
+                self.skipped[path] = (
+                    f"is used {calls} times in one forward pass, so a layer beside it would not be one place"
+                )
+
+    def _visit_stack(self, stack: Stack, *, twins: bool) -> None:
         first = stack.blocks[0]
         # In a plain chain of equal blocks the first one's input is a place only if it is an activation's output.
         assert first.given is not None
         opens = stack.residual or _functional(first.given) is not None
         if opens and first.given.node not in self.taken:
-            self._try(first, "before", first.given, block=True)
+            self._try(first, "before", first.given, block=True, twins=twins)
         for block in stack.blocks:
             assert block.result is not None
             if block.result.node not in self.taken:
-                self._try(block, "after", block.result, block=True)
+                self._try(block, "after", block.result, block=True, twins=twins)
 
     def _visit_activations(self) -> None:
         for path, module in self.flow.model.named_modules():
@@ -171,12 +202,21 @@ class _Finder:
     # --- one point ---
 
     def _try(
-        self, call: Call, side: str, seen: Seen, activation: Activation | None = None, *, block: bool = False
+        self,
+        call: Call,
+        side: str,
+        seen: Seen,
+        activation: Activation | None = None,
+        *,
+        block: bool = False,
+        twins: bool = False,
     ) -> None:
         """A site at a point, or the reason why there is none."""
         try:
-            site = self._site(call, side, seen, activation, block)
+            site = self._site(call, side, seen, activation, block, twins)
         except _Refused as refusal:
+            if twins and self.layer == "auto":
+                return  # another form may do
             self.skipped[call.path] = str(refusal)
             self.taken.add(seen.node)  # one reason per point is enough
             return
@@ -186,7 +226,7 @@ class _Finder:
         moment = call.ended if side == "after" else call.began
         self.found.append((moment, site))
 
-    def _site(self, call: Call, side: str, seen: Seen, activation: Activation | None, block: bool) -> Site:
+    def _site(self, call: Call, side: str, seen: Seen, activation: Activation | None, block: bool, twins: bool) -> Site:
         if seen.node is None or not seen.reached:
             raise _Refused(
                 "no gradient arrives there (the forward pass detaches it, or the output does not depend on it)"
@@ -195,8 +235,10 @@ class _Finder:
         from_relu = source is not None and operation(source) == "Relu"
         neighbours = self._neighbours(call, seen)
         path, module = call.path, self.model.get_submodule(call.path)
-        layer, place = self._twin(call, seen) if block and self.layer in ("auto", "twin") else (None, None)
-        if layer is None:
+        layer, place = None, None
+        if twins:
+            layer, place = self._twin(call, seen)
+        else:
             form = self._form(from_relu, activation or _functional(seen))
             layer = self._plan(form, call, seen, neighbours, activation)
         return Site(
@@ -211,14 +253,12 @@ class _Finder:
             place=place,
         )
 
-    def _twin(self, call: Call, seen: Seen) -> tuple[Layer | None, ListPlace | None]:
-        """A twin of the block and its place in the list, if there is one; without, another form may do."""
+    def _twin(self, call: Call, seen: Seen) -> tuple[Layer, ListPlace | None]:
+        """A twin of the block, and its place in the list."""
         try:
             return self.twins.find(self.flow, call, seen, chained=self._chained(call.path))
         except NoTwin as refusal:
-            if self.layer == "twin":
-                raise _Refused(str(refusal)) from refusal
-            return None, None
+            raise _Refused(str(refusal)) from refusal
 
     def _form(self, from_relu: bool, activation: Activation | None) -> str:
         if self.layer == "auto":
@@ -236,7 +276,8 @@ class _Finder:
             raise _Refused(
                 f"its values have shape {shape} and type {seen.tensor.dtype}: no batch of floating-point features"
             )
-        lies = channels(seen.node, shape)
+        # A matrix of samples and features leaves no choice, whatever its features were before they were flattened.
+        lies = channels(seen.node, shape) if len(shape) > 2 else Channels(1, False)
         if lies is None and call.path in self.blocks and call.result is not None:
             lies = channels(call.result.node, shape)  # a block maps a space into itself
         if lies is None:

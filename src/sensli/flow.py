@@ -81,7 +81,9 @@ class Flow:
 
 def record(model: nn.Module, example: Any) -> Flow:
     """Run the example once, in eval mode, through a copy; the model itself is only read."""
-    on_meta = next((name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), None)
+    on_meta = next(
+        (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), None
+    )
     if on_meta is not None:
         raise UnsupportedModel(
             f"'{on_meta}' of {type(model).__name__} is on the meta device: it has a shape and no values, so there is nothing to run or "

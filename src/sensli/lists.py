@@ -81,7 +81,9 @@ class ListPlace:
         return cls(facts, tuple(Index(**index) for index in data["indices"]))
 
 
-def put_into_list(model: nn.Module, container: str, place: ListPlace, position: int, source: int, layer: nn.Module) -> None:
+def put_into_list(
+    model: nn.Module, container: str, place: ListPlace, position: int, source: int, layer: nn.Module
+) -> None:
     """Put a layer that is alike the block at ``source`` at a position; all later blocks move up by one."""
     blocks = list(model.get_submodule(container).children())
     blocks.insert(position, layer)

@@ -58,7 +58,9 @@ class Site:
     chained: bool = False  # the container is an nn.Sequential that is called as a whole: the layer goes into it
     overwritten: bool = False  # a later operation works in place on the activation: a measurement must copy it
     slot: Slot = 0  # the argument of the anchor that the value is, for a site before it and for twins
-    place: ListPlace | None = None  # the container is an nn.ModuleList that takes the layer, and what must be made true around it
+    place: ListPlace | None = (
+        None  # the container is an nn.ModuleList that takes the layer, and what must be made true around it
+    )
 
     def __str__(self) -> str:
         return f"{self.layer} {self.side} {self.path or 'the model'}"

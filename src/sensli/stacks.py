@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,24 +25,49 @@ class Stack:
     container: str
     blocks: tuple[Call, ...]
     residual: bool  # the blocks have skip connections
+    row: int  # how many blocks of the same class stand in a row there, equal or not
 
 
 def find_stacks(flow: Flow) -> list[Stack]:
-    """Runs of equal blocks in `nn.Sequential` and `nn.ModuleList`; a single block counts if it has a skip connection."""
-    stacks: list[Stack] = []
+    """Runs of equal blocks in `nn.Sequential` and `nn.ModuleList`; a single block counts if it has a skip connection.
+
+    Where a stack stands inside a block of another, one of the two counts: see `_beats`. Blocks that stand in no container come last.
+    """
+    found: list[Stack] = []
     for path, container in flow.model.named_modules():
-        if not isinstance(container, (nn.Sequential, nn.ModuleList)) or _inside(path, stacks):
-            continue
-        run: list[Call] = []
-        for member in _members(path, container):
-            call = _as_block(flow, member)
-            if run and (call is None or not _continues(run[-1], call)):
-                _keep(stacks, path, run)
-                run = []
-            if call is not None:
-                run.append(call)
-        _keep(stacks, path, run)
+        if isinstance(container, (nn.Sequential, nn.ModuleList)):
+            calls = [_as_block(flow, member) for member in _members(path, container)]
+            for row in _runs(calls, lambda module: type(module)):
+                for run in _runs(row, signature):
+                    if len(run) > 1 or _has_skip(run[0]):
+                        found.append(Stack(path, tuple(run), _has_skip(run[0]), len(row)))
+    stacks = [s for s in found if not any(_beats(other, s) for other in found if other is not s)]
+    # The smallest first: what contains a block is not one.
+    for path, module in reversed(list(flow.model.named_modules())):
+        parent = flow.model.get_submodule(path.rpartition(".")[0])
+        if (
+            path
+            and not isinstance(parent, (nn.Sequential, nn.ModuleList, Chain))
+            and any(True for _ in module.children())
+        ):
+            call = _as_block(flow, path)
+            alone = not any(_within(path, s) or _within(block.path, path) for s in stacks for block in s.blocks)
+            if call is not None and alone and call.given is not None and _has_skip(call):
+                stacks.append(Stack(path.rpartition(".")[0], (call,), True, 1))
     return stacks
+
+
+def _within(path: str, of: Stack | str) -> bool:
+    if isinstance(of, Stack):
+        return any(_within(path, block.path) for block in of.blocks)
+    return path == of or path.startswith(f"{of}.")
+
+
+def _beats(one: Stack, other: Stack) -> bool:
+    """Blocks with skip connections are the units people think in: the innermost row of them counts, and nothing inside its blocks."""
+    if _within(one.blocks[0].path, other):  # it stands inside a block of the other
+        return one.residual and (one.row > 1 or other.row == 1 or not other.residual)
+    return _within(other.blocks[0].path, one) and not _beats(other, one)
 
 
 def _members(path: str, container: nn.Module) -> Iterator[str]:
@@ -55,14 +80,18 @@ def _members(path: str, container: nn.Module) -> Iterator[str]:
             yield member
 
 
-def _keep(stacks: list[Stack], container: str, run: list[Call]) -> None:
-    residual = bool(run) and _has_skip(run[0])
-    if len(run) > 1 or residual:
-        stacks.append(Stack(container, tuple(run), residual))
-
-
-def _inside(path: str, stacks: list[Stack]) -> bool:
-    return any(path == block.path or path.startswith(block.path + ".") for stack in stacks for block in stack.blocks)
+def _runs(calls: Sequence[Call | None], kind: Callable[[nn.Module], object]) -> list[list[Call]]:
+    """Blocks of one kind in a row, the output of each the input of the next."""
+    runs: list[list[Call]] = []
+    last: Call | None = None
+    for call in calls:
+        if call is not None:
+            if last is not None and _follows(last, call) and kind(last.module) == kind(call.module):
+                runs[-1].append(call)
+            else:
+                runs.append([call])
+        last = call
+    return runs
 
 
 def _as_block(flow: Flow, path: str) -> Call | None:
@@ -77,12 +106,10 @@ def _as_block(flow: Flow, path: str) -> Call | None:
     return calls[0]
 
 
-def _continues(last: Call, call: Call) -> bool:
+def _follows(last: Call, call: Call) -> bool:
     assert last.result is not None and call.given is not None
-    same_value = call.given.tensor is last.result.tensor or (
-        call.given.node is not None and call.given.node is last.result.node
-    )
-    return same_value and signature(last.module) == signature(call.module)
+    same_node = call.given.node is not None and call.given.node is last.result.node
+    return same_node or call.given.tensor is last.result.tensor
 
 
 def signature(module: nn.Module) -> tuple[object, ...]:
@@ -92,4 +119,4 @@ def signature(module: nn.Module) -> tuple[object, ...]:
 
 def _has_skip(call: Call) -> bool:
     assert call.result is not None and call.given is not None
-    return call.given.node is not None and reaches(call.result.node, call.given.node, _SKIP)
+    return call.given.node is not None and reaches(call.result.node, call.given.node, _SKIP, "Add")

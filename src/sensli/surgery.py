@@ -255,7 +255,9 @@ def _built(
         )
     if site.layer.twin is not None:
         return site.layer.build(source=anchor, outside=model)  # a copy has all of that already
-    layer = site.layer.build(dtype=like.dtype if like is not None else None, device=like.device if like is not None else None)
+    layer = site.layer.build(
+        dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
+    )
     layer.train(anchor.training)
     weights = [p for module in neighbours for p in module.parameters(recurse=False) if p.ndim in (4, 5)]
     for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):

@@ -23,11 +23,15 @@ class Twin:
 
     block: str  # class of the block, for people
     zeroed: tuple[str, ...]  # parameters
-    replaced: tuple[str, ...] = ()  # modules that an identity stands for: a norm on the main path, a trailing activation
+    replaced: tuple[
+        str, ...
+    ] = ()  # modules that an identity stands for: a norm on the main path, a trailing activation
     init: str = "copy"
     parameters: int = 0
     flops: int = 0  # of one forward pass, per sample
-    remembers: bool = False  # the block is called with an object that it changes, such as a cache; a trial call goes without
+    remembers: bool = (
+        False  # the block is called with an object that it changes, such as a cache; a trial call goes without
+    )
 
     @property
     def measured(self) -> tuple[str, ...]:

@@ -49,7 +49,9 @@ def find_twin(flow: Flow, call: Call, seen: Seen, hint: Twin | None = None) -> T
 
 def _replaceable(flow: Flow, call: Call) -> list[str]:
     """Modules inside a block that map one tensor to one of the same shape, once; the smallest first."""
-    inner = [c for c in flow.calls if c.path.startswith(f"{call.path}.") and call.began < c.began and c.ended < call.ended]
+    inner = [
+        c for c in flow.calls if c.path.startswith(f"{call.path}.") and call.began < c.began and c.ended < call.ended
+    ]
     paths = [
         c.path
         for c in inner
@@ -85,7 +87,9 @@ class _Trial:
         """A second call must give what the first gave, or nothing here means anything."""
         if given.overwritten or result.overwritten:
             if self.remembers:
-                raise NoTwin("works in place on its input and takes an object with a memory, so its call cannot be repeated")
+                raise NoTwin(
+                    "works in place on its input and takes an object with a memory, so its call cannot be repeated"
+                )
             return
         again = self.run(given.tensor.detach())
         # Not to the bit: some kernels depend on how memory is aligned.
@@ -122,7 +126,7 @@ class _Trial:
         return all((output := self.run(value)) is not None and torch.equal(output, value) for value in self.inputs)
 
     def is_identity_in_training(self) -> bool:
-        """The same with batch statistics, dropout aside: noise in a branch that is zero does no harm, noise on the main path is the model's own."""
+        """The same with batch statistics, dropout aside: in a branch that is zero it does no harm, on the main path it is the model's own."""
         buffers = {name: buffer.clone() for name, buffer in self.block.named_buffers()}
         self.block.train()
         for module in self.block.modules():
@@ -158,7 +162,11 @@ class _Trial:
                 self._replace(path)
             for name in twin.zeroed:
                 self._zero(name)
-            good = self.is_identity() and self.is_identity_in_training() and self.without_gradient(list(twin.zeroed)) is None
+            good = (
+                self.is_identity()
+                and self.is_identity_in_training()
+                and self.without_gradient(list(twin.zeroed)) is None
+            )
             keep(good)
         return good
 
@@ -174,12 +182,14 @@ class _Trial:
         names = {id(p): name for name, p in self.block.named_parameters()}
         order = list(dict.fromkeys(nearest_parameters(names, output.grad_fn, limit=100_000)))
         del output
-        problem = "cannot be made an identity by zeroing parameters: it has no connection that passes its input on unchanged"
+        problem = (
+            "cannot be made an identity by zeroing parameters: it has no connection that passes its input on unchanged"
+        )
         locked: set[str] = set()
         for _ in range(_LOCKS):
             with self._undone() as keep:
                 zeroed = self._zero_greedily([name for name in order if name not in locked])
-                replaced = [] if self._holds() else self._replace_greedily(replaceable)
+                replaced = [] if self._holds() else self._replace_greedily(replaceable, zeroed)
                 zeroed = [name for name in zeroed if not any(name.startswith(f"{path}.") for path in replaced)]
                 if self._holds():
                     found = self._needed(zeroed, replaced)
@@ -187,7 +197,9 @@ class _Trial:
                     if not found[0]:
                         problem = "is an identity only without all of its parameters, so a twin would learn nothing"
                     elif stuck is not None:
-                        problem = f"is an identity with zeros that get no gradient ({stuck}), so a twin would learn nothing"
+                        problem = (
+                            f"is an identity with zeros that get no gradient ({stuck}), so a twin would learn nothing"
+                        )
                     elif 2 * self._size(found[1]) >= self._total():
                         problem = "is an identity only if most of it is replaced by identities"
                     else:
@@ -218,11 +230,14 @@ class _Trial:
                 self._restore(name, kept)
         return zeroed
 
-    def _replace_greedily(self, candidates: list[str]) -> list[str]:
+    def _replace_greedily(self, candidates: list[str], zeroed: list[str]) -> list[str]:
+        """Put identities for the modules that still stand between the input and the output."""
         replaced: list[str] = []
         now = self.run(self.inputs[0])
         for path in candidates:
-            if any(path.startswith(f"{done}.") or done.startswith(f"{path}.") for done in replaced):
+            own = {f"{path}.{name}" for name, _ in self.block.get_submodule(path).named_parameters()}
+            ends_a_branch = bool(own) and own <= set(zeroed)  # an identity there would open the branch again
+            if ends_a_branch or any(path.startswith(f"{done}.") or done.startswith(f"{path}.") for done in replaced):
                 continue
             module = self._replace(path)
             after = self.run(self.inputs[0])
