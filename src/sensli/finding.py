@@ -38,6 +38,14 @@ _FUNCTIONAL = {
 }  # fmt: skip
 
 
+def check_request(layer: str, where: str | Callable[[Site], bool] | None) -> None:
+    """Raise if a layer or a kind of site is asked for that does not exist."""
+    if layer != "auto" and layer not in FORMS:
+        raise ValueError(one_of("layer", layer, ("auto", *FORMS)))
+    if where is not None and not callable(where) and where not in KINDS:
+        raise ValueError(one_of("kind of site in where=", where, KINDS))
+
+
 def find_sites(
     model: nn.Module,
     example: Any,
@@ -52,12 +60,9 @@ def find_sites(
     ``example`` is a tensor, a tuple of arguments or a dict of keyword arguments; it runs once through a copy of the model, which
     is only read. ``layer`` is ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"`` or ``"auto"``; ``where`` a kind (``"conv"``,
     ``"linear"``, ``"block"``) or a callable on `Site`; ``kernel_size`` that of new convolutions (default: the neighbour's if odd, else 3).
-    ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew, as widely spread (``"fresh"``).
+    ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew, equally spread (``"fresh"``).
     """
-    if layer != "auto" and layer not in FORMS:
-        raise ValueError(one_of("layer", layer, ("auto", *FORMS)))
-    if isinstance(where, str) and where not in KINDS:
-        raise ValueError(one_of("kind of site in where=", where, KINDS))
+    check_request(layer, where)
     if init not in INITS:
         raise ValueError(one_of("init", init, INITS))
     if kernel_size is not None and (kernel_size < 1 or kernel_size % 2 == 0):
@@ -231,8 +236,17 @@ class _Finder:
             raise _Refused(
                 "no gradient arrives there (the forward pass detaches it, or the output does not depend on it)"
             )
+        if side == "before" and not block and not call.positional:
+            raise _Refused(
+                "takes its input by keyword or in a nest, and a layer before it needs it as the first argument"
+            )
+        if self._in_encoder_layer(call.path):
+            raise _Refused(
+                "stands inside torch's TransformerEncoderLayer, which in eval mode reads the weights without calling the modules"
+            )
         source = origin(seen.node)
-        from_relu = source is not None and operation(source) == "Relu"
+        # The graph does not say what a padding was filled with, so the values have a say too.
+        from_relu = source is not None and operation(source) == "Relu" and not seen.negative
         neighbours = self._neighbours(call, seen)
         path, module = call.path, self.model.get_submodule(call.path)
         layer, place = None, None
@@ -248,7 +262,8 @@ class _Finder:
             shape=tuple(seen.tensor.shape[1:]),
             neighbours=tuple(Ref.to(name, self.model.get_submodule(name)) for name in neighbours),
             chained=self._chained(path),
-            overwritten=seen.overwritten,
+            overwritten=seen.overwritten
+            or self._overwritten_in_training(seen, call.ended if side == "after" else call.began),
             slot=call.slot if block and call.slot is not None else 0,
             place=place,
         )
@@ -291,7 +306,8 @@ class _Finder:
                 raise _Refused(
                     f"its features lie along dimension {lies.dim} of shape {shape}, where no layer of ours acts"
                 )
-            return Layer(form, "linear", shape[-1], activation=_fitted(s, shape[-1]))
+            # torch's slopes per channel lie along the second dimension, which are the features only in a matrix
+            return Layer(form, "linear", shape[-1], activation=_fitted(s, shape[-1] if len(shape) == 2 else 1))
         kernel, groups = (3,) * (len(shape) - 2), 1
         for name in neighbours:
             module = self.model.get_submodule(name)
@@ -307,6 +323,23 @@ class _Finder:
     def _has_other_names(self, call: Call) -> bool:
         names = self.flow.model.named_modules(remove_duplicate=False)
         return any(module is call.module and path != call.path for path, module in names)
+
+    def _in_encoder_layer(self, path: str) -> bool:
+        while path:
+            path = path.rpartition(".")[0]
+            if isinstance(self.flow.model.get_submodule(path), nn.TransformerEncoderLayer):
+                return True
+        return False
+
+    def _overwritten_in_training(self, seen: Seen, since: int) -> bool:
+        """Whether a module that rests in eval mode (a dropout with ``inplace=True``) will work in place on these values."""
+        memory = seen.tensor.untyped_storage().data_ptr()
+        return any(
+            call.began > since
+            and getattr(call.module, "inplace", False) is True
+            and any(given.tensor.untyped_storage().data_ptr() == memory for given in call.inputs)
+            for call in self.flow.calls
+        )
 
     def _in_block(self, path: str) -> bool:
         return any(path == block or path.startswith(block + ".") for block in self.blocks)

@@ -195,6 +195,8 @@ class Layer:
                 raise ValueError(f"{self} is a copy of a block: give source=, the block that it stands beside.")
             return self.twin.build(source, outside)
 
+        device = torch.get_default_device() if device is None else device  # skip_init would leave it on "meta"
+
         def weight(scale: float, bias: bool = True) -> nn.Module:
             return self._map(scale, bias, dtype=dtype, device=device)
 
@@ -262,8 +264,19 @@ class Layer:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layer:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`. Values that make no layer raise ValueError: a file may have been altered."""
         activation = data["activation"]
+        if data["form"] not in FORMS:
+            raise ValueError(one_of("layer form", data["form"], FORMS))
+        if data["form"] == "twin":
+            return cls("twin", "block", twin=Twin.from_dict(data["twin"]))
+        if activation["name"] not in ACTIVATIONS:
+            raise ValueError(one_of("activation", activation["name"], ACTIVATIONS))
+        sizes = (data["width"], data["groups"], *data["kernel"])
+        if not all(type(size) is int and size > 0 for size in sizes) or data["width"] % data["groups"]:
+            raise ValueError(f"width, groups and kernel are {sizes}, which make no layer")
+        if (data["kind"] == "conv") != (len(data["kernel"]) in CONVS) or any(size % 2 == 0 for size in data["kernel"]):
+            raise ValueError(f"a layer of kind {data['kind']!r} cannot have the kernel {data['kernel']}")
         arguments = tuple((key, value) for key, value in activation["arguments"])
         return cls(
             form=data["form"],
@@ -272,7 +285,6 @@ class Layer:
             kernel=tuple(data["kernel"]),
             groups=data["groups"],
             activation=Activation(activation["name"], arguments),
-            twin=Twin.from_dict(data["twin"]) if data.get("twin") else None,
         )
 
 

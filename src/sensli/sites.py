@@ -11,9 +11,11 @@ from typing import Any, overload
 from torch import nn
 
 from sensli.arguments import Slot
-from sensli.errors import UnknownSite
+from sensli.errors import UnknownSite, one_of
 from sensli.layers import Layer
 from sensli.lists import ListPlace
+
+SIDES = ("after", "before")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Site:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
         """The inverse of `to_dict`; the place is then known by its path alone."""
+        if data["side"] not in SIDES:
+            raise ValueError(one_of("side", data["side"], SIDES))
         return cls(
             anchor=Ref(data["path"]),
             side=data["side"],

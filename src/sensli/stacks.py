@@ -18,6 +18,9 @@ _SKIP = frozenset({
 })  # fmt: skip
 
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, Chain)
+
+
 @dataclass(frozen=True)
 class Stack:
     """Blocks of one container in the order of the data flow, the output of each the input of the next."""
@@ -35,7 +38,9 @@ def find_stacks(flow: Flow) -> list[Stack]:
     """
     found: list[Stack] = []
     for path, container in flow.model.named_modules():
-        if isinstance(container, (nn.Sequential, nn.ModuleList)):
+        inner = isinstance(flow.model.get_submodule(path.rpartition(".")[0]), _CONTAINERS) and path != ""
+        # The parts of a chain that stands in a container were seen as members of that one.
+        if isinstance(container, _CONTAINERS) and not (inner and isinstance(container, Chain)):
             calls = [_as_block(flow, member) for member in _members(path, container)]
             for row in _runs(calls, lambda module: type(module)):
                 for run in _runs(row, signature):
@@ -45,11 +50,7 @@ def find_stacks(flow: Flow) -> list[Stack]:
     # The smallest first: what contains a block is not one.
     for path, module in reversed(list(flow.model.named_modules())):
         parent = flow.model.get_submodule(path.rpartition(".")[0])
-        if (
-            path
-            and not isinstance(parent, (nn.Sequential, nn.ModuleList, Chain))
-            and any(True for _ in module.children())
-        ):
+        if path and not isinstance(parent, _CONTAINERS) and any(True for _ in module.children()):
             call = _as_block(flow, path)
             alone = not any(_within(path, s) or _within(block.path, path) for s in stacks for block in s.blocks)
             if call is not None and alone and call.given is not None and _has_skip(call):

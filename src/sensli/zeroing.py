@@ -80,7 +80,7 @@ class _Trial:
         stretched = value * _uniform(value, generator, 0.5, 1.5)  # keeps every sign, so a value behind a ReLU stays one
         self.inputs = [value, stretched]
         source = origin(seen.node) if seen.node is not None else None
-        if source is None or operation(source) != "Relu":
+        if source is None or operation(source) != "Relu" or seen.negative:
             self.inputs.append(-value)  # nothing proves that values here are never negative, so these must pass too
 
     def _reproduce(self, given: Seen, result: Seen) -> None:
@@ -126,7 +126,7 @@ class _Trial:
         return all((output := self.run(value)) is not None and torch.equal(output, value) for value in self.inputs)
 
     def is_identity_in_training(self) -> bool:
-        """The same with batch statistics, dropout aside: in a branch that is zero it does no harm, on the main path it is the model's own."""
+        """The same with batch statistics, dropout aside: in a zero branch it does no harm, on the main path it is the model's own."""
         buffers = {name: buffer.clone() for name, buffer in self.block.named_buffers()}
         self.block.train()
         for module in self.block.modules():
