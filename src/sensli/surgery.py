@@ -17,6 +17,7 @@ from sensli.errors import FunctionChanged, HistoryError, SensliError, Unsupporte
 from sensli.history import Growth, History
 from sensli.lists import ListPlace, list_renames, put_into_list, take_from_list
 from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
+from sensli.own_rate import plan_own_rate
 from sensli.rates import Schedulers, plan_rate_scaling
 from sensli.running import device_of, run, tensors, to_device, untouched
 from sensli.sites import Ref, Site
@@ -54,12 +55,15 @@ def insert(
     lr_scale: float = 1.0,
     check: Any = None,
     group: int | dict[str, Any] | None = None,
+    freeze_rest: bool = False,
+    own_rate: float | None = None,
 ) -> Growth:
     """Insert the site's layer into the model in place; the function does not change, and training goes on.
 
     The new parameters join the optimizer's groups of their neighbours (``group`` decides where those are in none); moments and
     schedule stay. ``lr_scale`` multiplies all learning rates from then on. ``check`` is a batch, ``(input, target)`` or an input, on
-    which the output must not move; if it does, everything is put back and `FunctionChanged` is raised.
+    which the output must not move; if it does, everything is put back and `FunctionChanged` is raised. ``freeze_rest`` lets only the new
+    layer train from then on. ``own_rate`` is a factor to the neighbours' learning rate for the new layer, which then has its own groups.
     """
     model = bare(model)
     path, anchor = site.find(model)
@@ -87,6 +91,7 @@ def insert(
     ]
     joining = plan_joining(optimizer, newcomers, group=group, renames=renames)
     rates = plan_rate_scaling(optimizer, scheduler, lr_scale)
+    own = plan_own_rate(optimizer, scheduler, joining, own_rate) if own_rate is not None else None
     number = 1 + max((n for n, _, _ in _grown(model)), default=0)
     before = _outputs(model, check) if check is not None else None
 
@@ -98,8 +103,10 @@ def insert(
         except BaseException:
             _remove(model, cut.path, cut.place)
             raise
-    joining.apply()
+    if own is None:
+        joining.apply()
     rates.apply(optimizer, scheduler)
+    groups = own.apply() if own is not None else None  # after the factor, so that both hold for the new layer
     return Growth(
         site=replace(site, anchor=Ref.to(path, anchor), neighbours=tuple(Ref.to(*found) for found in around)),
         number=number,
@@ -108,7 +115,21 @@ def insert(
         renames=renames,
         beside=beside,
         rates=rates if rates.changes else None,
+        own_rate=groups,
+        frozen=_freeze(model, layer) if freeze_rest else (),
     )
+
+
+def _freeze(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
+    """Let only the new layer train; the names of those that did before."""
+    own = {id(parameter) for parameter in layer.parameters()}
+    frozen: list[str] = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in own and parameter.requires_grad:
+            parameter.requires_grad_(False)
+            parameter.grad = None  # an optimizer would go on stepping, and decaying, by what is left of it
+            frozen.append(name)
+    return tuple(frozen)
 
 
 def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> None:
@@ -130,11 +151,18 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
             f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
+    gone = list(layer.parameters())
+    if growth.own_rate is not None and optimizer is not None:
+        growth.own_rate.check(optimizer, scheduler, gone)
+    trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
-    gone = list(layer.parameters())
     _remove(model, path, growth.site.place)
+    for parameter in trained:
+        parameter.requires_grad_(True)
     leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
+    if growth.own_rate is not None and optimizer is not None:
+        growth.own_rate.remove(optimizer, scheduler)
 
 
 def replay(model: nn.Module, history: History) -> nn.Module:
