@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_schedulers import EACH, KINDS, STEPS, Make, rates, state, step
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from sensli import Growth, find_sites, insert, undo
 from sensli.errors import OptimizerError
+from test_schedulers import EACH, KINDS, STEPS, Make, rates, state, step
 
 AT = 6
 
@@ -124,7 +124,7 @@ def test_refusals_change_nothing() -> None:
     scheduler = Own(optimizer)
     with pytest.raises(OptimizerError, match="without the scheduler of SGD"):
         insert(model, site, optimizer=optimizer, own_rate=0.5)
-    with pytest.raises(OptimizerError, match="Own.heights is as long a list"):
+    with pytest.raises(OptimizerError, match=r"Own\.heights is as long a list"):
         insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=0.5)
     assert list(model.state_dict()) == names and rates(optimizer) == before
 

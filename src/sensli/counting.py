@@ -39,7 +39,7 @@ def plan_list(model: nn.Module, example: Any, container: str, source: int, twin:
     trial.eval()
     blocks = list(trial.get_submodule(container).children())
     count, position = len(blocks), source + 1
-    before = _outputs(trial, example, None)[0]
+    before = _made_general(trial, example)
     layer = twin.build(blocks[source], trial)
     layer.eval()
     indices = tuple(_indices(blocks))
@@ -53,14 +53,18 @@ def plan_list(model: nn.Module, example: Any, container: str, source: int, twin:
             return False
         finally:
             take_from_list(trial, container, place, position)
-        return calls == 1 and len(after) == len(before) and all(map(_same, before, after))
+        return calls == 1 and len(after) == len(before) and all(map(torch.equal, before, after))
 
     built = _built_from(trial, container)
     if built is not None:
         owner, name = built
         for facts in _facts_of_built(trial, owner, name, container, position, source, layer, indices):
-            if holds(ListPlace(facts, indices)):
-                return ListPlace(facts, indices)
+            place = ListPlace(facts, indices)
+            if holds(place):
+                put_into_list(trial, container, place, position, source, layer)
+                if _runs_alike(trial, owner, name, example, before):
+                    return place
+                take_from_list(trial, container, place, position)
         return None
     named = tuple(fact for fact in _numbers(trial, container, count) if fact.name in _COUNTS)
     for guess in (named, *((*named, fact) for fact in _numbers(trial, container, count) if fact not in named)):
@@ -89,10 +93,21 @@ def _comparable(output: Any) -> Any:
     return output
 
 
-def _same(old: Tensor, new: Tensor) -> bool:
-    if old.shape != new.shape or not old.is_floating_point():
-        return torch.equal(old, new)
-    return torch.allclose(old, new, rtol=100 * torch.finfo(old.dtype).eps, atol=100 * torch.finfo(old.dtype).eps)
+def _made_general(trial: nn.Module, example: Any) -> list[Tensor]:
+    """Move the copy's weights away from their small beginnings, where a block hardly shows in the output; its outputs then."""
+    kept = [parameter.detach().clone() for parameter in trial.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trial.parameters():
+            if parameter.is_floating_point():
+                noise = 0.2 * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+        outputs = _outputs(trial, example, None)[0]
+        if not all(torch.isfinite(output).all() for output in outputs):
+            for parameter, value in zip(trial.parameters(), kept, strict=True):
+                parameter.copy_(value)
+            outputs = _outputs(trial, example, None)[0]
+    return outputs
 
 
 # --- numbers inside the blocks ---
@@ -187,10 +202,39 @@ def _built_from(model: nn.Module, container: str) -> tuple[str, str] | None:
     return None
 
 
-def _build(like: nn.Module, configuration: Any) -> nn.Module | None:
+def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: list[Tensor]) -> bool:
+    """Whether what the class builds from the configuration now, loaded with the weights, gives the same output: what saving relies on."""
+    module = trial.get_submodule(owner)
+    if _is_large(module):
+        return True  # the numbers and words inside were compared, and another copy might not fit
+    built = _build(module, getattr(module, name), devices=("cpu",))
+    if built is None:
+        return False
+    parent, _, key = owner.rpartition(".")
+    like = next(module.parameters())
+    try:
+        built.load_state_dict(module.state_dict())
+        built.to(like.device, like.dtype)
+        built.eval()
+        if owner:
+            trial.get_submodule(parent)._modules[key] = built
+        after = _outputs(trial if owner else built, example, None)[0]
+    except Exception:
+        return False
+    finally:
+        if owner:
+            trial.get_submodule(parent)._modules[key] = module
+    return len(after) == len(before) and all(map(torch.equal, before, after))
+
+
+def _is_large(module: nn.Module) -> bool:
+    return sum(p.numel() for p in module.parameters()) > _SMALL
+
+
+def _build(like: nn.Module, configuration: Any, devices: tuple[str, ...] = ("meta", "cpu")) -> nn.Module | None:
     """A module of the same class from a copy of a configuration, without values where that works."""
-    for device in ("meta", "cpu"):
-        if device == "cpu" and sum(p.numel() for p in like.parameters()) > _SMALL:
+    for device in devices:
+        if device == "cpu" and _is_large(like):
             return None
         try:
             with warnings.catch_warnings(), forked_random_state(like), torch.device(device):
@@ -245,12 +289,15 @@ def _facts_of_built(
                     facts = [counted]
                     if matches(facts) is None:
                         continue
-                for fact in list(facts[1:]):  # a list that is as long by chance must stay as it is
-                    if matches([other for other in facts if other is not fact]) is not None:
-                        facts.remove(fact)
-                built = matches(facts)
-                assert built is not None
-                found.append((*facts, *_copies(trial, owner, module, built, {id(holder) for _, holder in holders})))
+                # A list that is as long by chance should stay as it is; whether one is read only later, a run will tell.
+                needed = [
+                    f for f in facts if f is counted or matches([other for other in facts if other is not f]) is None
+                ]
+                for guess in (needed, facts) if len(needed) < len(facts) else (facts,):
+                    built = matches(guess)
+                    if built is not None:
+                        known = {id(holder) for _, holder in holders}
+                        found.append((*guess, *_copies(trial, owner, module, built, known)))
     finally:
         take_from_list(trial, container, ListPlace((), indices), position)
     yield from found
