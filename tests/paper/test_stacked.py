@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from paper import reference
 
+from paper import reference
 from sensli.paper import networks, spirals, stacked
 from sensli.paper.config import Data, Network, Optimizer, Settings
 from sensli.paper.engines import Job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,10 @@ def load(path: Path) -> Experiment:
 
 
 def _toml(text: str) -> dict[str, Any]:
-    try:
-        import tomllib
-    except ModuleNotFoundError:
-        raise BadExperiment("TOML files need Python 3.11 or newer. Write the experiment as JSON.") from None
+    if sys.version_info < (3, 11):
+        raise BadExperiment("TOML files need Python 3.11 or newer. Write the experiment as JSON.")
+    import tomllib
+
     return tomllib.loads(text)
 
 

@@ -25,7 +25,7 @@ _WORDS = {
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a mistyped name: the closest known one, and all of them."""
-    names = sorted(known)
+    names = sorted(known, key=lambda one: (not one.isdigit(), int(one) if one.isdigit() else 0, one))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names)}."

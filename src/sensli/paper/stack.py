@@ -171,7 +171,7 @@ class Stack:
         return Pass(loss, grads[::-1], activations, cotangents[::-1])
 
     def new_layer(self) -> Layer:
-        """An identity layer for every run: ReLU(I x + 0) in a ReLU network, x + 0 tanh(0.8 I x + 0) in a residual one."""
+        """An identity layer for every run: relu(I x + 0) in a ReLU network, else x + 0 tanh(0.8 I x + 0)."""
         first = self.layers[0]
         assert isinstance(first, Affine)
         runs, width = first.weight.shape[:2]

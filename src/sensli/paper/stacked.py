@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -167,7 +168,7 @@ class _Training:
         order = self.order[within]
         shuffled = [values[:, order].transpose(0, 1) for values in (self.x, self.y)]  # [runs, 2 or classes, N]
         norms = None
-        for x, y in zip(*(values.split(self.settings.batch, dim=2) for values in shuffled), strict=True):
+        for x, y in zip(*(torch.split(values, self.settings.batch, dim=2) for values in shuffled), strict=True):
             done = self._step(x.contiguous(), y.contiguous())
             own = self._norms(done)
             norms = own if norms is None or own is None else norms + own
@@ -236,7 +237,7 @@ class _Training:
         for run in self.job.runs:
             source = generator(self.job.seed, run, f"wake {index}")
             draws.append(torch.rand(width, width, dtype=self.x.dtype, generator=source))
-        return (2 * torch.stack(draws) - 1) / width**0.5
+        return (2 * torch.stack(draws) - 1) / math.sqrt(width)
 
     def _state(self) -> dict[str, Any]:
         layers = len(self.stack.layers)

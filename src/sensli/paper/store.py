@@ -63,20 +63,21 @@ class Store:
     def folder(self, plan: Plan, arm: str) -> Path:
         return self.root / plan.key / f"{arm}-{digest(plan.arms[arm], plan.seed)}"
 
-    def parts(self, plan: Plan, arm: str) -> tuple[list[Part], list[tuple[Path, str]]]:
-        """The whole parts of an arm, and the damaged ones with the reason."""
+    def parts(self, plan: Plan, arm: str, *, verify: bool = True) -> tuple[list[Part], list[tuple[Path, str]]]:
+        """The whole parts of an arm, and the damaged ones with the reason; `verify=False` leaves the tensors unread."""
         good, bad = [], []
         for path in sorted(self.folder(plan, arm).glob("runs-*.json")):
             try:
                 facts = read_json(path)
-                read_tensors(path.with_suffix(".pt"), facts["tensors"])
+                if verify:
+                    read_tensors(path.with_suffix(".pt"), facts["tensors"])
                 good.append(Part(path, facts))
             except Damaged as error:
                 bad.append((path, str(error)))
         return good, bad
 
-    def missing(self, plan: Plan, arm: str) -> list[int]:
-        have = {run for part in self.parts(plan, arm)[0] for run in part.runs}
+    def missing(self, plan: Plan, arm: str, *, verify: bool = True) -> list[int]:
+        have = {run for part in self.parts(plan, arm, verify=verify)[0] for run in part.runs}
         return [run for run in range(plan.runs) if run not in have]
 
     def discard(self, path: Path) -> None:
@@ -97,8 +98,9 @@ class Store:
         if any(run not in rows for run in range(plan.runs)):
             have = sum(run in rows for run in range(plan.runs))
             raise NoResults(
-                f"{self.root}: experiment {plan.experiment.name} ({plan.recipe}), arm {arm}: {have} of {plan.runs} runs "
-                f"are stored for this configuration. Compute the rest with: sensli paper run {plan.experiment.name}"
+                f"{self.root}: experiment {plan.experiment.name} ({plan.recipe}), arm {arm}: {have} of {plan.runs} "
+                "runs are stored for this configuration. Compute the rest with the same options and: sensli paper "
+                f"run {plan.experiment.name}"
             )
         first = rows[0][0]
         runs = {name: torch.stack([rows[run][0][name][rows[run][1]] for run in range(plan.runs)]) for name in first}
