@@ -65,11 +65,11 @@ def load(path: Path) -> Experiment:
 
 
 def _toml(text: str) -> dict[str, Any]:
-    if sys.version_info < (3, 11):
-        raise BadExperiment("TOML files need Python 3.11 or newer. Write the experiment as JSON.")
-    import tomllib
+    if sys.version_info >= (3, 11):
+        import tomllib
 
-    return tomllib.loads(text)
+        return tomllib.loads(text)
+    raise BadExperiment("TOML files need Python 3.11 or newer. Write the experiment as JSON.")
 
 
 def _position(experiment: Experiment) -> tuple[int, int, str]:

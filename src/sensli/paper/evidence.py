@@ -103,7 +103,7 @@ class Smaller:
                     side.runs[curve][: one.runs][rows, end] for side, end in zip((first, second), ends, strict=True)
                 )
                 pair = paired(*values)
-                setting = f"{named(one)}, {WORDS[curve]}{when}: {self.first} against {self.second}"
+                setting = f"{named(one)}, {WORDS[curve]}{when}{self._subset()}: {self.first} against {self.second}"
                 findings.append(Finding(setting, _words(pair), self._verdict(pair)))
         return findings or awaiting(self.experiment, f"{self.first} against {self.second}")
 
@@ -117,6 +117,9 @@ class Smaller:
         share = engine(sides[0]).counts(sides[0]).flops / engine(sides[1]).counts(sides[1]).flops
         epoch = min(round(share * sides[1].epochs), sides[1].epochs)
         return (-1, epoch), f" at equal FLOPs (epoch {epoch} of {self.second})"
+
+    def _subset(self) -> str:
+        return {None: "", True: ", runs with dead units", False: ", runs without dead units"}[self.dead]
 
     def _rows(self, first: Result) -> torch.Tensor:
         everyone = torch.arange(len(first.runs["train_loss"]))

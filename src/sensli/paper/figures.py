@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ def curves(plan: Plan, results: Results) -> Figure:
     for colour, (arm, result) in zip(_cycle(len(results)), results.items(), strict=True):
         _line(top, plan, result, "train_loss", arm, color=colour)
         _line(bottom, plan, result, "test_error", arm, color=colour)
-    _finish(plan, results, figure, top, bottom)
+    _finish(plan, results, figure, top, bottom, "mean with 95 % band")
     return figure
 
 
@@ -66,7 +67,7 @@ def times(plan: Plan, results: Results) -> Figure:
     shades = _shades(len(moments))
     fixed = iter(("-", "--", ":"))
     for arm, result in results.items():
-        style: dict[str, Any] = {"shade": False, "linewidth": 1.3}
+        style: dict[str, Any] = {"shade": False, "linewidth": 1.1}
         if result.settings.insert_at:
             style["color"] = shades[moments.index(result.settings.insert_at[0])]
             style["linestyle"] = "--" if result.settings.wake else "-"
@@ -74,7 +75,7 @@ def times(plan: Plan, results: Results) -> Figure:
             style.update(color="black", linestyle=next(fixed, ":"), linewidth=1.6)
         _line(top, plan, result, "train_loss", arm, **style)
         _line(bottom, plan, result, "test_error", arm, **style)
-    _finish(plan, results, figure, top, bottom)
+    _finish(plan, results, figure, top, bottom, "mean")
     return figure
 
 
@@ -175,7 +176,7 @@ def _line(axis: Axes, plan: Plan, result: Result, curve: str, label: str, *, sha
         axis.fill_between(x, low, mean + half, color=style["color"], alpha=0.16, linewidth=0)
 
 
-def _finish(plan: Plan, results: Results, figure: Figure, top: Axes, bottom: Axes) -> None:
+def _finish(plan: Plan, results: Results, figure: Figure, top: Axes, bottom: Axes, how: str) -> None:
     moments: set[int] = set()
     for result in results.values():
         per_epoch = int(result.axes["iteration"][1])
@@ -194,13 +195,14 @@ def _finish(plan: Plan, results: Results, figure: Figure, top: Axes, bottom: Axe
     bottom.set_ylim(bottom=0)
     many = len(results) > 5
     top.legend(frameon=False, fontsize=7 if many else 9, ncols=2 if many else 1, loc="best")
-    _title(figure, plan)
+    _title(figure, plan, how)
 
 
-def _title(figure: Figure, plan: Plan) -> None:
-    runs = "one run" if plan.runs == 1 else f"{plan.runs} runs"
-    band_words = "" if plan.runs == 1 or "times" in plan.experiment.figures else ", mean with 95 % band"
-    text = f"Experiment {plan.experiment.name} ({plan.recipe}): {plan.experiment.title}. {runs}{band_words}"
+def _title(figure: Figure, plan: Plan, how: str = "") -> None:
+    runs = "one run" if plan.runs == 1 else f"{plan.runs} runs" + (how and f", {how}")
+    window = plan.experiment.smoothing
+    smoothed = f", moving average over {window} epochs" if window > 1 else ""
+    text = f"Experiment {plan.experiment.name} ({plan.recipe}): {plan.experiment.title}. {runs}{smoothed}"
     figure.suptitle(text, fontsize=9)
 
 
@@ -219,6 +221,18 @@ def _save(figure: Figure, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # no date in the file: the same results give the same bytes
-        figure.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
+        if path.suffix == ".png":
+            _save_png(figure, path)
+        else:
+            figure.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
     except OSError as error:
         raise StoreError(f"{path}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
+
+
+def _save_png(figure: Figure, path: Path) -> None:
+    """A palette of 128 colours is enough for a plot and takes a third of the space."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    Image.open(buffer).convert("RGB").quantize(128).save(path, optimize=True)

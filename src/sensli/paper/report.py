@@ -81,7 +81,10 @@ def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
 
 
 def _summary(weighed: list[tuple[Claim, list[Finding]]]) -> list[Block]:
-    rows = tuple((claim.name, claim.words.split(". ")[0], f"**{verdict(findings)}**") for claim, findings in weighed)
+    rows = tuple(
+        (claim.name, claim.words.split(". ")[0].split(" (Not")[0], f"**{verdict(findings)}**")
+        for claim, findings in weighed
+    )
     return [Heading("In short"), Table(("", "claim", "verdict"), rows)]
 
 
