@@ -1,0 +1,55 @@
+"""The figures we promise, measured on this machine: ratios within one run, because machines are shared and noisy.
+
+A benchmark is a function that returns `Figure`s; `BENCHMARKS` lists them by name.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from sensli._version import __version__
+from sensli.benchmarks import measuring
+from sensli.benchmarks.figure import Figure
+from sensli.errors import SensliError, one_of
+from sensli.tables import text_table
+
+BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
+    "measure": measuring.measure_against_extended,
+    "memory": measuring.memory,
+    "probe": measuring.probe,
+    "linear": measuring.linear_cost,
+    "confidence": measuring.confidence,
+}
+
+
+def run_benchmarks(only: Sequence[str] | None, out: Path) -> list[Figure]:
+    """Run the benchmarks one after another, print a table as they come, write all of them as JSON."""
+    for name in only or ():
+        if name not in BENCHMARKS:
+            raise SensliError(one_of("benchmark", name, BENCHMARKS))
+    figures: list[Figure] = []
+    for name in only or BENCHMARKS:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        figures += BENCHMARKS[name]()
+        out.write_text(json.dumps({"machine": _machine(), "figures": [asdict(figure) for figure in figures]}, indent=1))
+    rows = [[figure.name, figure.shown, figure.bar_shown, figure.verdict, figure.detail] for figure in figures]
+    print(text_table(["figure", "measured", "bar", "", "how"], rows))
+    print(f"written to {out}")
+    return figures
+
+
+def _machine() -> dict[str, object]:
+    return {
+        "sensli": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,167 @@
+"""`sensli demo`: a small, a growing and a large network learn two spirals side by side."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from sensli import triggers
+from sensli.errors import SensliError
+from sensli.finding import find_sites
+from sensli.flops import count_flops
+from sensli.grower import Grower
+from sensli.tables import text_table
+from sensli.terminal import Advance, progress, require_plots
+
+WIDTH, EPOCHS, LOOKS, RATE = 6, 2000, (200, 600), 0.2
+
+
+@dataclass
+class Arm:
+    """One of the three networks and what became of it."""
+
+    name: str
+    model: nn.Sequential
+    looks: tuple[int, ...] = ()
+    losses: list[float] = field(default_factory=list)
+    growths: list[int] = field(default_factory=list)
+    flops: int = 0  # per training sample, over all epochs
+
+
+def spirals(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two spirals of 300 points each, split at random into 450 points to train and 150 to test."""
+    i = torch.arange(300)
+    angle, radius = 2 * math.pi * i / 300, 0.5 + i / 300
+    spiral = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    x, y = torch.cat([spiral, -spiral]), torch.cat([torch.ones(300), torch.zeros(300)]).long()
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(seed))
+    train, test = order[:450], order[450:]
+    return x[train], y[train], x[test], y[test]
+
+
+def network(hidden: int, seed: int) -> nn.Sequential:
+    """A ReLU network with so many hidden layers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = [nn.Linear(2, WIDTH), nn.ReLU()]
+        for _ in range(hidden - 1):
+            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(WIDTH, 2))
+
+
+def demo(out: Path, *, seed: int) -> None:
+    """Train the three networks, print every decision and a table, draw a picture."""
+    require_plots()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".write-test").touch()
+        (out / ".write-test").unlink()
+    except OSError as error:
+        raise SensliError(
+            f"the folder '{out}' cannot be written ({error.strerror}). Choose another one with --out."
+        ) from error
+    x, y, x_test, y_test = spirals()
+    arms = [
+        Arm("baseline", network(1, seed)),
+        Arm("grown", network(1, seed), LOOKS),
+        Arm("extended", network(1 + len(LOOKS), seed)),
+    ]
+    print(
+        f"Two spirals, {len(x)} points. The growing network starts with one hidden layer of {WIDTH} units; its places now:"
+    )
+    print(find_sites(arms[1].model, x[:1]).explain(), end="\n\n")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small are many times faster on one thread
+    try:
+        with progress("training", EPOCHS * len(arms)) as advance:
+            for arm in arms:
+                _train(arm, x, y, advance)
+    finally:
+        torch.set_num_threads(threads)
+    rows = []
+    for arm in arms:
+        with torch.no_grad():
+            loss = cross_entropy(arm.model(x), y).item()
+            wrong = (arm.model(x_test).argmax(dim=1) != y_test).float().mean().item()
+        parameters = sum(p.numel() for p in arm.model.parameters())
+        rows.append([arm.name, f"{parameters}", f"{arm.flops:,}", f"{loss:.4f}", f"{wrong:.1%}"])
+    print(text_table(["network", "parameters", "FLOPs per sample", "training loss", "test error"], rows))
+    picture = out / "demo.png"
+    _draw(arms, x, y, picture)
+    print(f"\npicture: {picture}")
+    print("One run of many: another one with --seed. FLOPs count all training steps and both measurements.")
+
+
+def _train(arm: Arm, x: Tensor, y: Tensor, advance: Advance) -> None:
+    """Full-batch gradient descent; growing is two lines of it."""
+    optimizer = torch.optim.SGD(arm.model.parameters(), lr=RATE)
+    grower = Grower(arm.model, optimizer, example=x[:1], trigger=triggers.At(*arm.looks or (EPOCHS + 1,)), tau=0)
+    forward = count_flops(arm.model, x[:1])
+    for epoch in range(1, EPOCHS + 1):
+        optimizer.zero_grad()
+        loss = cross_entropy(arm.model(x), y)
+        loss.backward()
+        optimizer.step()
+        arm.losses.append(loss.item())
+        arm.flops += 3 * forward
+        growth = grower.step([(x, y)], cross_entropy)
+        if growth is not None:
+            assert grower.last_merits is not None
+            arm.growths.append(epoch)
+            # by the paper's rule a measurement costs one step of the network with a layer at every place
+            arm.flops += 3 * (forward + sum(merit.site.flops for merit in grower.last_merits))
+            forward = count_flops(arm.model, x[:1])
+            print(f"epoch {epoch}: a look at all places\n{grower.last_merits}\ninserted: {growth.site}\n")
+        advance(1, f"{arm.name}, loss {arm.losses[-1]:.3f}")
+
+
+def _draw(arms: list[Arm], x: Tensor, y: Tensor, path: Path) -> None:
+    """Decision boundaries above, losses below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {"baseline": "#7f7f7f", "grown": "#d95f02", "extended": "#1b6ca8"}
+    figure, axes = plt.subplot_mosaic(
+        [[arm.name for arm in arms], ["loss"] * len(arms)],
+        figsize=(11, 7.6),
+        layout="constrained",
+        height_ratios=[3, 2.2],
+    )
+    ticks = torch.linspace(-1.75, 1.75, 300)
+    grid = torch.stack(torch.meshgrid(ticks, ticks, indexing="xy"), dim=-1)
+    for arm in arms:
+        with torch.no_grad():
+            share = arm.model(grid.view(-1, 2)).softmax(dim=1)[:, 1].view(300, 300)
+        panel = axes[arm.name]
+        panel.contourf(ticks, ticks, share, levels=20, cmap="RdBu_r", vmin=0, vmax=1, alpha=0.75)
+        panel.contour(ticks, ticks, share, levels=[0.5], colors="black", linewidths=1)
+        for label, colour in ((0, "#123e6b"), (1, "#7a0c1c")):
+            panel.plot(*x[y == label].T, ".", markersize=3.5, color=colour)
+        hidden = sum(isinstance(module, nn.Linear) for module in arm.model.modules()) - 1
+        layers = f"{hidden} hidden layer" + ("s" if hidden > 1 else "")
+        panel.set_title(f"{arm.name}: {layers}, loss {arm.losses[-1]:.3f}", fontsize=11)
+        panel.set(xticks=[], yticks=[], aspect="equal")
+        axes["loss"].plot(arm.losses, label=arm.name, color=colours[arm.name], linewidth=1.8)
+    for epoch in arms[1].growths:
+        axes["loss"].axvline(epoch, linestyle=":", color=colours["grown"])
+        axes["loss"].annotate(
+            "layer inserted",
+            (epoch, 0.97),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="right",
+            fontsize=8,
+        )
+    axes["loss"].set(xlabel="epoch", ylabel="training loss", ylim=(0, None), xlim=(0, EPOCHS))
+    axes["loss"].legend(frameon=False)
+    axes["loss"].spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,313 @@
+"""`find_sites`: where a layer could go in a user's model, and which.
+
+Points of the data flow are visited in this order, each at most once: the outputs of activation modules outside of
+blocks, the boundaries of stacks of blocks, the inputs of layers that come from a functional activation; where a model
+has none of these, the outputs of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from sensli.errors import SensliError, one_of
+from sensli.flow import Call, Flow, Seen, record
+from sensli.graph import channels, nearest_parameters, operation, origin
+from sensli.layers import FORMS, RELU, TANH, Activation, Layer, grouped_like, same_size_kernel
+from sensli.sites import Ref, Site, Sites, Skipped
+from sensli.stacks import Stack, find_stacks
+from sensli.wrappers import bare
+
+KINDS = ("conv", "linear", "block")
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS)
+
+# Graph nodes of functional activations, and the module that is the same function.
+_FUNCTIONAL = {
+    "Relu": "ReLU", "Tanh": "Tanh", "Sigmoid": "Sigmoid", "Gelu": "GELU", "Silu": "SiLU", "Mish": "Mish", "Softplus": "Softplus",
+    "LeakyRelu": "LeakyReLU", "Elu": "ELU", "Hardswish": "Hardswish", "Hardsigmoid": "Hardsigmoid", "Hardtanh": "Hardtanh",
+    "LogSigmoid": "LogSigmoid",
+}  # fmt: skip
+
+
+def find_sites(
+    model: nn.Module,
+    example: Any,
+    *,
+    layer: str = "auto",
+    where: str | Callable[[Site], bool] | None = None,
+    kernel_size: int | None = None,
+) -> Sites:
+    """Find the places where an identity layer can be inserted without changing the function.
+
+    ``example`` is a tensor, a tuple of arguments or a dict of keyword arguments; it runs once through a copy of the model, which
+    is only read. ``layer`` is ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"`` or ``"auto"``; ``where`` a kind (``"conv"``,
+    ``"linear"``, ``"block"``) or a callable on `Site`; ``kernel_size`` that of new convolutions (default: the neighbour's if odd, else 3).
+    """
+    if layer != "auto" and layer not in FORMS:
+        raise ValueError(one_of("layer", layer, ("auto", *FORMS)))
+    if isinstance(where, str) and where not in KINDS:
+        raise ValueError(one_of("kind of site in where=", where, KINDS))
+    if kernel_size is not None and (kernel_size < 1 or kernel_size % 2 == 0):
+        raise ValueError(
+            f"kernel_size={kernel_size}: a new convolution keeps the size of its map, so its kernel must be odd."
+        )
+    model = bare(model)
+    finder = _Finder(model, record(model, example), layer, kernel_size)
+    sites, skipped = finder.find()
+    if callable(where):
+        chosen = where
+        sites = [site for site in sites if chosen(site)]
+    elif where is not None:
+        sites = [site for site in sites if site.kind == where]
+    return Sites(sites, skipped, model_name=type(model).__name__)
+
+
+class _Refused(SensliError):
+    """A place that cannot grow; the text becomes its reason in `Sites.skipped`."""
+
+
+class _Finder:
+    """One search: the run of the example, what was asked for, what was found so far."""
+
+    def __init__(self, model: nn.Module, flow: Flow, layer: str, kernel_size: int | None) -> None:
+        self.model = model
+        self.flow = flow
+        self.layer = layer
+        self.kernel_size = kernel_size
+        self.found: list[tuple[int, Site]] = []  # with the moment in the run, to sort by the data flow
+        self.taken: set[Any] = set()  # graph nodes of points that have a site
+        self.skipped: dict[str, str] = {}
+        # Forms that stand anywhere an activation does look into blocks too; the others respect them as units.
+        self.stacks = find_stacks(flow) if layer in ("auto", "residual", "twin") else []
+        self.blocks = [block.path for stack in self.stacks for block in stack.blocks]
+
+    def find(self) -> tuple[list[Site], list[Skipped]]:
+        for path in self.flow.opaque:
+            self.skipped[path] = "is a scripted module, which can be neither read nor changed"
+        if self.layer != "twin":
+            self._visit_activations()
+        for stack in self.stacks:
+            self._visit_stack(stack)
+        if self.layer != "twin":
+            self._visit_functional_activations()
+            if not self.found and self.layer != "relu":
+                self._visit_layers()
+        self.found.sort(key=lambda entry: entry[0])
+        return [site for _, site in self.found], [Skipped(path, reason) for path, reason in self.skipped.items()]
+
+    # --- the points ---
+
+    def _visit_stack(self, stack: Stack) -> None:
+        first = stack.blocks[0]
+        # In a plain chain of equal blocks the first one's input is a place only if it is an activation's output.
+        opens = stack.residual or _functional(first.inputs[0]) is not None
+        if opens and first.inputs[0].node not in self.taken:
+            self._try(first, "before", first.inputs[0])
+        for block in stack.blocks:
+            assert block.output is not None
+            if block.output.node not in self.taken:
+                self._try(block, "after", block.output)
+
+    def _visit_activations(self) -> None:
+        for path, module in self.flow.model.named_modules():
+            known = Activation.of(module)
+            if known is None and not _could_be_activation(module, self.flow.calls_of(path)):
+                continue
+            if self._in_block(path):
+                continue
+            calls = self.flow.calls_of(path)
+            if len(calls) != 1:
+                times = f"is called {len(calls)} times in one forward pass" if calls else "is not called by the example"
+                self.skipped[path] = f"{times}, so a layer there would not be one place"
+                continue
+            call = calls[0]
+            if self._has_other_names(call):
+                self.skipped[path] = "stands in the model under several names, so a layer there would not be one place"
+            elif call.output is None:
+                self.skipped[path] = f"returns {call.returned}, not a tensor"
+            elif not self._weights_follow(call):
+                self.skipped[path] = "is behind the last layer with weights: what comes out is the model's output"
+            elif call.output.node not in self.taken:
+                self._try(call, "after", call.output, known)
+
+    def _visit_functional_activations(self) -> None:
+        for call in self.flow.calls:
+            if not isinstance(call.module, _LAYERS) or not call.inputs or self._in_block(call.path):
+                continue
+            source = origin(call.inputs[0].node)
+            if source is None or source in self.taken or operation(source) not in _FUNCTIONAL:
+                continue
+            if len(self.flow.calls_of(call.path)) != 1 or self._has_other_names(call):
+                self.skipped[call.path] = (
+                    "is used several times in one forward pass, so a layer before it would not be one place"
+                )
+                continue
+            self._try(call, "before", call.inputs[0], Activation(_FUNCTIONAL[operation(source)]))
+
+    def _visit_layers(self) -> None:
+        for call in self.flow.calls:
+            plain = isinstance(call.module, _LAYERS) and not self._in_block(call.path)
+            once = len(self.flow.calls_of(call.path)) == 1
+            if plain and once and call.output is not None and self._weights_follow(call):
+                self._try(call, "after", call.output)
+
+    # --- one point ---
+
+    def _try(self, call: Call, side: str, seen: Seen, activation: Activation | None = None) -> None:
+        """A site at a point, or the reason why there is none."""
+        try:
+            site = self._site(call, side, seen, activation)
+        except _Refused as refusal:
+            self.skipped[call.path] = str(refusal)
+            self.taken.add(seen.node)  # one reason per point is enough
+            return
+        self.taken.add(seen.node)
+        if side == "before":
+            self.taken.add(origin(seen.node) if call.path not in self.blocks else seen.node)
+        moment = call.ended if side == "after" else call.began
+        self.found.append((moment, site))
+
+    def _site(self, call: Call, side: str, seen: Seen, activation: Activation | None) -> Site:
+        if seen.node is None or not seen.reached:
+            raise _Refused(
+                "no gradient arrives there (the forward pass detaches it, or the output does not depend on it)"
+            )
+        source = origin(seen.node)
+        from_relu = source is not None and operation(source) == "Relu"
+        form = self._form(from_relu, activation or _functional(seen))
+        neighbours = self._neighbours(call, seen)
+        layer = self._plan(form, call, seen, neighbours, activation)
+        path, module = call.path, self.model.get_submodule(call.path)
+        return Site(
+            anchor=Ref.to(path, module),
+            side=side,
+            layer=layer,
+            shape=tuple(seen.tensor.shape[1:]),
+            neighbours=tuple(Ref.to(name, self.model.get_submodule(name)) for name in neighbours),
+            chained=self._chained(path),
+            overwritten=seen.overwritten,
+        )
+
+    def _form(self, from_relu: bool, activation: Activation | None) -> str:
+        if self.layer == "auto":
+            return "relu" if from_relu else "residual"
+        if self.layer == "relu" and not from_relu:
+            behind = activation.name if activation else "this"
+            raise _Refused(
+                f'is not idempotent: an identity layer + ReLU behind {behind} would change the function; use layer="residual"'
+            )
+        if self.layer == "twin":
+            raise _Refused('twins of blocks are not supported yet; use layer="residual"')
+        return self.layer
+
+    def _plan(self, form: str, call: Call, seen: Seen, neighbours: list[str], activation: Activation | None) -> Layer:
+        shape = tuple(seen.tensor.shape)
+        if len(shape) < 2 or not seen.tensor.is_floating_point():
+            raise _Refused(
+                f"its values have shape {shape} and type {seen.tensor.dtype}: no batch of floating-point features"
+            )
+        lies = channels(seen.node, shape)
+        if lies is None and call.path in self.blocks and call.output is not None:
+            lies = channels(call.output.node, shape)  # a block maps a space into itself
+        if lies is None:
+            raise _Refused(f"it cannot be told along which dimension of its shape {shape} the features lie")
+        if lies.dim not in (1, len(shape) - 1):
+            raise _Refused(f"its features lie along dimension {lies.dim} of {len(shape)}, neither second nor last")
+        conv = lies.dim == 1 and (lies.first or len(shape) > 2) and 3 <= len(shape) <= 5
+        s = RELU if form == "relu" else (activation or _functional(seen) or self._activation_in(call) or TANH)
+        if not conv:
+            if lies.dim != len(shape) - 1:
+                raise _Refused(
+                    f"its features lie along dimension {lies.dim} of shape {shape}, where no layer of ours acts"
+                )
+            return Layer(form, "linear", shape[-1], activation=_fitted(s, shape[-1]))
+        kernel, groups = (3,) * (len(shape) - 2), 1
+        for name in neighbours:
+            module = self.model.get_submodule(name)
+            if isinstance(module, _CONVOLUTIONS) and len(module.kernel_size) == len(shape) - 2:
+                kernel, groups = same_size_kernel(module.kernel_size), grouped_like(shape[1], module.groups)
+                break
+        if self.kernel_size is not None:
+            kernel = (self.kernel_size,) * len(kernel)
+        return Layer(form, "conv", shape[1], kernel, groups, _fitted(s, shape[1]))
+
+    # --- what stands around a point ---
+
+    def _has_other_names(self, call: Call) -> bool:
+        names = self.flow.model.named_modules(remove_duplicate=False)
+        return any(module is call.module and path != call.path for path, module in names)
+
+    def _in_block(self, path: str) -> bool:
+        return any(path == block or path.startswith(block + ".") for block in self.blocks)
+
+    def _weights_follow(self, call: Call) -> bool:
+        return any(
+            later.began > call.ended and any(True for _ in later.module.parameters(recurse=False))
+            for later in self.flow.calls
+        )
+
+    def _neighbours(self, call: Call, seen: Seen) -> list[str]:
+        """Paths of the modules that own the nearest parameters: those the values come from, else the anchor's own."""
+        owners = [name.rpartition(".")[0] for name in nearest_parameters(self.flow.parameter_names, seen.node)]
+        owners += [name.rpartition(".")[0] for name, _ in call.module.named_parameters(prefix=call.path)]
+        return list(dict.fromkeys(owners))[:4]
+
+    def _activation_in(self, call: Call) -> Activation | None:
+        """The first activation inside a block, module or functional: what the block's author would use."""
+        for module in call.module.modules():
+            known = Activation.of(module)
+            if known is not None:
+                return known
+        for inner in self.flow.calls:
+            if (
+                call.began < inner.began
+                and inner.ended < call.ended
+                and isinstance(inner.module, _LAYERS)
+                and inner.inputs
+            ):
+                source = origin(inner.inputs[0].node)
+                if source is not None and operation(source) in _FUNCTIONAL:
+                    return Activation(_FUNCTIONAL[operation(source)])
+        return None
+
+    def _chained(self, path: str) -> bool:
+        """Whether the anchor's container is an nn.Sequential that passes the data through its children itself."""
+        parent = self.flow.model.get_submodule(path.rpartition(".")[0])
+        own_forward = isinstance(parent, nn.Sequential) and type(parent).forward is nn.Sequential.forward
+        return path != "" and own_forward and len(self.flow.calls_of(path.rpartition(".")[0])) == 1
+
+
+def _could_be_activation(module: nn.Module, calls: list[Call]) -> bool:
+    """A parameterless leaf of the user's own that changes values and keeps the shape: treated as an activation."""
+    if (
+        any(True for _ in module.children())
+        or any(True for _ in module.parameters())
+        or type(module).__module__.startswith("torch.")
+    ):
+        return False
+    if len(calls) != 1 or calls[0].output is None or len(calls[0].inputs) != 1:
+        return False
+    given, output = calls[0].inputs[0], calls[0].output
+    return (
+        output.tensor.is_floating_point()
+        and output.tensor.shape == given.tensor.shape
+        and output.node is not given.node
+    )
+
+
+def _functional(seen: Seen) -> Activation | None:
+    """The activation that a tensor directly comes from, read off its graph node."""
+    name = operation(seen.node) if seen.node is not None else ""
+    return Activation(_FUNCTIONAL[name]) if name in _FUNCTIONAL else None
+
+
+def _fitted(activation: Activation, width: int) -> Activation:
+    """The same activation for another width: a PReLU with one slope per channel has to fit."""
+    if activation.name == "PReLU" and dict(activation.arguments)["num_parameters"] > 1:
+        return replace(activation, arguments=(("num_parameters", width),))
+    return activation

@@ -1,0 +1,148 @@
+"""One run of the example on a copy of the model: which module was called when, with what, and what came of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.errors import BadExample, UnsupportedModel
+from sensli.running import describe, device_of, forked_random_state, run, tensors, to_device
+
+
+@dataclass
+class Seen:
+    """A tensor as it was when it passed: later in-place operations move its graph node and its version."""
+
+    tensor: Tensor
+    node: Any
+    version: int
+    reached: bool = False  # whether a gradient of the model's output came back to it
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Seen:
+        seen = cls(tensor, tensor.grad_fn, tensor._version)
+        if tensor.requires_grad:
+            tensor.register_hook(seen._mark)
+        return seen
+
+    def _mark(self, gradient: Tensor) -> None:
+        self.reached = True
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether somebody worked in place on it afterwards."""
+        return self.tensor._version != self.version
+
+
+@dataclass
+class Call:
+    """One call of one module: its inputs and outputs, and when it began and ended among all calls."""
+
+    path: str
+    module: nn.Module
+    began: int
+    inputs: list[Seen]
+    ended: int = -1
+    output: Seen | None = None  # None if it did not return a single tensor
+    returned: Any = None
+
+
+@dataclass
+class Flow:
+    """All calls of a run in the order of their beginning, on a copy of the model whose parameters all take gradients."""
+
+    model: nn.Module
+    calls: list[Call] = field(default_factory=list)
+    parameter_names: dict[int, str] = field(default_factory=dict)
+    opaque: list[str] = field(default_factory=list)
+
+    def calls_of(self, path: str) -> list[Call]:
+        return self._by_path.get(path, [])
+
+    def __post_init__(self) -> None:
+        self._by_path: dict[str, list[Call]] = {}
+
+    def index(self) -> None:
+        for call in self.calls:
+            self._by_path.setdefault(call.path, []).append(call)
+
+
+def record(model: nn.Module, example: Any) -> Flow:
+    """Run the example once, in eval mode, through a copy; the model itself is only read."""
+    if isinstance(example, tuple | list | dict) and not any(True for _ in tensors(example)):
+        raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
+    try:
+        with torch.no_grad():
+            twin = copy.deepcopy(model)
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and sites are looked for on a copy so "
+            "that the model stays as it is. Remove what cannot be copied (open files, cached tensors that carry a graph)."
+        ) from error
+    twin.eval()
+    flow = Flow(twin, parameter_names={id(p): name for name, p in twin.named_parameters()})
+    for parameter in twin.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(True)
+
+    clock = iter(range(10**12))
+    handles: list[Any] = []
+    open_calls: list[Call] = []
+
+    def before(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            seen = [Seen.of(t) for t in tensors((args, kwargs))]
+            call = Call(path, module, next(clock), seen)
+            flow.calls.append(call)
+            open_calls.append(call)
+
+        return hook
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        call = open_calls.pop()
+        call.ended = next(clock)
+        call.returned = type(output).__name__
+        if isinstance(output, Tensor):
+            call.output = Seen.of(output)
+
+    for path, module in twin.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            flow.opaque.append(path)
+            continue
+        handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        with forked_random_state(model), torch.enable_grad():
+            output = run(twin, to_device(_with_node(example), device_of(model)))
+            results = [t.sum() for t in tensors(output) if t.requires_grad and t.is_floating_point()]
+            if results:
+                torch.autograd.backward(results)  # fills gradients of the copy only, and marks what a gradient reaches
+    except Exception as error:
+        raise BadExample(
+            f"the example ({describe(example)}) does not run through {type(model).__name__}: {type(error).__name__}: {error}. "
+            "Give a tensor, a tuple of arguments or a dict of keyword arguments, shaped like one batch of the training data."
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    flow.index()
+    return flow
+
+
+def _with_node(value: Any) -> Any:
+    """A copy of an example that does not share memory with the user's and has a graph node of its own, to be recognised by."""
+    if isinstance(value, Tensor):
+        fresh = value.detach().clone()
+        return fresh.requires_grad_().clone() if fresh.is_floating_point() else fresh
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_with_node(part) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_node(part) for part in value)
+    if isinstance(value, dict):
+        return {key: _with_node(part) for key, part in value.items()}
+    return value

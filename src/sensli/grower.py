@@ -1,0 +1,194 @@
+"""`Grower`: Algorithm 1 of the paper. Train, look, decide whether and where, insert, train on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
+from sensli.finding import find_sites
+from sensli.flops import count_flops
+from sensli.history import Growth, History
+from sensli.measuring import LossFunction, measure
+from sensli.merits import Merit, Merits
+from sensli.norms import choose
+from sensli.optim import Optimizers
+from sensli.rates import Schedulers
+from sensli.sites import Site
+from sensli.surgery import insert
+from sensli.triggers import Moment, Trigger
+from sensli.wrappers import bare
+
+Selection = Callable[[Merits], Merit | Site]
+SELECTIONS = ("largest", "smallest", "random")
+
+
+class _Sizes(Mapping[str, int]):
+    """How large a model is, counted when asked for: most triggers never do, and they are asked every epoch."""
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        self._rules: dict[str, Callable[[], int]] = {
+            "parameters": lambda: sum(p.numel() for p in model.parameters()),
+            "flops": lambda: int(count_flops(model, example)),
+            "depth": lambda: sum(any(p.ndim >= 2 for p in m.parameters(recurse=False)) for m in model.modules()),
+        }
+
+    def __getitem__(self, name: str) -> int:
+        return self._rules[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+
+class Grower:
+    """Grows a model between epochs: call `step` once per epoch, and train on whether it grew or not.
+
+    At a call on which ``trigger`` fires, the merits of all sites are measured; a layer is inserted if its merit is at least ``tau``
+    times the mean over the existing weights. ``select`` names which: ``"largest"``, or as controls ``"smallest"`` and
+    ``"random"``, or a callable on `Merits`; ``count`` layers at once at most. ``lr_scale`` multiplies the learning rates after each growth.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        example: Any,
+        trigger: Trigger,
+        tau: float = 1.0,
+        norm: str = "auto",
+        select: str | Selection = "largest",
+        count: int = 1,
+        layer: str = "auto",
+        where: str | Callable[[Site], bool] | None = None,
+        confidence: float | None = None,
+        lr_scale: float = 1.0,
+        scheduler: Schedulers = None,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(trigger, Trigger):
+            raise TypeError(
+                f"trigger={trigger!r}: give one of sensli.triggers, such as triggers.Every(10) & triggers.AtMost(3)."
+            )
+        if not tau >= 0:
+            raise ValueError(f"tau={tau}: the threshold is a quotient of squared norms, so it must be at least 0.")
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"count={count!r}: give how many layers may go in at once, a whole number from 1.")
+        if not callable(select) and select not in SELECTIONS:
+            raise ValueError(one_of("selection", select, SELECTIONS))
+        if confidence is not None and (select != "largest" or count != 1):
+            raise ValueError(
+                "confidence= stops when the single largest merit is clear; use it with select='largest' and count=1."
+            )
+        choose(norm, ())
+        bare(model)
+        self.model = model
+        self.history = History()
+        self.last_merits: Merits | None = None  # of the last look, also where nothing was inserted
+        self.calls = 0
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._example, self._layer, self._where = example, layer, where
+        self._trigger, self._tau, self._norm, self._select = trigger, tau, norm, select
+        self._count, self._confidence, self._lr_scale = count, confidence, lr_scale
+        self._generator = torch.Generator().manual_seed(
+            seed
+        )  # of its own: growing leaves the global random state alone
+
+    def step(
+        self, batches: Iterable[Any], loss_fn: LossFunction | None = None, *, metric: float | None = None
+    ) -> Growth | None:
+        """Count one epoch; look, decide and insert if the trigger fires.
+
+        Returns the growth (with ``count`` > 1 the one with the largest merit; `history` has all), or None if nothing was inserted.
+        """
+        self.calls += 1
+        if not self._trigger.fires(self._moment(metric)):
+            return None
+        sites = find_sites(self.model, self._example, layer=self._layer, where=self._where)
+        if not sites:
+            raise SensliError(f"there is no place to grow in this {type(self.model).__name__}. {sites.explain()}")
+        fitting = [site for site in sites if self._trigger.allows(site, self._moment(metric))]
+        if not fitting:
+            return None
+        try:
+            self.last_merits = merits = measure(
+                self.model, fitting, batches, loss_fn, norm=self._norm, confidence=self._confidence, ratio=True
+            )
+        except ZeroMerits as nothing:
+            warnings.warn(f"call {self.calls}: nothing inserted, because {nothing}", stacklevel=2)
+            return None
+        grown: list[Growth] = []
+        for merit in self._chosen(merits):
+            moment = self._moment(metric)
+            passes = merit.ratio is None or merit.ratio >= self._tau
+            if len(grown) < self._count and passes and self._trigger.allows(merit.site, moment):
+                grown.append(self._insert(merit, factor=self._lr_scale if not grown else 1.0))
+        if grown:
+            self._trigger.grown()
+        return grown[0] if grown else None
+
+    def _insert(self, merit: Merit, factor: float) -> Growth:
+        growth = insert(self.model, merit.site, optimizer=self._optimizer, scheduler=self._scheduler, lr_scale=factor)
+        growth = replace(growth, details={"epoch": self.calls, "merit": merit.value, "ratio": merit.ratio})
+        self.history.append(growth)
+        return growth
+
+    def _chosen(self, merits: Merits) -> list[Merit]:
+        """The merits in the order in which they may be inserted."""
+        if self._select == "largest":
+            return merits.ranked
+        if self._select == "smallest":
+            return merits.ranked[::-1]
+        if self._select == "random":
+            order = torch.randperm(len(merits), generator=self._generator).tolist()
+            return [merits[index] for index in order]
+        assert callable(self._select)
+        choice = self._select(merits)
+        for merit in merits:
+            if choice is merit or choice is merit.site:
+                return [merit]
+        raise TypeError(
+            f"the selection returned {choice!r}; it must return one of the merits it was given, or its site."
+        )
+
+    def _moment(self, metric: float | None) -> Moment:
+        return Moment(self.calls, metric, len(self.history), _Sizes(bare(self.model), self._example))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data for a checkpoint: calls, history, trigger, random choices. The model's tensors are the user's to save."""
+        return {
+            "calls": self.calls,
+            "history": self.history.to_dict(),
+            "trigger": self._trigger.state_dict(),
+            "generator": self._generator.get_state().tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. The model must have been grown by `replay` of the same history before."""
+        history = History.from_dict(state["history"])
+        names = {name for name, _ in bare(self.model).named_parameters()}
+        for growth in history:
+            # later growths may have renamed earlier layers, so only names that still stand are asked for
+            renamed = {new for later in history for new in later.renames.values()} | names
+            missing = [name for name in growth.parameters if name not in renamed and not _renamed(name, history)]
+            if missing:
+                raise HistoryError(
+                    f"the model lacks {missing[0]} of growth {growth.number}: it has not grown as this state says. "
+                    "Call replay(model, History.from_dict(state['history'])) before loading the state."
+                )
+        self.calls = state["calls"]
+        self.history = history
+        self._trigger.load_state_dict(state["trigger"])
+        self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+def _renamed(name: str, history: History) -> bool:
+    return any(name in growth.renames for growth in history)

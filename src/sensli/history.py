@@ -1,0 +1,155 @@
+"""The record of one insertion, and of all insertions of a model: plain data that goes to JSON and comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+from sensli.errors import HistoryError
+from sensli.rates import RateScaling
+from sensli.sites import Site
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One insertion: where, what, and the names that changed."""
+
+    site: Site  # with the path that the anchor had at that moment
+    number: int  # 1 for the first growth of a model
+    name: str  # path of the new module
+    parameters: tuple[str, ...]  # names of the new parameters
+    renames: Mapping[str, str] = field(default_factory=dict)  # old to new, for names that the container could not keep
+    rates: RateScaling | None = None  # what the learning-rate factor changed
+    details: Mapping[str, Any] = field(default_factory=dict)  # why it was chosen: epoch, merit, ratio, ...
+
+    def __str__(self) -> str:
+        return f"growth {self.number}: {self.site}, as {self.name}" + _because(self.details)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "site": self.site.to_dict(),
+            "number": self.number,
+            "name": self.name,
+            "parameters": list(self.parameters),
+            "renames": dict(self.renames),
+            "rates": self.rates.to_dict() if self.rates else None,
+            "details": dict(self.details),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Growth:
+        """The inverse of `to_dict`."""
+        return cls(
+            site=Site.from_dict(data["site"]),
+            number=data["number"],
+            name=data["name"],
+            parameters=tuple(data["parameters"]),
+            renames=dict(data["renames"]),
+            rates=RateScaling.from_dict(data["rates"]) if data["rates"] else None,
+            details=dict(data["details"]),
+        )
+
+
+class History(Sequence[Growth]):
+    """The growths of a model, oldest first."""
+
+    def __init__(self, growths: Iterable[Growth] = ()) -> None:
+        self._growths = list(growths)
+
+    @overload
+    def __getitem__(self, index: int) -> Growth: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Growth]: ...
+    def __getitem__(self, index: int | slice) -> Growth | list[Growth]:
+        return self._growths[index]
+
+    def __len__(self) -> int:
+        return len(self._growths)
+
+    def __iter__(self) -> Iterator[Growth]:
+        return iter(self._growths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, History) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        return f"History({len(self)} growths)"
+
+    def __str__(self) -> str:
+        return "\n".join(str(growth) for growth in self) or "no growth yet"
+
+    def append(self, growth: Growth) -> None:
+        """Add the newest growth."""
+        self._growths.append(growth)
+
+    def pop(self) -> Growth:
+        """Take the newest growth off, after `undo`."""
+        return self._growths.pop()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"format": FORMAT, "growths": [growth.to_dict() for growth in self]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> History:
+        """The inverse of `to_dict`; a text that is no history is refused with the reason."""
+        if not isinstance(data, Mapping) or "growths" not in data:
+            raise HistoryError(
+                "this is no history: the entry 'growths' is missing. Expected what History.to_dict() wrote."
+            )
+        if data.get("format", FORMAT) > FORMAT:
+            raise HistoryError(
+                f"the history has format {data['format']}, newer than {FORMAT}, the newest known here. Update sensli."
+            )
+        try:
+            return cls(Growth.from_dict(entry) for entry in data["growths"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise HistoryError(
+                f"the history is damaged: {type(error).__name__}: {error}. Use an intact copy."
+            ) from error
+
+    def to_json(self) -> str:
+        """The history as JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> History:
+        """The inverse of `to_json`."""
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise HistoryError(
+                f"the history is not valid JSON ({error}): cut short or altered. Use an intact copy."
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a file; an earlier one is replaced only when the new one is complete."""
+        target = Path(path)
+        scratch = target.with_name(target.name + ".part")
+        scratch.write_text(self.to_json())
+        os.replace(scratch, target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> History:
+        """Read from a file that `save` wrote."""
+        return cls.from_json(Path(path).read_text())
+
+
+def _because(details: Mapping[str, Any]) -> str:
+    parts = []
+    if "epoch" in details:
+        parts.append(f"epoch {details['epoch']}")
+    if "merit" in details:
+        parts.append(f"merit {details['merit']:.2e}")
+    if details.get("ratio") is not None:
+        parts.append(f"{details['ratio']:.2f} x mean")
+    return f" ({', '.join(parts)})" if parts else ""

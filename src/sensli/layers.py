@@ -1,0 +1,260 @@
+"""The layers that can be inserted: each starts as the identity and has a weight whose gradient is not zero.
+
+Form        new layer                          starts with             measured weight
+relu        ``relu(W x + b)``, x >= 0          W = I, b = 0            W
+residual    ``x + W2 s(W1 x + b)``             W1 = 0.8 I, b, W2 = 0   W2
+parametric  ``(1 - a) z + a s(z)``, z = W x+b  W = I, b = 0, a = 0     W
+
+``W`` is a matrix (``kind="linear"``) or a convolution (``kind="conv"``) that keeps the shape. What a layer at a place would be
+worth needs no layer there: `weight_gradient` is the vector-Jacobian product through the virtual layer alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.errors import one_of
+from sensli.norms import Geometry
+
+FORMS = ("relu", "residual", "parametric", "twin")
+
+# Elementwise activations of torch and the constructor arguments that shape them (a copy must be the same function).
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "ReLU": (),
+    "ReLU6": (),
+    "LeakyReLU": ("negative_slope",),
+    "ELU": ("alpha",),
+    "CELU": ("alpha",),
+    "SELU": (),
+    "GELU": ("approximate",),
+    "SiLU": (),
+    "Mish": (),
+    "Tanh": (),
+    "Sigmoid": (),
+    "LogSigmoid": (),
+    "Softplus": ("beta", "threshold"),
+    "Softsign": (),
+    "Softshrink": ("lambd",),
+    "Hardshrink": ("lambd",),
+    "Tanhshrink": (),
+    "Hardtanh": ("min_val", "max_val"),
+    "Hardsigmoid": (),
+    "Hardswish": (),
+    "Threshold": ("threshold", "value"),
+    "RReLU": ("lower", "upper"),
+    "PReLU": ("num_parameters",),
+}
+
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+# W1 of the residual form: the paper's choice, the same at every place so that merits compare.
+RESIDUAL_SCALE = 0.8
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise activation by name and arguments, so that it can be written to JSON and built again."""
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Activation | None:
+        """The activation that a module is, or None if it is not one we know."""
+        name = type(module).__name__
+        if type(module) is not getattr(nn, name, None) or name not in ACTIVATIONS:
+            return None
+        return cls(name, tuple((key, getattr(module, key)) for key in ACTIVATIONS[name]))
+
+    def build(self) -> nn.Module:
+        """A fresh module; never in place, because the residual form still needs its input."""
+        module: nn.Module = getattr(nn, self.name)(**dict(self.arguments))
+        return module
+
+
+TANH = Activation("Tanh")
+RELU = Activation("ReLU")
+
+
+class ResidualLayer(nn.Module):
+    """``x + W2 s(W1 x + b)``: an identity as long as ``W2 = 0``."""
+
+    def __init__(self, first: nn.Module, activation: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.activation = activation
+        self.second = second
+
+    def forward(self, x: Tensor) -> Tensor:
+        update: Tensor = self.second(self.activation(self.first(x)))
+        return x + update
+
+
+class ParametricLayer(nn.Module):
+    """``(1 - a) z + a s(z)`` with ``z = W x + b``: linear at ``a = 0``, the network's own activation at ``a = 1``."""
+
+    def __init__(self, kind: str, weight: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.kind = kind
+        self.add_module(kind, weight)
+        self.activation = activation
+        self.a = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.get_submodule(self.kind)(x)
+        bent: Tensor = self.activation(z)
+        # z + a (s(z) - z) rather than the two products: at a = 0 it is z to the last bit.
+        return z + self.a * (bent - z)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What would be inserted: a plan that prints as one phrase, goes to JSON and builds the module when it is wanted."""
+
+    form: str
+    kind: str  # "linear" (features last) or "conv" (channels at dimension 1)
+    width: int  # features or channels
+    kernel: tuple[int, ...] = ()
+    groups: int = 1
+    activation: Activation = RELU
+
+    def __str__(self) -> str:
+        if self.kind == "conv":
+            size = str(self.kernel[0]) if len(set(self.kernel)) == 1 else str(self.kernel)
+            groups = f", groups={self.groups}" if self.groups > 1 else ""
+            weight = f"Conv{len(self.kernel)}d({self.width}, {self.width}, {size}{groups})"
+        else:
+            weight = f"Linear({self.width}, {self.width})"
+        if self.form == "relu":
+            return f"{weight} + ReLU"
+        return f"{self.form.capitalize()}({weight}, {self.activation.name})"
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the measured weight."""
+        if self.kind == "conv":
+            return (self.width, self.width // self.groups, *self.kernel)
+        return (self.width, self.width)
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names, within the built module, of the parameters whose gradient is the merit."""
+        return (
+            {"relu": f"{self.kind}.weight", "residual": "second.weight", "parametric": f"{self.kind}.weight"}[
+                self.form
+            ],
+        )
+
+    @property
+    def weights(self) -> int:
+        """How many weight maps the layer has: two in the residual form."""
+        return 2 if self.form == "residual" else 1
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the layer would add."""
+        own = sum(p.numel() for p in self.activation.build().parameters())
+        return self.weights * math.prod(self.weight_shape) + self.width + own + (1 if self.form == "parametric" else 0)
+
+    def flops(self, positions: int) -> int:
+        """Forward FLOPs per sample by the rule: two per multiply-add, at so many positions (pixels, tokens)."""
+        return 2 * self.weights * math.prod(self.weight_shape) * positions
+
+    def geometry(self, shape: Sequence[int]) -> Geometry:
+        """How the measured weight acts on an activation of this shape: what the operator norms need."""
+        return Geometry(size=tuple(shape[2:]), groups=self.groups) if self.kind == "conv" else Geometry()
+
+    def build(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Module:
+        """The module, an identity on its domain. Draws no random number."""
+
+        def weight(scale: float, bias: bool = True) -> nn.Module:
+            return self._map(scale, bias, dtype=dtype, device=device)
+
+        if self.form == "relu":
+            layer: nn.Module = nn.Sequential()
+            layer.add_module(self.kind, weight(1.0))
+            layer.add_module("relu", nn.ReLU())
+        elif self.form == "residual":
+            layer = ResidualLayer(weight(RESIDUAL_SCALE), self.activation.build(), weight(0.0, bias=False))
+        elif self.form == "parametric":
+            layer = ParametricLayer(self.kind, weight(1.0), self.activation.build())
+        else:
+            raise ValueError(one_of("layer form", self.form, FORMS))
+        return layer.to(device=device, dtype=dtype)
+
+    def _map(self, scale: float, bias: bool, **options: Any) -> nn.Module:
+        """A linear map or convolution that multiplies by ``scale``."""
+        # skip_init: the default initialisation would move the global random state.
+        if self.kind == "conv":
+            padding = tuple(k // 2 for k in self.kernel)
+            size = (self.width, self.width, self.kernel)
+            options.update(padding=padding, groups=self.groups)
+            module: nn.Module = nn.utils.skip_init(CONVS[len(self.kernel)], *size, bias=bias, **options)
+        else:
+            module = nn.utils.skip_init(nn.Linear, self.width, self.width, bias=bias, **options)
+        with torch.no_grad():
+            weight = module.get_parameter("weight").zero_()
+            centre = tuple(k // 2 for k in self.kernel)
+            for unit in range(self.width):
+                entry = (unit, unit % (self.width // self.groups), *centre)
+                weight[entry] = scale
+            if bias:
+                module.get_parameter("bias").zero_()
+        return module
+
+    def weight_gradient(self, x: Tensor, cotangent: Tensor, activation: nn.Module) -> Tensor:
+        """The gradient of the measured weight of a virtual layer at activation ``x`` with cotangent ``g``.
+
+        Linear: x, g of shape (..., h); conv: (n, c, *map). Returns `weight_shape`. Every form is a linear map of some
+        features of x, so one product serves all: relu ``sum (g [x > 0]) x^T``, residual ``sum g s(0.8 x)^T``, parametric ``sum g x^T``.
+        """
+        features, g = x, cotangent.to(x.dtype)
+        if self.form == "relu":
+            g = torch.ops.aten.threshold_backward(g, x, 0)
+        elif self.form == "residual":
+            features = activation(RESIDUAL_SCALE * x)
+        if self.kind == "linear":
+            return g.reshape(-1, self.width).T @ features.reshape(-1, self.width)
+        dims = len(self.kernel)
+        padding = [k // 2 for k in self.kernel]
+        # Only the weight's gradient is asked for; the empty weight carries its shape.
+        shape_only = features.new_empty(1).expand(self.weight_shape)
+        gradients = torch.ops.aten.convolution_backward(
+            g, features, shape_only, None, [1] * dims, padding, [1] * dims, False, [0] * dims, self.groups,
+            [False, True, False],
+        )  # fmt: skip
+        return gradients[1]  # type: ignore[no-any-return]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Layer:
+        """The inverse of `to_dict`."""
+        activation = data["activation"]
+        arguments = tuple((key, value) for key, value in activation["arguments"])
+        return cls(
+            form=data["form"],
+            kind=data["kind"],
+            width=data["width"],
+            kernel=tuple(data["kernel"]),
+            groups=data["groups"],
+            activation=Activation(activation["name"], arguments),
+        )
+
+
+def grouped_like(width: int, groups: int) -> int:
+    """The number of groups a new convolution takes over from its neighbour: as many, if they divide its width."""
+    return groups if groups > 1 and width % groups == 0 else 1
+
+
+def same_size_kernel(kernel: Sequence[int]) -> tuple[int, ...]:
+    """The neighbour's kernel where it is odd (only an odd one keeps the map's size and has a centre), otherwise 3."""
+    return tuple(k if k % 2 == 1 else 3 for k in kernel)

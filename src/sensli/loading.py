@@ -1,0 +1,70 @@
+"""A model and an example named on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sensli.errors import BadExample, UnsupportedModel
+
+
+def load_model(name: str) -> nn.Module:
+    """The model that ``MODULE:FACTORY`` names: an importable module or a .py file, and a function, class or model in it."""
+    module_name, colon, factory_name = name.rpartition(":")
+    if not colon or not module_name or not factory_name:
+        raise UnsupportedModel(
+            f"'{name}' names no model: write MODULE:FACTORY, such as mymodels:make_cnn or path/to/file.py:Net."
+        )
+    module = _import(module_name)
+    factory = getattr(module, factory_name, None)
+    if factory is None:
+        offered = (
+            ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "nothing callable"
+        )
+        raise UnsupportedModel(f"'{module_name}' has no '{factory_name}'; it offers: {offered}.")
+    try:
+        model = factory if isinstance(factory, nn.Module) else factory()
+    except Exception as error:
+        raise UnsupportedModel(
+            f"calling {name} without arguments failed: {type(error).__name__}: {error}. Give a function that builds the model."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"{name} gave {type(model).__name__}, not an nn.Module.")
+    return model
+
+
+def _import(name: str) -> object:
+    try:
+        if name.endswith(".py"):
+            path = Path(name)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module
+            spec.loader.exec_module(module)
+            return module
+        sys.path.insert(0, "")  # as `python -m` does: modules of the current folder
+        try:
+            return importlib.import_module(name)
+        finally:
+            sys.path.remove("")
+    except Exception as error:
+        raise UnsupportedModel(f"'{name}' cannot be imported: {type(error).__name__}: {error}.") from error
+
+
+def parse_input(text: str) -> Tensor:
+    """A tensor from ``1x3x32x32`` or, with a type, ``int64:1x128``; whole numbers are zeros, so that they are valid indices."""
+    found = re.fullmatch(r"(?:(\w+):)?(\d+(?:x\d+)*)", text)
+    dtype = getattr(torch, found.group(1) or "float32", None) if found else None
+    if not found or not isinstance(dtype, torch.dtype):
+        raise BadExample(f"'{text}' is no input: write a shape such as 1x3x32x32, or with a type int64:1x128.")
+    shape = [int(size) for size in found.group(2).split("x")]
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    return torch.zeros(shape, dtype=dtype)

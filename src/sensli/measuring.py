@@ -1,0 +1,263 @@
+"""`measure` and `Probe`: the merit of every site from one ordinary forward and backward pass of the unmodified model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.confidence import GROUPS, is_clear, next_look, pseudo_values
+from sensli.errors import MeasurementError
+from sensli.merits import Merit, Merits
+from sensli.norms import choose
+from sensli.running import describe, device_of, run, tensors, to_device, untouched
+from sensli.sensitivity import Catch, SiteCatch
+from sensli.sites import Site
+from sensli.wrappers import bare
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def measure(
+    model: nn.Module,
+    sites: Sequence[Site],
+    batches: Iterable[Any],
+    loss_fn: LossFunction | None = None,
+    *,
+    norm: str = "auto",
+    ratio: bool = True,
+    max_batches: int | None = None,
+    confidence: float | None = None,
+) -> Merits:
+    """Measure the merit of every site over the data: the squared norm of the gradient of the mean loss.
+
+    ``batches`` yields ``(input, target)`` pairs, or dicts of keyword arguments; ``loss_fn(output, target)`` is the mean loss of a batch
+    (for dicts ``loss_fn(output, batch)``, by default ``output.loss``). Every batch counts with its size. The model runs in the mode it
+    is in; its buffers, gradients and the random state are put back. ``ratio=False`` saves the gradients of the existing weights.
+    ``confidence`` stops as soon as the best site is clear at that level.
+    """
+    model = bare(model)
+    if not sites:
+        raise MeasurementError(
+            "there are no sites to measure. find_sites(...).explain() says which places were skipped and why."
+        )
+    if max_batches is not None and max_batches < 1:
+        raise ValueError(f"max_batches={max_batches}: at least one batch is needed.")
+    if confidence is not None and not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
+    norm = choose(norm, [site.kind for site in sites])
+    catch = Catch(model, sites, weights=ratio, groups=1 if confidence is None else GROUPS)
+    catch.keeps_activations = not ratio
+    sizes = [0.0] * (1 if confidence is None else GROUPS)
+    unit, count, look, clear = 0.0, 0, 0, False
+    known = _length(batches)
+    expected = known if max_batches is None else min(max_batches, known or max_batches)
+
+    with untouched(model), torch.enable_grad(), catch.hooked():
+        for batch in batches:
+            size = _backward(model, catch, batch, loss_fn, count, unit)
+            unit = unit or size
+            sizes[catch.group] += size / unit
+            count += 1
+            catch.group = count % len(sizes)
+            if confidence is not None and count >= 4 and next_look(count - 1) == count:
+                look += 1
+                remaining = 1.0 if not expected else max(0.0, 1 - count / expected)
+                clear = _clear(catch.sites, norm, sizes[:count], look, confidence, remaining)
+                if clear:
+                    break
+            if count == max_batches:
+                break
+    if count == 0:
+        raise MeasurementError(
+            "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
+        )
+    whole = confidence is None or (known is not None and count >= known)
+    values = [_value(site, norm, sizes[:count], exact=whole) for site in catch.sites]
+    mean = _mean_of_weights(catch, norm, sizes[:count], exact=whole)
+    return _merits(
+        catch, values, mean, norm=norm, batches=count, samples=round(sum(sizes) * unit), confidence=confidence,
+        clear=clear if confidence is not None else None,
+    )  # fmt: skip
+
+
+class Probe:
+    """The same from the user's own step, without a pass of its own.
+
+    Inside the context every backward pass of the model adds to the merits what it adds to the gradients, so accumulation over
+    several batches means the same as for ``.grad``. Nothing of the step changes. ::
+
+        with Probe(model, sites) as probe:
+            loss_fn(model(x), y).backward()
+        merits = probe.merits()
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[Site], *, norm: str = "auto", ratio: bool = True) -> None:
+        self._model = bare(model)
+        if not sites:
+            raise MeasurementError(
+                "there are no sites to probe. find_sites(...).explain() says which places were skipped and why."
+            )
+        self._norm = choose(norm, [site.kind for site in sites])
+        self._catch = Catch(self._model, sites, weights=ratio)
+        self._open: Any = None
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Probe:
+        self._open = self._catch.hooked()
+        self._open.__enter__()
+        for index, weight in enumerate(self._catch.weights):
+            self._handles.append(weight.parameter.register_hook(self._arrived(index)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._catch.forget_pass()
+        self._open.__exit__(kind, value, trace)
+
+    def _arrived(self, index: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            # A copy: the tensor becomes the user's .grad, which the next backward pass or step may overwrite.
+            self._catch.weights[index].sum.add(gradient.clone(), 0)
+
+        return hook
+
+    def merits(self) -> Merits:
+        """The merits of all backward passes since the probe was made."""
+        if self._catch.caught == 0:
+            raise MeasurementError(
+                "the probe saw no backward pass. Call loss.backward() inside `with Probe(...)`, on the output of the model it was made for."
+            )
+        values = [site.merit(self._norm, 1.0) for site in self._catch.sites]
+        mean = _mean_of_weights(self._catch, self._norm, [1.0], exact=True)
+        passes = max(1, self._catch.caught // len(self._catch.sites))
+        return _merits(self._catch, values, mean, norm=self._norm, batches=passes)
+
+
+def _merits(catch: Catch, values: Sequence[float], mean: float | None, **facts: Any) -> Merits:
+    records = []
+    for site, value in zip(catch.sites, values, strict=True):
+        quotient = None if mean is None else (value / mean if mean > 0 else math.inf)
+        records.append(Merit(site.site, value, quotient, site.dead))
+    return Merits(records, **facts).check()
+
+
+def _backward(model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float) -> int:
+    """One batch: its loss, weighted by its size, back through the model. Returns the size."""
+    given, target = _split(batch, index)
+    device = device_of(model)
+    given, target = to_device(given, device), to_device(target, device)
+    size = _size(given, batch)
+    # A dict is keyword arguments; a tuple inside a batch is several arguments.
+    output = run(model, given)
+    loss = _loss(output, target, loss_fn, index)
+    trained = [p for p in model.parameters() if p.requires_grad] if catch.weights else []
+    # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
+    wanted = trained + catch.leaves if catch.weights else list(catch.watched)
+    if not wanted or not loss.requires_grad:
+        raise MeasurementError(
+            f"the loss of batch {index} does not depend on any site: no gradient comes back. Check that loss_fn uses the model's output "
+            "and that nothing detaches it."
+        )
+    gradients = torch.autograd.grad(loss * (size / (unit or size)), wanted, allow_unused=True)
+    by_parameter = {id(p): g for p, g in zip(wanted, gradients, strict=True)}
+    catch.add_weight_gradients(by_parameter[id(weight.parameter)] for weight in catch.weights)
+    catch.forget_pass()
+    return size
+
+
+def _split(batch: Any, index: int) -> tuple[Any, Any]:
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return dict(batch), batch
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise MeasurementError(
+        f"batch {index} is {describe(batch)}, but batches must yield (input, target) pairs or dicts. To measure on a single batch "
+        "give [(x, y)]."
+    )
+
+
+def _size(given: Any, batch: Any) -> int:
+    for tensor in tensors((given, batch)):
+        if tensor.dim() > 0:
+            return int(tensor.shape[0])
+    raise MeasurementError("a batch holds no tensor with a batch dimension, so it has no size to be weighted by.")
+
+
+def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:
+    """The mean loss of a batch, checked to be a finite scalar."""
+    loss = loss_fn(output, target) if loss_fn is not None else getattr(output, "loss", None)
+    if loss is None and loss_fn is None:
+        raise MeasurementError(
+            "loss_fn is missing, and the model's output has no .loss. Give loss_fn(output, target) -> mean loss."
+        )
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+        raise MeasurementError(
+            f"the loss of batch {index} has {what}, not a scalar tensor. loss_fn must return the mean over the batch "
+            "(for torch losses reduction='mean')."
+        )
+    if not torch.isfinite(loss):
+        raise MeasurementError(
+            f"the loss of batch {index} is {loss.item()}: training has diverged or the batch holds bad values, "
+            "so merits mean nothing. Lower the learning rate or look at the data."
+        )
+    return loss
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+# --- estimates from a sample ---
+
+
+def _pseudo(site: SiteCatch, norm: str, sizes: Sequence[float]) -> list[float]:
+    total = sum(sizes)
+    return pseudo_values(
+        lambda without: site.merit(norm, total - (0 if without is None else sizes[without]), without), sizes
+    )
+
+
+def _clear(
+    sites: Sequence[SiteCatch], norm: str, sizes: Sequence[float], look: int, confidence: float, remaining: float
+) -> bool:
+    pseudo = [_pseudo(site, norm, sizes) for site in sites]
+    return is_clear(pseudo, look=look, confidence=confidence, remaining=remaining)
+
+
+def _value(site: SiteCatch, norm: str, sizes: Sequence[float], *, exact: bool) -> float:
+    if exact or len(sizes) < 2:
+        return site.merit(norm, sum(sizes))
+    pseudo = _pseudo(site, norm, sizes)
+    return max(0.0, sum(pseudo) / len(pseudo))
+
+
+def _mean_of_weights(catch: Catch, norm: str, sizes: Sequence[float], *, exact: bool) -> float | None:
+    """The mean over the existing weights of the squared norm of their gradient: the denominator of the threshold."""
+    if not catch.weights:
+        return None
+    total = sum(sizes)
+    halves = [sum(sizes[0::2]), sum(sizes[1::2])]
+    norms = []
+    for weight in catch.weights:
+        if exact or halves[1] == 0:
+            norms.append(weight.merit(norm, total))
+        else:
+            pseudo = pseudo_values(
+                lambda without, w=weight: w.merit(norm, total - (0 if without is None else halves[without]), without),  # type: ignore[misc]
+                halves,
+            )
+            norms.append(max(0.0, sum(pseudo) / 2))
+    return sum(norms) / len(norms)

@@ -1,0 +1,113 @@
+"""The merit of a site, and the table of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from sensli.errors import MeasurementError, ZeroMerits
+from sensli.sites import Site
+from sensli.tables import short_number, text_table
+
+
+@dataclass(frozen=True)
+class Merit:
+    """What a layer at a site would be worth: the squared norm of the gradient of the mean loss."""
+
+    site: Site
+    value: float
+    ratio: float | None = None  # to the mean over the existing weights: what the threshold tau is compared with
+    dead: float | None = None  # share of units that were zero on all the data
+
+    def __str__(self) -> str:
+        ratio = f", {self.ratio:.3g} x the mean of the existing weights" if self.ratio is not None else ""
+        return f"{self.site}: merit {self.value:.3e}{ratio}"
+
+
+class Merits(Sequence[Merit]):
+    """The merits of sites in the order they were given; prints as a table, best first."""
+
+    def __init__(
+        self,
+        merits: Sequence[Merit],
+        *,
+        norm: str,
+        batches: int,
+        samples: int | None = None,
+        confidence: float | None = None,
+        clear: bool | None = None,
+    ) -> None:
+        self._merits = tuple(merits)
+        self.norm = norm
+        self.batches = batches
+        self.samples = samples
+        self.confidence = confidence  # the level that was asked for
+        self.clear = clear  # whether the best site was clear at that level before the data ended
+
+    @overload
+    def __getitem__(self, index: int) -> Merit: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Merit, ...]: ...
+    def __getitem__(self, index: int | slice) -> Merit | tuple[Merit, ...]:
+        return self._merits[index]
+
+    def __len__(self) -> int:
+        return len(self._merits)
+
+    @property
+    def ranked(self) -> list[Merit]:
+        """From the largest to the smallest; of equal ones the first in the data flow comes first."""
+        return sorted(self._merits, key=lambda merit: -merit.value)
+
+    @property
+    def best(self) -> Merit:
+        """The largest merit."""
+        return max(self._merits, key=lambda merit: merit.value)
+
+    @property
+    def worst(self) -> Merit:
+        """The smallest merit."""
+        return min(self._merits, key=lambda merit: merit.value)
+
+    def __repr__(self) -> str:
+        return f"Merits({len(self)} sites, norm={self.norm!r}, best: {self.best})"
+
+    def __str__(self) -> str:
+        header = ["site", "merit", "ratio", "+parameters", "+FLOPs", "dead units"]
+        rows = [
+            [
+                str(merit.site),
+                f"{merit.value:.3e}",
+                "" if merit.ratio is None else f"{merit.ratio:.2f}",
+                short_number(merit.site.parameters),
+                short_number(merit.site.flops),
+                "" if merit.dead is None else f"{merit.dead:.0%}",
+            ]
+            for merit in self.ranked
+        ]
+        return text_table(header, rows) + f"\n{self._measured}"
+
+    @property
+    def _measured(self) -> str:
+        samples = f" ({self.samples:,} samples)" if self.samples is not None else ""
+        text = f"{self.norm} norm, squared, over {self.batches} {'batch' if self.batches == 1 else 'batches'}{samples}"
+        if self.clear is not None:
+            text += f"; the best is {'clear' if self.clear else 'not clear'} at the level {self.confidence:g}"
+        return text
+
+    def check(self) -> Merits:
+        """The merits themselves, if they can carry a decision."""
+        for merit in self:
+            if not math.isfinite(merit.value):
+                raise MeasurementError(
+                    f"the merit of '{merit.site}' is {merit.value}: the gradient there is not finite although the loss is. "
+                    "Lower the learning rate, clip gradients, or measure in a wider float type."
+                )
+        if all(merit.value == 0 for merit in self):
+            raise ZeroMerits(
+                f"all {len(self)} merits are zero: the loss does not change with any of the places. Every unit before them is "
+                "dead on this data, the loss is flat (already zero), or it does not depend on the model's output."
+            )
+        return self

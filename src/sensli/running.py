@@ -1,0 +1,87 @@
+"""Calling a user's model: arguments, devices, and putting back what a run would change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def run(model: nn.Module, example: Any) -> Any:
+    """Call the model: a tensor is its only argument, a tuple its arguments, a dict its keyword arguments."""
+    if isinstance(example, dict):
+        return model(**example)
+    if isinstance(example, (tuple, list)):
+        return model(*example)
+    return model(example)
+
+
+def describe(example: Any) -> str:
+    """The shapes of an example, for error texts."""
+    if isinstance(example, Tensor):
+        return f"{str(example.dtype).removeprefix('torch.')} tensor of shape {tuple(example.shape)}"
+    if isinstance(example, (tuple, list)):
+        return "(" + ", ".join(describe(part) for part in example) + ")"
+    if isinstance(example, dict):
+        return "{" + ", ".join(f"{key}: {describe(part)}" for key, part in example.items()) + "}"
+    return type(example).__name__
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors(part)
+
+
+def to_device(value: Any, device: torch.device | None) -> Any:
+    """The same nest of tensors on a device; other values as they are."""
+    if device is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(part, device) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(to_device(part, device) for part in value)
+    if isinstance(value, dict):
+        return {key: to_device(part, device) for key, part in value.items()}
+    return value
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The device of the model's first parameter or buffer."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return None
+
+
+def forked_random_state(model: nn.Module) -> Any:
+    """A context that puts the random state of the CPU and of the model's device back when it ends."""
+    device = device_of(model)
+    if device is None or device.type in ("cpu", "meta"):
+        return torch.random.fork_rng(devices=[])
+    index = device.index if device.index is not None else 0
+    return torch.random.fork_rng(devices=[index], device_type=device.type)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Buffers and random state are put back when the context ends."""
+    kept: Mapping[str, Tensor] = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with forked_random_state(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in kept:
+                        buffer.copy_(kept[name])

@@ -1,0 +1,216 @@
+"""Catching what a virtual layer needs, in an ordinary pass of the unmodified model.
+
+Identity layers change neither activations nor gradients. So the gradient of a layer that is not there follows from the activation x
+at its place and the cotangent g that comes back to it: a forward hook catches x, a hook on the tensor itself catches g.
+(`register_full_backward_hook` would raise where the next module works in place.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.errors import MeasurementError
+from sensli.norms import Geometry, squared_norm
+from sensli.sites import Site
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class Sum:
+    """A gradient summed over batches: of all of them, and of groups of batches where an estimate of its noise is wanted."""
+
+    def __init__(self, groups: int = 1) -> None:
+        self.groups: list[Tensor | None] = [None] * groups
+
+    def add(self, gradient: Tensor, group: int) -> None:
+        if gradient.dtype in (torch.float16, torch.bfloat16):
+            gradient = gradient.float()
+        held = self.groups[group]
+        self.groups[group] = gradient.detach() if held is None else held.add_(gradient)
+
+    def total(self, without: int | None = None) -> Tensor | None:
+        """The sum over all groups, or over all but one."""
+        parts = [part for j, part in enumerate(self.groups) if part is not None and j != without]
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+class SiteCatch:
+    """What was caught at one site: the virtual layer's gradient, which units were ever alive, the size of the map."""
+
+    def __init__(self, site: Site, groups: int) -> None:
+        self.site = site
+        self.sum = Sum(groups)
+        self.shape: tuple[int, ...] = (1, *site.shape)
+        self.alive: Tensor | None = None
+        self._activation = site.layer.activation.build()
+
+    def add(self, x: Tensor, cotangent: Tensor, group: int) -> None:
+        self.shape = tuple(x.shape)
+        if any(True for _ in self._activation.parameters()):
+            self._activation.to(x)
+        self.sum.add(self.site.layer.weight_gradient(x, cotangent, self._activation), group)
+        dim = 1 if self.site.kind == "conv" else x.dim() - 1
+        low, high = x.transpose(0, dim).flatten(1).aminmax(dim=1) if dim != 1 else _range(x)
+        alive = (low != 0) | (high != 0)
+        self.alive = alive if self.alive is None else self.alive | alive
+
+    @property
+    def dead(self) -> float | None:
+        """The share of units that were zero on all the data."""
+        return None if self.alive is None else 1.0 - self.alive.float().mean().item()
+
+    def merit(self, norm: str, samples: float, without: int | None = None) -> float:
+        """The squared norm of the mean gradient."""
+        total = self.sum.total(without)
+        if total is None:
+            return 0.0
+        return squared_norm(total, norm, self.site.layer.geometry(self.shape)) / samples**2
+
+
+def _range(x: Tensor) -> tuple[Tensor, Tensor]:
+    others = [d for d in range(x.dim()) if d != 1]
+    return x.amin(others), x.amax(others)
+
+
+class WeightCatch:
+    """The gradient of one existing weight."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, owner: nn.Module, groups: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.owner = owner
+        self.sum = Sum(groups)
+        self.size: tuple[int, ...] = ()
+
+    @property
+    def geometry(self) -> Geometry:
+        if not isinstance(self.owner, _CONVOLUTIONS) or not self.size:
+            return Geometry()
+        conv = self.owner
+        return Geometry(self.size, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
+
+    def merit(self, norm: str, samples: float, without: int | None = None) -> float:
+        total = self.sum.total(without)
+        return 0.0 if total is None else squared_norm(total, norm, self.geometry) / samples**2
+
+
+class Catch:
+    """All that one measurement catches. Hooks live in `hooked` only, and none survives it, whatever happens inside."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[Site], *, weights: bool, groups: int = 1) -> None:
+        places = [site.find(model)[1] for site in sites]
+        self.model = model
+        self.sites = [SiteCatch(site, groups) for site in sites]
+        # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
+        self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
+        self.group = 0
+        self.keeps_activations = False
+        self.watched: list[Tensor] = []  # activations at the sites in the current pass, if they are kept
+        self.leaves: list[Tensor] = []  # those behind frozen layers, made to ask for a gradient
+        self.caught = 0
+        self._places = places
+
+    @contextmanager
+    def hooked(self) -> Iterator[Catch]:
+        handles: list[Any] = []
+        try:
+            for catch, place in zip(self.sites, self._places, strict=True):
+                if catch.site.side == "after":
+                    handles.append(place.register_forward_hook(self._behind(catch)))
+                else:  # before the user's own hooks, as the layer would be
+                    handles.append(place.register_forward_pre_hook(self._before(catch), prepend=True))
+            for weight in self.weights:
+                if isinstance(weight.owner, _CONVOLUTIONS):
+                    handles.append(weight.owner.register_forward_pre_hook(_size_of(weight)))
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _behind(self, catch: SiteCatch) -> Callable[..., Tensor | None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+            if not torch.is_grad_enabled():
+                return None
+            if not isinstance(output, Tensor):
+                raise MeasurementError(
+                    f"'{catch.site.path}' returned {type(output).__name__} instead of the tensor that find_sites saw, so its merit "
+                    "cannot be measured. Find the sites with an example like the training data."
+                )
+            watched = self._asking(output, catch)
+            self._watch(catch, watched)
+            return None if watched is output else watched
+
+        return hook
+
+    def _before(self, catch: SiteCatch) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any) -> Any:
+            if not torch.is_grad_enabled() or not args or not isinstance(args[0], Tensor):
+                return None
+            # A view of its own: the tensor may go elsewhere too, and only what this module sends back counts.
+            watched = self._asking(args[0], catch)
+            watched = watched.view_as(watched)
+            self._watch(catch, watched)
+            return (watched, *args[1:])
+
+        return hook
+
+    def _asking(self, value: Tensor, catch: SiteCatch) -> Tensor:
+        """The tensor itself, or behind frozen layers one that asks for a gradient and shares its memory."""
+        if value.requires_grad:
+            return value
+        leaf = value.detach().requires_grad_()
+        self.leaves.append(leaf)
+        return leaf.clone() if catch.site.overwritten else leaf
+
+    def _watch(self, catch: SiteCatch, watched: Tensor) -> None:
+        x = watched.detach().clone() if catch.site.overwritten else watched.detach()
+        version = x._version
+
+        def back(cotangent: Tensor) -> None:
+            if x._version != version:
+                raise MeasurementError(
+                    f"the activation of '{catch.site}' was overwritten in place before its gradient arrived, which find_sites did not "
+                    "see with its example. Find the sites with an example like the training data."
+                )
+            catch.add(x, cotangent, self.group)
+            self.caught += 1
+
+        watched.register_hook(back)
+        if self.keeps_activations:
+            self.watched.append(watched)
+
+    def forget_pass(self) -> None:
+        """Let go of the activations of a pass that is over."""
+        self.leaves.clear()
+        self.watched.clear()
+
+    def add_weight_gradients(self, gradients: Iterable[Tensor | None]) -> None:
+        """Gradients of the existing weights of one batch, in the order of `weights`."""
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            if gradient is not None:
+                weight.sum.add(gradient, self.group % len(weight.sum.groups))
+
+
+def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:
+    """Weights that train: parameters with at least two dimensions; biases and scales are left out as in the merits."""
+    seen: set[int] = set()  # a tied weight is one weight
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield WeightCatch(name, parameter, module, groups)
+
+
+def _size_of(weight: WeightCatch) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            weight.size = tuple(args[0].shape[2:])
+
+    return hook

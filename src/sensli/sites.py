@@ -1,0 +1,165 @@
+"""A site: a place in a model, and the identity layer that would go there."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from torch import nn
+
+from sensli.errors import UnknownSite
+from sensli.layers import Layer
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A module of a model by its path, and by the module itself, so that it is found again after others were inserted."""
+
+    path: str
+    _module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def to(cls, path: str, module: nn.Module) -> Ref:
+        return cls(path, weakref.ref(module))
+
+    def find(self, model: nn.Module) -> tuple[str, nn.Module] | None:
+        """The module and its path today. Without the module itself (after loading from JSON) the path decides."""
+        if self._module is None:
+            try:
+                return self.path, model.get_submodule(self.path)
+            except AttributeError:
+                return None
+        module = self._module()
+        if module is None:
+            return None
+        for path, candidate in model.named_modules():
+            if candidate is module:
+                return path, module
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_module": None}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place, "after" or "before" a module, and the layer that would go there. Prints as one unique line."""
+
+    anchor: Ref
+    side: str  # "after" or "before"
+    layer: Layer
+    shape: tuple[int, ...]  # of one sample's activation, as the example had it
+    neighbours: tuple[Ref, ...] = ()  # modules whose parameters are nearest, whose optimizer groups the new ones join
+    chained: bool = False  # the container is an nn.Sequential that is called as a whole: the layer goes into it
+    overwritten: bool = False  # a later operation works in place on the activation: a measurement must copy it
+
+    def __str__(self) -> str:
+        return f"{self.layer} {self.side} {self.path or 'the model'}"
+
+    @property
+    def path(self) -> str:
+        """The path of the module that the place is named by."""
+        return self.anchor.path
+
+    @property
+    def kind(self) -> str:
+        """What would be inserted: "linear", "conv" or "block"."""
+        return self.layer.kind
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the layer would add."""
+        return self.layer.parameters
+
+    @property
+    def flops(self) -> int:
+        """How many FLOPs per sample the layer would add to a forward pass."""
+        positions = self.shape[1:] if self.kind == "conv" else self.shape[:-1]
+        return self.layer.flops(math.prod(positions))
+
+    def find(self, model: nn.Module) -> tuple[str, nn.Module]:
+        """The anchor's path and module in this model, or an error that says why it is not there."""
+        found = self.anchor.find(model)
+        if found is None:
+            raise UnknownSite(
+                f"'{self}' is not a site of this {type(model).__name__}: the module it is named by is not part of the model. "
+                "It belongs to another model or was removed or replaced since. Call find_sites on this model again."
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "path": self.path,
+            "side": self.side,
+            "layer": self.layer.to_dict(),
+            "shape": list(self.shape),
+            "neighbours": [ref.path for ref in self.neighbours],
+            "chained": self.chained,
+            "overwritten": self.overwritten,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Site:
+        """The inverse of `to_dict`; the place is then known by its path alone."""
+        return cls(
+            anchor=Ref(data["path"]),
+            side=data["side"],
+            layer=Layer.from_dict(data["layer"]),
+            shape=tuple(data["shape"]),
+            neighbours=tuple(Ref(path) for path in data["neighbours"]),
+            chained=data["chained"],
+            overwritten=data["overwritten"],
+        )
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A place that cannot grow, and why."""
+
+    path: str
+    reason: str
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.path, self.reason))
+
+
+class Sites(Sequence[Site]):
+    """The sites of a model in the order of the data flow, and the places that were skipped."""
+
+    def __init__(self, sites: Sequence[Site], skipped: Sequence[Skipped] = (), *, model_name: str = "model") -> None:
+        self._sites = tuple(sites)
+        self.skipped = tuple(skipped)
+        self._model_name = model_name
+
+    @overload
+    def __getitem__(self, index: int) -> Site: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Site, ...]: ...
+    def __getitem__(self, index: int | slice) -> Site | tuple[Site, ...]:
+        return self._sites[index]
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __repr__(self) -> str:
+        return f"Sites({len(self)} in {self._model_name}, {len(self.skipped)} places skipped)"
+
+    def __str__(self) -> str:
+        return "\n".join(str(site) for site in self) or "no sites"
+
+    def explain(self) -> str:
+        """All places in words: what could go where and what it would cost, and what was skipped and why."""
+        lines = [f"{self._model_name}: {_count(len(self), 'site')}, {_count(len(self.skipped), 'place')} skipped"]
+        lines += [f"  {site}   (+{site.parameters:,} parameters, +{site.flops:,} FLOPs)" for site in self]
+        if self.skipped:
+            lines.append("skipped:")
+            lines += [f"  {path or 'the model'}: {reason}" for path, reason in self.skipped]
+        return "\n".join(lines)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")

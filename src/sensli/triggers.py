@@ -1,0 +1,211 @@
+"""When to look for a new layer. A trigger is a small object with one question; combine triggers with ``&`` and ``|``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sensli.sites import Site
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a trigger may ask about: the call, the metric, and the model as it is."""
+
+    call: int  # 1 at the first `Grower.step`
+    metric: float | None = None
+    growths: int = 0
+    # "parameters", "flops" (one forward pass, per sample) and "depth" (layers with weights), counted only when asked for
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Trigger:
+    """The base of all triggers: `fires` says whether to look now, `allows` whether a site may be taken."""
+
+    def fires(self, moment: Moment) -> bool:
+        """Whether to look at this call. Asked exactly once per call."""
+        raise NotImplementedError
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        """Whether the limits leave room for this site's layer."""
+        return True
+
+    def grown(self) -> None:
+        """Told after an insertion."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be kept for a resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+
+    def __and__(self, other: Trigger) -> Trigger:
+        return _Both(self, other)
+
+    def __or__(self, other: Trigger) -> Trigger:
+        return _Either(self, other)
+
+
+class _Pair(Trigger):
+    word = ""
+
+    def __init__(self, left: Trigger, right: Trigger) -> None:
+        for side in (left, right):
+            if not isinstance(side, Trigger):
+                raise TypeError(f"a trigger can be combined with another trigger only, not with {side!r}.")
+        self.left, self.right = left, right
+
+    def grown(self) -> None:
+        self.left.grown()
+        self.right.grown()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self.left.state_dict(), "right": self.right.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left.load_state_dict(state["left"])
+        self.right.load_state_dict(state["right"])
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} {self.word} {self.right!r})"
+
+
+class _Both(_Pair):
+    word = "&"
+
+    def fires(self, moment: Moment) -> bool:
+        # Both are asked, always: a plateau has to see every metric.
+        left, right = self.left.fires(moment), self.right.fires(moment)
+        return left and right
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        return self.left.allows(site, moment) and self.right.allows(site, moment)
+
+
+class _Either(_Pair):
+    word = "|"
+
+    def __init__(self, left: Trigger, right: Trigger) -> None:
+        super().__init__(left, right)
+        self._fired = (True, True)
+
+    def fires(self, moment: Moment) -> bool:
+        self._fired = (self.left.fires(moment), self.right.fires(moment))
+        return any(self._fired)
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        # A limit binds the side it was combined with: only the side that fired may let a site through.
+        sides = zip(self._fired, (self.left, self.right), strict=True)
+        return any(fired and side.allows(site, moment) for fired, side in sides)
+
+
+class At(Trigger):
+    """Fires on the given calls: ``At(50, 100)``."""
+
+    def __init__(self, *calls: int) -> None:
+        if not calls or any(not isinstance(call, int) or call < 1 for call in calls):
+            raise ValueError(f"At{calls}: give the calls of Grower.step to look at, whole numbers from 1.")
+        self.calls = frozenset(calls)
+
+    def fires(self, moment: Moment) -> bool:
+        return moment.call in self.calls
+
+    def __repr__(self) -> str:
+        return f"At({', '.join(map(str, sorted(self.calls)))})"
+
+
+class Every(Trigger):
+    """Fires on every n-th call: ``Every(50)`` on 50, 100, ..."""
+
+    def __init__(self, calls: int) -> None:
+        if not isinstance(calls, int) or calls < 1:
+            raise ValueError(f"Every({calls!r}): give a whole number of calls, at least 1.")
+        self.calls = calls
+
+    def fires(self, moment: Moment) -> bool:
+        return moment.call % self.calls == 0
+
+    def __repr__(self) -> str:
+        return f"Every({self.calls})"
+
+
+class Plateau(Trigger):
+    """Fires when ``metric`` has not improved by ``threshold`` (relative) for ``patience`` calls; counts anew after it fired."""
+
+    def __init__(self, patience: int = 10, *, mode: str = "min", threshold: float = 1e-4) -> None:
+        if not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"Plateau(patience={patience!r}): give a whole number of calls, at least 1.")
+        if mode not in ("min", "max"):
+            raise ValueError(f"Plateau(mode={mode!r}): 'min' for a loss, 'max' for an accuracy.")
+        self.patience, self.mode, self.threshold = patience, mode, threshold
+        self.best: float | None = None
+        self.waited = 0
+
+    def fires(self, moment: Moment) -> bool:
+        if moment.metric is None:
+            raise ValueError("Plateau needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")
+        value = moment.metric if self.mode == "min" else -moment.metric
+        margin = self.threshold * abs(self.best) if self.best is not None else 0.0
+        if math.isfinite(value) and (self.best is None or value < self.best - margin):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        if self.waited < self.patience:
+            return False
+        self.waited = 0
+        return True
+
+    def grown(self) -> None:
+        self.waited = 0  # a new layer gets the same patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]
+
+    def __repr__(self) -> str:
+        return f"Plateau(patience={self.patience}, mode={self.mode!r})"
+
+
+class AtMost(Trigger):
+    """Fires as long as there were fewer growths: a limit to combine with others, ``Every(10) & AtMost(3)``."""
+
+    def __init__(self, growths: int) -> None:
+        if not isinstance(growths, int) or growths < 1:
+            raise ValueError(f"AtMost({growths!r}): give a whole number of growths, at least 1.")
+        self.growths = growths
+
+    def fires(self, moment: Moment) -> bool:
+        return moment.growths < self.growths
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        return moment.growths < self.growths
+
+    def __repr__(self) -> str:
+        return f"AtMost({self.growths})"
+
+
+class Budget(Trigger):
+    """Fires as long as there is room, and lets only layers through that fit: ``Budget(parameters=1_000_000)``."""
+
+    def __init__(self, *, parameters: int | None = None, flops: int | None = None, depth: int | None = None) -> None:
+        limits = {"parameters": parameters, "flops": flops, "depth": depth}
+        self.limits = {name: limit for name, limit in limits.items() if limit is not None}
+        if not self.limits or any(limit < 1 for limit in self.limits.values()):
+            raise ValueError(
+                f"Budget({limits}): give at least one positive limit of parameters, flops (per sample) or depth."
+            )
+
+    def fires(self, moment: Moment) -> bool:
+        return all(moment.sizes[name] < limit for name, limit in self.limits.items())
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        added = {"parameters": site.parameters, "flops": site.flops, "depth": site.layer.weights}
+        return all(moment.sizes[name] + added[name] <= limit for name, limit in self.limits.items())
+
+    def __repr__(self) -> str:
+        return f"Budget({', '.join(f'{name}={limit:,}' for name, limit in self.limits.items())})"
