@@ -20,8 +20,11 @@ RESULTS = Path("results")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Plug `paper` into a parser's subcommands."""
-    add_commands(subparsers.add_parser("paper", help="the paper's experiments: list, run, show, report"))
+    """Plug `paper` into a parser's subcommands; `args.run(args)` then does the work and raises what goes wrong."""
+    text = "the paper's experiments: list, run, show, report"
+    parser = subparsers.add_parser("paper", help=text, description=text.capitalize() + ".")
+    add_commands(parser)
+    parser.set_defaults(run=execute)
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -52,10 +55,14 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--to", type=Path, metavar="DIR", help="where the report goes (default: report in the results)")
 
 
+def execute(args: argparse.Namespace) -> None:
+    {"list": _list, "run": _run, "show": _show, "report": _report}[args.paper_command](args)
+
+
 def main(args: argparse.Namespace) -> int:
     """Run one command; a mistake of the user's is one line and exit code 2."""
     try:
-        {"list": _list, "run": _run, "show": _show, "report": _report}[args.paper_command](args)
+        execute(args)
     except SensliError as error:
         print(f"sensli paper: {error}", file=sys.stderr)
         return 2

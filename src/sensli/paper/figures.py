@@ -86,8 +86,8 @@ def gradients(plan: Plan, results: Results) -> Figure:
     norms, place = result.runs["gradient_norm"].double(), result.runs["place"][:, 0]
     time, epochs = result.settings.insert_at[0], norms.shape[1]
     per_epoch = int(result.axes["iteration"][1])
-    x = torch.arange(epochs) * per_epoch
     keep = slice(None, None, max(1, epochs // POINTS))
+    x = (torch.arange(epochs) * per_epoch)[keep].numpy()
     for axis, run in zip(axes, (0, None), strict=True):
         chosen = norms[:1] if run == 0 else norms
         old = _old_layers(chosen, place[: len(chosen)], time)
@@ -95,8 +95,8 @@ def gradients(plan: Plan, results: Results) -> Figure:
         new = new.masked_fill(torch.arange(epochs) < time, float("nan"))
         for layer in range(old.shape[2]):
             label = f"layer {layer + 1}" if layer < old.shape[2] - 1 else "last layer"
-            axis.plot(x[keep], old[:, :, layer].mean(0)[keep], color=COLOURS[1 + layer % 4], linewidth=1.2, label=label)
-        axis.plot(x[keep], new.mean(0)[keep], color=COLOURS[0], linewidth=1.4, label="new layer")
+            axis.plot(x, old[:, keep, layer].mean(0).numpy(), color=COLOURS[1 + layer % 4], linewidth=1.2, label=label)
+        axis.plot(x, new[:, keep].mean(0).numpy(), color=COLOURS[0], linewidth=1.4, label="new layer")
         axis.set_title("run 1" if run == 0 else f"mean over {len(norms)} runs", fontsize=9, loc="left")
         axis.set_ylabel("gradient norm")
         axis.axvline(time * per_epoch, color="0.4", linestyle=":", linewidth=1.0)
@@ -123,7 +123,7 @@ def heatmaps(plan: Plan, results: Results) -> Figure:
         top = float(gradient[run, :, row].abs().max()) or 1.0
         for column in range(columns):
             axis = grid[row][column]
-            image = axis.imshow(gradient[run, column, row], cmap="RdBu_r", vmin=-top, vmax=top)
+            image = axis.imshow(gradient[run, column, row].numpy(), cmap="RdBu_r", vmin=-top, vmax=top)
             axis.set_xticks([])
             axis.set_yticks([])
             axis.set_title(f"{name}, iteration {column + 1}", fontsize=9)
@@ -170,10 +170,10 @@ def _line(axis: Axes, plan: Plan, result: Result, curve: str, label: str, *, sha
     keep = torch.unique(torch.cat((torch.arange(0, values.shape[1], step), torch.tensor([values.shape[1] - 1]))))
     mean, half = band(values[:, keep])
     x = result.axes["iteration"][keep]
-    axis.plot(x, mean, label=label, **{"linewidth": 1.5, **style})
+    axis.plot(x.numpy(), mean.numpy(), label=label, **{"linewidth": 1.5, **style})
     if shade and len(values) > 1:
         low = torch.minimum(mean, (mean - half).clamp(min=mean * 0.05))  # stays on a logarithmic axis
-        axis.fill_between(x, low, mean + half, color=style["color"], alpha=0.16, linewidth=0)
+        axis.fill_between(x.numpy(), low.numpy(), (mean + half).numpy(), color=style["color"], alpha=0.16, linewidth=0)
 
 
 def _finish(plan: Plan, results: Results, figure: Figure, top: Axes, bottom: Axes, how: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sensli.paper.config import Plan
+from sensli.paper.config import Options, Plan
+from sensli.paper.config import plan as make_plan
 from sensli.paper.document import Table
 from sensli.paper.engines import engine
 from sensli.paper.statistics import interval, number
@@ -40,6 +41,7 @@ def counts(plan: Plan) -> Table:
     """Parameters and FLOPs of every arm; both counts of places where they differ."""
     header = ("arm", "parameters", "FLOPs per sample", "of which measuring", "by the paper's count", "printed", "")
     rows = []
+    unscaled = make_plan(plan.experiment, plan.recipe, Options())  # what is printed holds for the full length only
     for arm, settings in plan.arms.items():
         own = engine(settings).counts(settings)
         paper = ""
@@ -47,7 +49,7 @@ def counts(plan: Plan) -> Table:
         if own.flops_printed is not None and own.measuring_printed is not None:
             total, measuring = own.flops_printed, own.measuring_printed
             paper = f"{total:,} ({measuring:,})"
-        printed = PRINTED.get((plan.experiment.name, arm))
+        printed = PRINTED.get((plan.experiment.name, arm)) if unscaled.arms[arm] == settings else None
         remark = "" if printed is None else "equal" if printed == (total, measuring) else "misprint"
         rows.append(
             (
