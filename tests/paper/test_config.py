@@ -119,6 +119,12 @@ def test_any_change_of_the_settings_or_the_seed_changes_the_digest():
     assert digest(one.arms["LI"], 0) == digest(plan(parse(GOOD, "x.json"), "stated", Options()).arms["LI"], 0)
 
 
+def test_a_setting_spelled_out_at_its_default_is_the_same_configuration():
+    spoken = plan(parse(changed("settings/tau", 0.0), "mine.json"), "stated", Options())
+    silent = plan(parse(GOOD, "mine.json"), "stated", Options())
+    assert digest(spoken.arms["LI"], 0) == digest(silent.arms["LI"], 0)
+
+
 def test_files_of_the_user(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(GOOD))

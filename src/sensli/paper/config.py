@@ -206,5 +206,17 @@ def _scaled(settings: Settings, scale: float, where: str) -> Settings:
 
 def digest(settings: Settings, seed: int) -> str:
     """A name for all that decides an arm's numbers: equal digests may share results, different ones never do."""
-    content = {"settings": dataclasses.asdict(settings), "seed": seed, "format": RESULT_FORMAT}
+    content = {"settings": _spoken(settings), "seed": seed, "format": RESULT_FORMAT}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _spoken(record: Any) -> dict[str, Any]:
+    """The fields that differ from their defaults: a setting added later, at its default, leaves old results valid."""
+    said = {}
+    for one in dataclasses.fields(record):
+        value = getattr(record, one.name)
+        if dataclasses.is_dataclass(value):
+            said[one.name] = _spoken(value)
+        elif value != one.default:
+            said[one.name] = value
+    return said
