@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from sensli.paper import catalog, networks, tables
-from sensli.paper.config import Network, Options, digest, parse, plan
+from sensli.paper.config import Network, Options, Settings, digest, parse, plan
 from sensli.paper.engines import engine
 from sensli.paper.errors import BadExperiment
 
@@ -194,3 +196,13 @@ def test_the_only_misprint_of_the_tables_is_marked():
     assert [key for key, remark in remarks.items() if remark == "misprint"] == [("3", "ResNet2")]
     assert list(remarks.values()).count("equal") == 11
     assert any(re.search("532,000.*532,800", line) for line in tables.MISPRINTS)
+
+
+def test_the_documented_example_and_the_documented_settings_are_real():
+    text = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text("utf-8")
+    example = re.search(r"```json\n(.*?)```", text, re.DOTALL)
+    assert parse(json.loads(example.group(1)), "docs").name == "wide"
+    told = set(re.findall(r"`(?:network\.|optimizer\.|data\.)?([a-z_]+)`", text))
+    fields = {f.name for kind in (Settings, Network) for f in dataclasses.fields(kind)}
+    untold = {"network", "optimizer", "data", "engine", "tau"}  # containers, and what the stacked engine has no use for
+    assert fields - untold <= told

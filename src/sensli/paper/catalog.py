@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sensli.paper.reading import nearest
 PAPER = tuple(str(number) for number in range(1, 15))
 
 
+@lru_cache
 def bundled() -> dict[str, Experiment]:
     """All experiments that come with the package, the paper's first, in the order of their numbers."""
     folder = resources.files(__package__) / "experiments"

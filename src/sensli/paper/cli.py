@@ -69,6 +69,8 @@ def main(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("sensli paper: stopped. The same command goes on from here.", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `sensli paper show 2 | head`
+        return 0
     return 0
 
 

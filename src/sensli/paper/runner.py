@@ -23,7 +23,8 @@ class Piece:
     cost: float  # estimated seconds
 
     def __str__(self) -> str:
-        return f"experiment {self.plan.experiment.name} ({self.plan.recipe}), {self.arm}: {len(self.runs)} runs"
+        runs = "1 run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
+        return f"experiment {self.plan.experiment.name} ({self.plan.recipe}), {self.arm}: {runs}"
 
 
 def pieces(plans: Sequence[Plan], store: Store) -> list[Piece]:
