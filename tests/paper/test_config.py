@@ -72,6 +72,8 @@ def test_recipes_and_arms_are_laid_over_the_settings():
         ("runs", 0, r"runs must be at least 1"),
         ("arms", {}, r"arms is empty"),
         ("arms", {"../up": {}}, r"becomes a folder"),
+        ("figures", ["curve"], r"unknown figure 'curve'. Did you mean 'curves'\?"),
+        ("figures", ["gradients"], r"needs an arm with record_gradients"),
         ("recipes/run/settings/optimiser", {}, r"Did you mean 'optimizer'\?"),
     ],
 )

@@ -21,6 +21,7 @@ RESULT_FORMAT = 1  # part of every digest: results of another format are never m
 SELECTIONS = ("largest", "smallest", "random")
 NETWORKS = ("fnn", "resnet")
 DTYPES = ("float32", "float64")
+FIGURES = ("curves", "times", "gradients", "heatmaps")
 
 
 def _need(condition: bool, text: str) -> None:
@@ -135,6 +136,8 @@ class Experiment:
         _need(self.smoothing > 0, f"smoothing must be at least 1, not {self.smoothing}.")
         _need(len(self.arms) > 0, "arms is empty: name at least one.")
         _need(len(self.recipes) > 0, "recipes is empty: leave the key out, or name at least one.")
+        for figure in self.figures:
+            _need(figure in FIGURES, f"unknown figure {figure!r}. {nearest(figure, FIGURES)}")
         for name in (*self.arms, *self.recipes, self.name):
             fine = name != "" and all(letter.isalnum() or letter in " @._+-" for letter in name) and name[0] != "."
             _need(fine, f"the name {name!r} becomes a folder: use letters, digits, spaces and @ . _ + - only.")
@@ -188,8 +191,18 @@ def plan(experiment: Experiment, recipe: str, options: Options, where: str | Non
     for name, changes in experiment.arms.items():
         spot = f"{where}, arm {name!r} ({recipe})"
         arms[name] = _scaled(read(Settings, merged(base, changes), spot), options.epochs_scale, spot)
+    _check_figures(experiment, arms, where)
     runs = options.runs or chosen.runs or experiment.runs
     return Plan(experiment, recipe, chosen.note, runs, options.seed, arms)
+
+
+def _check_figures(experiment: Experiment, arms: dict[str, Settings], where: str) -> None:
+    """A figure needs something to draw; better said before the training than after it."""
+    if "heatmaps" in experiment.figures and not any(arm.insert_at for arm in arms.values()):
+        raise BadExperiment(f"{where}: the figure 'heatmaps' needs an arm that grows (insert_at).")
+    recorded = any(arm.record_gradients and len(arm.insert_at) == 1 for arm in arms.values())
+    if "gradients" in experiment.figures and not recorded:
+        raise BadExperiment(f"{where}: the figure 'gradients' needs an arm with record_gradients and one insertion.")
 
 
 def _scaled(settings: Settings, scale: float, where: str) -> Settings:

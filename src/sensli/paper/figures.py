@@ -11,8 +11,7 @@ import torch
 
 from sensli.errors import MissingExtra
 from sensli.paper.config import Plan
-from sensli.paper.errors import BadExperiment, StoreError
-from sensli.paper.reading import nearest
+from sensli.paper.errors import StoreError
 from sensli.paper.statistics import band, smooth
 from sensli.paper.store import Result
 
@@ -32,9 +31,7 @@ def draw(plan: Plan, results: Results, folder: Path, formats: tuple[str, ...] = 
     check_available()
     written = []
     for kind in plan.experiment.figures:
-        if kind not in FIGURES:
-            raise BadExperiment(f"experiment {plan.experiment.name}: unknown figure {kind!r}. {nearest(kind, FIGURES)}")
-        figure = FIGURES[kind](plan, results)
+        figure = DRAWERS[kind](plan, results)
         for suffix in formats:
             path = folder / f"exp-{plan.key}-{kind}.{suffix}"
             _save(figure, path)
@@ -82,7 +79,8 @@ def times(plan: Plan, results: Results) -> Figure:
 def gradients(plan: Plan, results: Results) -> Figure:
     """Frobenius norm of each layer's weight gradient in the arm that recorded it: one run, and the mean of all."""
     figure, axes = _panels(2, height=5.4)
-    result = next(result for result in results.values() if "gradient_norm" in result.runs)
+    recorded = (result for result in results.values() if result.settings.record_gradients)
+    result = next(result for result in recorded if len(result.settings.insert_at) == 1)
     norms, place = result.runs["gradient_norm"].double(), result.runs["place"][:, 0]
     time, epochs = result.settings.insert_at[0], norms.shape[1]
     per_epoch = int(result.axes["iteration"][1])
@@ -135,7 +133,7 @@ def heatmaps(plan: Plan, results: Results) -> Figure:
     return figure
 
 
-FIGURES: dict[str, Callable[[Plan, Results], Any]] = {
+DRAWERS: dict[str, Callable[[Plan, Results], Any]] = {
     "curves": curves,
     "times": times,
     "gradients": gradients,
