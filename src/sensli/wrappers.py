@@ -32,5 +32,10 @@ def bare(model: nn.Module) -> nn.Module:
                     f"the model is wrapped in {base.__name__}: {_ENGINES[base.__name__]}. "
                     "Grow the bare module (before wrapping it, or its .module on every process alike) and wrap it again."
                 )
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has lazy layers without parameters yet. Run one batch through it first; a growing model needs to "
+            "know its shapes."
+        )
     compiled = getattr(model, "_orig_mod", None)
     return compiled if isinstance(compiled, nn.Module) else model
