@@ -19,6 +19,7 @@ class Question:
     yes: str  # every check confirmed
     partly: str
     no: str  # no check confirmed
+    opposite: str = ""  # every check came out the other way; `no` where this is empty
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ C2 = Claim(
             tuple(Smaller("starts", f"LI@{time}", "FNN2", LOSS, dead=True) for time in (10, 50, 450)),
             "They win too.",
             "They win in some settings only.",
+            "The difference is within the noise.",
             "They lose, and this is the most likely reason why the claim fails: an identity layer hands every dead "
             "unit on, so a small network that has lost units grows into a deep one that has lost them as well.",
         ),

@@ -104,6 +104,8 @@ class Smaller:
                 )
                 pair = paired(*values)
                 setting = f"{named(one)}, {WORDS[curve]}{when}{self._subset()}: {self.first} against {self.second}"
+                if self.hidden:
+                    setting += " (claimed: no difference to be seen)"
                 findings.append(Finding(setting, _words(pair), self._verdict(pair)))
         return findings or awaiting(self.experiment, f"{self.first} against {self.second}")
 
