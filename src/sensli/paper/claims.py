@@ -84,7 +84,8 @@ C2 = Claim(
             ),
             "Yes: with its dead units woken, the grown network beats the extended one.",
             "In part: with its dead units woken, the grown network beats the extended one for some insertion times.",
-            "Waking helps, but does not let the grown network beat the extended one.",
+            "No: with its dead units woken the grown network does not beat the extended one either. (Whether waking "
+            "helps at all is weighed at the end.)",
         ),
         Question(
             "Is it the initial seeds? Take only the runs whose small network had no dead unit when it grew. (The runs "
@@ -113,7 +114,7 @@ C2 = Claim(
             ),
             "Yes: early in training the grown network is ahead; by the end the extended one has caught up.",
             "Yes, in most cases: early in training a network grown early is ahead; by the end the extended one has "
-            "caught up. A shorter training would have confirmed the claim.",
+            "caught up. Had the training been that short, the claim would have come out as confirmed.",
             "No: the grown network is not ahead then either.",
         ),
         Question(

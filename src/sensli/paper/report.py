@@ -169,7 +169,7 @@ def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
         )
         for own in (True, False)
     )
-    commits = sorted({str(result.facts["commit"])[:10] for _, results in stored for result in results.values()})
+    commits = sorted({_commit(result.facts["commit"]) for _, results in stored for result in results.values()})
     return [
         Heading("How it was measured"),
         Paragraph(
@@ -179,6 +179,12 @@ def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
             "one HTML file as well."
         ),
     ]
+
+
+def _commit(name: str | None) -> str:
+    """Short, and still saying whether files differed from it."""
+    head, plus, rest = (name or "unknown").partition("+")
+    return head[:10] + plus + rest
 
 
 def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan, dict[str, Result]]]) -> dict[str, Any]:
