@@ -173,6 +173,8 @@ class Layer:
     def build(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Module:
         """The module, an identity on its domain. Draws no random number."""
 
+        device = torch.get_default_device() if device is None else device  # skip_init would leave it on "meta"
+
         def weight(scale: float, bias: bool = True) -> nn.Module:
             return self._map(scale, bias, dtype=dtype, device=device)
 
