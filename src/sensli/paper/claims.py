@@ -78,6 +78,13 @@ C2 = Claim(
             "Growing earlier narrows the gap, but no insertion time beats the extended network at the end of training.",
         ),
         Question(
+            "And the ResNet with three insertions, grown earlier?",
+            tuple(Smaller("when-resnet", f"LI@{time}", "ResNet2", LOSS) for time in (10, 50, 100)),
+            "Grown early, it beats the extended network.",
+            "Some insertion times and learning rates let it beat the extended network, others do not.",
+            "No: at no insertion time and learning rate does it beat the extended network at the end of training.",
+        ),
+        Question(
             "Is it the dead units? The identity layer inherits every unit that is zero on all data. Wake them.",
             tuple(
                 Smaller(name, f"LI@{time} wake", "FNN2", LOSS) for name in ("when-full", "when-mini") for time in EARLY

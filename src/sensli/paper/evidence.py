@@ -16,7 +16,7 @@ import torch
 from sensli.paper import catalog
 from sensli.paper.config import Options, Plan, plan
 from sensli.paper.engines import engine
-from sensli.paper.errors import NoResults
+from sensli.paper.errors import BadExperiment, NoResults
 from sensli.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED, OPPOSITE, Paired, interval, number, paired
 from sensli.paper.store import Result, Store
 
@@ -48,7 +48,10 @@ class Evidence:
             return
         experiment = self.experiments[name]
         for recipe in recipes or experiment.recipes:
-            one = plan(experiment, recipe, self.options)
+            try:
+                one = plan(experiment, recipe, self.options)
+            except BadExperiment:  # not possible at this scale of the epochs, so there can be no results
+                continue
             if one.key not in self._loaded:
                 try:
                     self._loaded[one.key] = self.store.load_all(one)
