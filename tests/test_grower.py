@@ -243,12 +243,12 @@ def test_a_call_that_raises_changes_nothing_and_does_not_count():
     model = deep()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
-    growing = grower(model, optimizer, trigger=Every(1) & Plateau(1))
+    growing = grower(model, optimizer, trigger=Every(1) | Plateau(5))
     growing.step(DATA, loss_fn, metric=1.0)
     for step, error in [
-        (lambda: growing.step([], loss_fn, metric=1.0), MeasurementError),
-        (lambda: growing.step(DATA, lambda o, t: o.mean() * float("nan"), metric=1.0), MeasurementError),
-        (lambda: growing.step(DATA, lambda o, t: 1 / 0, metric=1.0), ZeroDivisionError),
+        (lambda: growing.step([], loss_fn, metric=0.5), MeasurementError),
+        (lambda: growing.step(DATA, lambda o, t: o.mean() * float("nan"), metric=0.5), MeasurementError),
+        (lambda: growing.step(DATA, lambda o, t: 1 / 0, metric=0.5), ZeroDivisionError),
         (lambda: growing.step(DATA, loss_fn), ValueError),
     ]:
         before = growing.state_dict()
