@@ -272,6 +272,9 @@ class Layer:
             return cls("twin", "block", twin=Twin.from_dict(data["twin"]))
         if activation["name"] not in ACTIVATIONS:
             raise ValueError(one_of("activation", activation["name"], ACTIVATIONS))
+        unknown = {key for key, _ in activation["arguments"]} - set(ACTIVATIONS[activation["name"]])
+        if unknown:
+            raise ValueError(f"{activation['name']} takes no {sorted(unknown)}")
         sizes = (data["width"], data["groups"], *data["kernel"])
         if not all(type(size) is int and size > 0 for size in sizes) or data["width"] % data["groups"]:
             raise ValueError(f"width, groups and kernel are {sizes}, which make no layer")

@@ -11,6 +11,7 @@ from typing import Any, overload
 from torch import nn
 
 from sensli.arguments import Slot
+from sensli.chain import Chain
 from sensli.errors import UnknownSite, one_of
 from sensli.layers import Layer
 from sensli.lists import ListPlace
@@ -33,9 +34,12 @@ class Ref:
         """The module and its path today. Without the module itself (after loading from JSON) the path decides."""
         if self._module is None:
             try:
-                return self.path, model.get_submodule(self.path)
+                path, named = self.path, model.get_submodule(self.path)
             except AttributeError:
                 return None
+            while isinstance(named, Chain):  # layers inserted since stand around the module of that name
+                path, named = f"{path}.anchor", named.get_submodule("anchor")
+            return path, named
         module = self._module()
         if module is None:
             return None
