@@ -265,6 +265,7 @@ class _Finder:
             overwritten=seen.overwritten
             or self._overwritten_in_training(seen, call.ended if side == "after" else call.began),
             slot=call.slot if block and call.slot is not None else 0,
+            first_part=side == "after" and call.output is None,
             place=place,
         )
 

@@ -173,7 +173,7 @@ class Catch:
             if not torch.is_grad_enabled():
                 return None
             value = first_tensor(output)
-            if value is None:
+            if value is None or isinstance(output, Tensor) == catch.site.first_part:
                 raise MeasurementError(
                     f"'{catch.site.path}' returned {type(output).__name__} instead of the tensor that find_sites saw, so its merit "
                     "cannot be measured. Find the sites with an example like the training data."
@@ -190,9 +190,16 @@ class Catch:
                 return None
             value = value_at(args, kwargs, catch.site.slot)
             if not isinstance(value, Tensor):
-                slot = catch.site.slot if isinstance(catch.site.slot, str) else f"number {catch.site.slot + 1}"
+                slot = catch.site.slot
+                what = (
+                    f"argument {slot!r}"
+                    if isinstance(slot, str)
+                    else f"argument {slot + 1}"
+                    if slot
+                    else "first argument"
+                )
                 raise MeasurementError(
-                    f"'{catch.site.path}' was not called with a tensor as its argument {slot}, as find_sites saw it, so its merit "
+                    f"'{catch.site.path}' was not called with a tensor as its {what}, as find_sites saw it, so its merit "
                     "cannot be measured. Find the sites with an example like the training data."
                 )
             # A view of its own: the tensor may go elsewhere too, and only what this module sends back counts.

@@ -64,9 +64,8 @@ class Site:
     chained: bool = False  # the container is an nn.Sequential that is called as a whole: the layer goes into it
     overwritten: bool = False  # a later operation works in place on the activation: a measurement must copy it
     slot: Slot = 0  # the argument of the anchor that the value is, for a site before it and for twins
-    place: ListPlace | None = (
-        None  # the container is an nn.ModuleList that takes the layer, and what must be made true around it
-    )
+    first_part: bool = False  # the value is the first part of a tuple that the anchor returns
+    place: ListPlace | None = None  # the container is an nn.ModuleList that takes the layer, and what must follow
 
     def __str__(self) -> str:
         return f"{self.layer} {self.side} {self.path or 'the model'}"
@@ -113,6 +112,7 @@ class Site:
             "chained": self.chained,
             "overwritten": self.overwritten,
             "slot": self.slot,
+            "first_part": self.first_part,
             "place": self.place.to_dict() if self.place else None,
         }
 
@@ -130,6 +130,7 @@ class Site:
             chained=data["chained"],
             overwritten=data["overwritten"],
             slot=data.get("slot", 0),
+            first_part=data.get("first_part", False),
             place=ListPlace.from_dict(data["place"]) if data.get("place") else None,
         )
 
