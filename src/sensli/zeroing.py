@@ -287,8 +287,8 @@ class _Trial:
         kept: list[bool] = []
         yield kept.append
         if not (kept and kept[-1]):
-            for path, module in self._originals.items():
-                self._put(path, module)
+            for path in sorted(self._originals, key=lambda path: path.count(".")):  # what contains others first
+                self._put(path, self._originals[path])
             for name, value in self._values.items():
                 self._restore(name, value)
 

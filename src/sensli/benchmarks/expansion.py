@@ -1,7 +1,8 @@
 """Expanding a small language model: where to put new blocks. Trained on the spot on the help texts of Python, five seeds.
 
 A model of six blocks is trained; then two blocks are added by merit, evenly, at the top or at the bottom, and training goes on with the
-same batches for the same number of steps: of all weights, or of the new blocks alone. `python -m sensli.benchmarks.expansion` prints the table.
+same batches for the same number of steps: of all weights, or of the new blocks alone.
+`python -m sensli.benchmarks.expansion` prints the table.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sensli.ranking import CHOICES
 from sensli.surgery import insert
 from sensli.tables import text_table
 
-BLOCKS, WIDTH, HEADS, LENGTH, SIZE, NEW = 6, 64, 4, 64, 8, 2
+BLOCKS, WIDTH, HEADS, LENGTH, SIZE, NEW = 6, 48, 4, 48, 8, 2
 RATE = 1e-3
 
 
@@ -125,12 +126,12 @@ def table(records: list[dict[str, object]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--before", type=int, default=500, help="steps before the expansion (default: %(default)s)")
-    parser.add_argument("--after", type=int, default=200, help="steps after it (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--before", type=int, default=400, help="steps before the expansion (default: %(default)s)")
+    parser.add_argument("--after", type=int, default=150, help="steps after it (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("expansion.json"))
     args = parser.parse_args(arguments)
-    records = expansion(range(args.seeds), args.before, args.after)
+    records = expansion(args.seeds, args.before, args.after)
     args.out.write_text(json.dumps(records, indent=1))
     print(table(records))
 
