@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         help="list where your own model could grow, and with data, where it would help most",
         description="List the places of a model where a layer could go, what it would cost, and what was skipped and why. With data, rank "
         "them by what a layer there would be worth, beside the choices people make without measuring. The model is only read.",
-        epilog="examples: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128; "
+        epilog="example: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128; "
         "sensli sites path/to/saved/model --text notes.txt --count 4",
     )
     sites.add_argument(
