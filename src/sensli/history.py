@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from sensli.errors import HistoryError
 from sensli.rates import RateScaling
+from sensli.record import Record
 from sensli.sites import Site
 
 FORMAT = 1
@@ -61,10 +62,11 @@ class Growth:
 
 
 class History(Sequence[Growth]):
-    """The growths of a model, oldest first."""
+    """The growths of a model, oldest first, and in `record` what a `Grower` saw on its way."""
 
-    def __init__(self, growths: Iterable[Growth] = ()) -> None:
+    def __init__(self, growths: Iterable[Growth] = (), *, record: Record | None = None) -> None:
         self._growths = list(growths)
+        self.record = Record() if record is None else record
 
     @overload
     def __getitem__(self, index: int) -> Growth: ...
@@ -80,7 +82,8 @@ class History(Sequence[Growth]):
         return iter(self._growths)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, History) and self.to_dict() == other.to_dict()
+        # the growths make the model; what was seen on the way does not
+        return isinstance(other, History) and [g.to_dict() for g in self] == [g.to_dict() for g in other]
 
     __hash__ = None  # type: ignore[assignment]  # it grows
 
@@ -100,7 +103,8 @@ class History(Sequence[Growth]):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"format": FORMAT, "growths": [growth.to_dict() for growth in self]}
+        record = {"record": self.record.to_dict()} if self.record else {}
+        return {"format": FORMAT, "growths": [growth.to_dict() for growth in self], **record}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> History:
@@ -115,7 +119,8 @@ class History(Sequence[Growth]):
                 f"the history has format {version!r}, and {FORMAT} is the newest known here. Update sensli, or use an intact copy."
             )
         try:
-            return cls(Growth.from_dict(entry) for entry in data["growths"])
+            record = Record.from_dict(data["record"]) if "record" in data else None
+            return cls((Growth.from_dict(entry) for entry in data["growths"]), record=record)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise HistoryError(
                 f"the history is damaged: {type(error).__name__}: {error}. Use an intact copy."

@@ -15,12 +15,13 @@ from sensli.chain import Chain
 from sensli.errors import FunctionChanged, HistoryError, SensliError
 from sensli.history import Growth, History
 from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
+from sensli.outline import GROWTH
 from sensli.rates import Schedulers, plan_rate_scaling
 from sensli.running import device_of, run, tensors, to_device, untouched
 from sensli.sites import Ref, Site
 from sensli.wrappers import bare
 
-_NUMBER = "sensli_growth"  # attribute of an inserted module: which growth of the model it was
+_NUMBER = GROWTH  # attribute of an inserted module: which growth of the model it was
 _GROWN = re.compile(r"grown\d+")
 
 
