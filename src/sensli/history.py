@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from sensli.errors import HistoryError
+from sensli.html_tables import html_table
 from sensli.rates import RateScaling
 from sensli.record import Record
 from sensli.sites import Site
@@ -92,6 +93,21 @@ class History(Sequence[Growth]):
 
     def __str__(self) -> str:
         return "\n".join(str(growth) for growth in self) or "no growth yet"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        header = ["growth", "epoch", "merit", "ratio", "+parameters"]
+        rows = [
+            [
+                f"{growth.number}: {growth.site}, as {growth.name}",
+                str(growth.details.get("epoch", "")),
+                f"{growth.details['merit']:.3e}" if "merit" in growth.details else "",
+                f"{growth.details['ratio']:.2f}" if growth.details.get("ratio") is not None else "",
+                f"{growth.site.parameters:,}",
+            ]
+            for growth in self
+        ]
+        return html_table(header, rows, caption=repr(self))
 
     def append(self, growth: Growth) -> None:
         """Add the newest growth."""

@@ -143,9 +143,7 @@ def reason_of(merits: Merits, chosen: Sequence[Merit], *, select: str, tau: floa
     if len(merits) == 1:
         ground = "it is the only site"
     elif select == "largest" and first is merits.ranked[0]:
-        second = merits.ranked[1].value
-        times = f", {first.value / second:.2g} times the next" if second > 0 else ""
-        ground = f"its merit is the largest of {len(merits)}{times}"
+        ground = f"its merit is the largest of {len(merits)}{_ahead(first.value, merits.ranked[1].value)}"
     elif select == "largest":
         ground = "its merit is the largest of those that passed the limits"
     else:
@@ -157,3 +155,13 @@ def reason_of(merits: Merits, chosen: Sequence[Merit], *, select: str, tau: floa
     )
     more = f" ({len(chosen)} layers at once)" if len(chosen) > 1 else ""
     return f"{ground}{passed}{more}"
+
+
+def _ahead(first: float, second: float) -> str:
+    if second <= 0 or first == second:
+        return ""
+    return (
+        f", {first / second:.2g} times the next"
+        if first >= 1.5 * second
+        else f", {first / second - 1:.1%} ahead of the next"
+    )
