@@ -21,7 +21,7 @@ from sensli.norms import choose
 from sensli.optim import Optimizers
 from sensli.outline import outline
 from sensli.rates import Schedulers
-from sensli.record import Look, SiteMerit, reason_of
+from sensli.record import Look, reason_of
 from sensli.sites import Site
 from sensli.surgery import insert, undo
 from sensli.triggers import Moment, Trigger
@@ -186,19 +186,15 @@ class Grower:
         *,
         parameters: int | None = None,
     ) -> None:
-        """Note a look: what the page and the log show. FLOPs are counted after a growth only, from what a look costs anyway."""
-        ranked = merits.ranked if merits is not None else []
-        self._look = Look(
+        """Note a look: what the page and the log show. FLOPs are counted after a growth only."""
+        self._look = Look.of(
+            merits,
+            taken,
             call=self.calls,
             tau=self._tau,
             select=self._select_name,
             reason=reason,
-            norm=merits.norm if merits is not None else None,
-            batches=merits.batches if merits is not None else 0,
-            samples=merits.samples if merits is not None else None,
-            merits=tuple(SiteMerit.of(merit) for merit in ranked),
             inserted=tuple(growth.number for growth in grown),
-            chosen=tuple(next(i for i, other in enumerate(ranked) if other is merit) for merit in taken),
             parameters=parameters,
             flops=self._flops_without(taken) if taken else None,
         )

@@ -54,6 +54,21 @@ class Look:
     parameters: int | None = None  # of the model before the look
     flops: int | None = None  # likewise, per sample, counted only where something was inserted
 
+    @classmethod
+    def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
+        """A look from what was measured, if anything was, and from the merits whose layers went in."""
+        if merits is None:
+            return cls(**facts)
+        ranked = merits.ranked
+        return cls(
+            norm=merits.norm,
+            batches=merits.batches,
+            samples=merits.samples,
+            merits=tuple(SiteMerit.of(merit) for merit in ranked),
+            chosen=tuple(next(i for i, other in enumerate(ranked) if other is merit) for merit in taken),
+            **facts,
+        )
+
     def __str__(self) -> str:
         if not self.inserted:
             return f"epoch {self.call}: nothing inserted | {self.reason}"
