@@ -28,7 +28,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.all
 	$(BIN)/sensli bench
