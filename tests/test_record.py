@@ -59,6 +59,14 @@ def test_a_look_without_insertion_is_kept_with_its_reason() -> None:
     assert [look.reason for look in no_room] == ["the trigger's limits leave no room for a layer at any site"] * 2
 
 
+def test_the_reason_of_a_control_names_the_largest_merit() -> None:
+    look = grow(calls=2, select="smallest").history.record.looks[0]
+    assert look.chosen == (1,)
+    assert look.reason.startswith("select=smallest gave it, and the largest merit, ")
+    own = grow(calls=2, select=lambda merits: merits.worst).history.record.looks[0]
+    assert own.chosen == (1,) and own.reason.startswith("select=<lambda> gave it, and ")
+
+
 def test_zero_merits_are_kept_too() -> None:
     grower = Grower(make_model(), example=X[:1], trigger=triggers.Every(1))
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import Block, Functional, Listed, Named, alive, cnn, fnn, images, points, residual, untouched
-from sensli import Site, find_sites, insert
+from sensli import Site, find_sites, insert, measure
 
 
 def module(forward, **parts):
@@ -180,6 +180,28 @@ def test_an_inserted_residual_layer_is_a_block_too(make):
         again = find_sites(model, x)
         assert len(again) == count + 1
         assert not any(site.path.startswith(growth.name + ".") for site in again)
+
+
+def test_a_body_that_holds_a_stack_is_not_taken_for_a_block():
+    body = module(lambda s, x: s.blocks(x), blocks=nn.Sequential(Block(3), Block(3), Block(3)))
+    model = nn.Sequential(nn.Linear(3, 3), body, nn.Linear(3, 2)).double()
+    places = [("before", "0"), ("after", "0"), ("after", "1"), ("after", "2")]
+    assert [(s.side, s.path) for s in find_sites(model, points())] == [(side, f"1.blocks.{n}") for side, n in places]
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(3, 1, 8, batch_first=True), 2, enable_nested_tensor=False
+    )
+    model = nn.Sequential(nn.Linear(3, 3), encoder, nn.Linear(3, 2)).double()
+    found = find_sites(model, torch.randn(2, 5, 3, dtype=torch.float64))
+    assert [(s.side, s.path) for s in found] == [(side, f"1.layers.{n}") for side, n in places[:3]]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_sites_and_merits_come_out_without_grad_mode(context):
+    model, x, y = fnn(), points(), torch.tensor([0, 1, 0, 1, 0, 1])
+    with context():
+        sites = find_sites(model, x)
+        inside = measure(model, sites, [(x, y)], F.cross_entropy)
+    assert [m.value for m in inside] == [m.value for m in measure(model, sites, [(x, y)], F.cross_entropy)]
 
 
 def test_repeated_growth_offers_one_more_place_each_time():

@@ -229,6 +229,15 @@ def test_a_module_with_a_copy_of_its_own_does_not_hide_its_chain():
     assert model.act1.anchor.training == model.act1.training
 
 
+def test_a_site_known_by_its_path_alone_finds_its_place_after_growths():
+    model, x = Named(), points()
+    before, site = model(x), copy.deepcopy(find_sites(model, points())[0])
+    grown = [insert(model, site) for _ in range(3)]
+    assert [growth.name for growth in grown] == ["act1.grown1", "act1.grown2", "act1.grown3"]
+    assert torch.equal(model(x), before)
+    assert list(replay(Named(), History(grown)).state_dict()) == list(model.state_dict())
+
+
 def test_hooks_of_the_user_stay_on_their_module_and_go_on():
     model, x = Named(), points()
     seen = []

@@ -12,6 +12,7 @@ from sensli import __version__
 from sensli.errors import SensliError
 from sensli.finding import KINDS
 from sensli.layers import FORMS
+from sensli.paper import cli as paper
 
 _DESCRIPTION = """\
 Grow an ordinary PyTorch network while it trains: find where a layer could go, measure what it would be
@@ -22,6 +23,7 @@ examples:
   sensli demo                                         three networks on two spirals, under a minute
   sensli sites mymodels:make_cnn --input 1x3x32x32    where your own model could grow
   sensli report history.json                          the film of your own training, as one HTML file
+  sensli paper run 2                                  an experiment of the paper, with table and figure
   sensli bench                                        the figures we promise, measured on this machine
 """
 
@@ -99,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--metric", default="metric", help="what the metric is, such as 'validation loss'")
     report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
     report.set_defaults(run=_report)
+
+    paper.add_parser(commands)
 
     bench = commands.add_parser(
         "bench",

@@ -163,9 +163,11 @@ def reason_of(merits: Merits, chosen: Sequence[Merit], *, select: str, tau: floa
         ground = "its merit is the largest of those that passed the limits"
     else:
         ground = f"select={select} gave it"
+    control = select in ("smallest", "random")  # whether to insert is the largest merit's decision for these too
+    ratio, whose = (best.ratio, "the largest merit, ") if control else (first.ratio, "")
     passed = (
-        f", and {first.ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
-        if first.ratio is not None
+        f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
+        if ratio is not None
         else ""
     )
     more = f" ({len(chosen)} layers at once)" if len(chosen) > 1 else ""
