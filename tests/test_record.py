@@ -175,9 +175,24 @@ def test_outline_shows_layers_or_blocks_and_always_the_new_one() -> None:
     units = outline(grow(calls=2).model)
     assert [unit.growth for unit in units].count(1) == 1
     assert [unit.label for unit in units if unit.growth] == ["Linear(4, 4) + ReLU"]
+    for layer, label in (
+        ("residual", "Residual(Linear(4, 4), ReLU)"),
+        ("parametric", "Parametric(Linear(4, 4), ReLU)"),
+    ):
+        assert [unit.label for unit in outline(grow(calls=2, layer=layer).model) if unit.growth] == [label]
     deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(30)))
     assert [unit.label for unit in outline(deep)] == ["Sequential"] * 30
     deep[3].add_module("new", nn.Linear(2, 2))
     deep[3].get_submodule("new").sensli_growth = 1
     assert len(outline(deep)) == 33
     assert [unit.path for unit in outline(deep) if unit.growth] == ["3.new"]
+
+
+def test_outline_of_a_long_chain_stays_short() -> None:
+    chain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(200)))
+    chain[77].sensli_growth = 1
+    units = outline(chain)
+    assert len(units) <= 42
+    assert [unit.path for unit in units if unit.growth] == ["77"]
+    assert units[0].label == "Linear(2, 2) and 5 more"
+    assert sum(unit.parameters for unit in units) == sum(p.numel() for p in chain.parameters())
