@@ -149,6 +149,11 @@ def replay(model: nn.Module, history: History) -> nn.Module:
     return model
 
 
+def count_growths(model: nn.Module) -> int:
+    """How many inserted layers the model has."""
+    return sum(1 for _ in _grown(model))
+
+
 # --- the cut ---
 
 
