@@ -89,7 +89,7 @@ def load_checkpoint(
     content = storage.read(path)
     history = History.from_dict(content["history"])
     model: Any = make_model()
-    network = replay(model, history)
+    network = bare(replay(model, history))
     _load_model(network, content, path)
     if wrap is not None:
         model = wrap(model)

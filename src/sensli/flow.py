@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.running import describe, device_of, forked_random_state, run, tensors, to_device
+from sensli.wrappers import eager
 
 
 @dataclass
@@ -117,7 +118,7 @@ def record(model: nn.Module, example: Any) -> Flow:
         handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
         handles.append(module.register_forward_hook(after))
     try:
-        with forked_random_state(model), torch.enable_grad():
+        with forked_random_state(model), torch.enable_grad(), eager():
             output = run(twin, to_device(_with_node(example), device_of(model)))
             results = [t.sum() for t in tensors(output) if t.requires_grad and t.is_floating_point()]
             if results:

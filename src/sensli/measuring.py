@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.confidence import GROUPS, is_clear, next_look, pseudo_values
+from sensli.distributed import Together, reduce_sums, same_values
 from sensli.errors import MeasurementError
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
@@ -40,7 +41,13 @@ def measure(
     is in; its buffers, gradients and the random state are put back. ``ratio=False`` saves the gradients of the existing weights.
     ``confidence`` stops as soon as the best site is clear at that level.
     """
+    together = Together(model, "measure the merits")
     model = bare(model)
+    if confidence is not None and together.group is not None:
+        raise ValueError(
+            "confidence= looks at the sums while they grow, which several processes do not share before the end. Use max_batches=, or "
+            "leave both out for the exact merits."
+        )
     if not sites:
         raise MeasurementError(
             "there are no sites to measure. find_sites(...).explain() says which places were skipped and why."
@@ -57,7 +64,7 @@ def measure(
     known = _length(batches)
     expected = known if max_batches is None else min(max_batches, known or max_batches)
 
-    with untouched(model), torch.enable_grad(), catch.hooked():
+    with together, untouched(model), torch.enable_grad(), catch.hooked():
         for batch in batches:
             size = _backward(model, catch, batch, loss_fn, count, unit)
             unit = unit or size
@@ -72,6 +79,7 @@ def measure(
                     break
             if count == max_batches:
                 break
+        sizes, unit, count = reduce_sums(together, catch, sizes, unit, count)
     if count == 0:
         raise MeasurementError(
             "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
@@ -79,6 +87,7 @@ def measure(
     whole = confidence is None or (known is not None and count >= known)
     values = [_value(site, norm, sizes[:count], exact=whole) for site in catch.sites]
     mean = _mean_of_weights(catch, norm, sizes[:count], exact=whole)
+    values, mean = same_values(together, values, mean)
     return _merits(
         catch, values, mean, norm=norm, batches=count, samples=round(sum(sizes) * unit), confidence=confidence,
         clear=clear if confidence is not None else None,
@@ -89,14 +98,24 @@ class Probe:
     """The same from the user's own step, without a pass of its own.
 
     Inside the context every backward pass of the model adds to the merits what it adds to the gradients, so accumulation over
-    several batches means the same as for ``.grad``. Nothing of the step changes. ::
+    several batches means the same as for ``.grad``. Nothing of the step changes. ``scaler`` is the `torch.amp.GradScaler` that scales the
+    loss of the step: the merits are those of the loss itself. ::
 
         with Probe(model, sites) as probe:
             loss_fn(model(x), y).backward()
         merits = probe.merits()
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[Site], *, norm: str = "auto", ratio: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        *,
+        norm: str = "auto",
+        ratio: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._together = Together(model, "read the probe")
         self._model = bare(model)
         if not sites:
             raise MeasurementError(
@@ -104,6 +123,9 @@ class Probe:
             )
         self._norm = choose(norm, [site.kind for site in sites])
         self._catch = Catch(self._model, sites, weights=ratio)
+        self._scaler = scaler
+        if scaler is not None:
+            self._catch.scale = scaler.get_scale
         self._open: Any = None
         self._handles: list[Any] = []
 
@@ -126,19 +148,29 @@ class Probe:
     def _arrived(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             # A copy: the tensor becomes the user's .grad, which the next backward pass or step may overwrite.
-            self._catch.weights[index].sum.add(gradient.clone(), 0)
+            self._catch.weights[index].sum.add(self._catch.unscaled(gradient.clone()), 0)
 
         return hook
 
     def merits(self) -> Merits:
-        """The merits of all backward passes since the probe was made."""
-        if self._catch.caught == 0:
+        """The merits of all backward passes since the probe was made; with several processes, all of them must ask for it."""
+        with self._together as together:
+            if self._catch.caught == 0:
+                raise MeasurementError(
+                    "the probe saw no backward pass. Call loss.backward() inside `with Probe(...)`, on the output of the model "
+                    "it was made for."
+                )
+            passes = max(1, self._catch.caught // len(self._catch.sites))
+            # As DistributedDataParallel does with the gradients: the mean over the processes.
+            sizes, _, passes = reduce_sums(together, self._catch, [1.0], 1.0, passes)
+        values = [site.merit(self._norm, sum(sizes)) for site in self._catch.sites]
+        if self._scaler is not None and not all(map(math.isfinite, values)):
             raise MeasurementError(
-                "the probe saw no backward pass. Call loss.backward() inside `with Probe(...)`, on the output of the model it was made for."
+                f"the scaled gradients of the probed pass overflowed at the scale {self._scaler.get_scale():g}; the scaler skips such a "
+                "step and lowers its scale. Probe the next step."
             )
-        values = [site.merit(self._norm, 1.0) for site in self._catch.sites]
-        mean = _mean_of_weights(self._catch, self._norm, [1.0], exact=True)
-        passes = max(1, self._catch.caught // len(self._catch.sites))
+        mean = _mean_of_weights(self._catch, self._norm, sizes, exact=True)
+        values, mean = same_values(together, values, mean)
         return _merits(self._catch, values, mean, norm=self._norm, batches=passes)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.norms import Geometry, squared_norm
 from sensli.sites import Site
+from sensli.wrappers import eager
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -115,6 +116,7 @@ class Catch:
         self.watched: list[Tensor] = []  # activations at the sites in the current pass, if they are kept
         self.leaves: list[Tensor] = []  # those behind frozen layers, made to ask for a gradient
         self.caught = 0
+        self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
         self._places = places
 
     @contextmanager
@@ -129,7 +131,8 @@ class Catch:
             for weight in self.weights:
                 if isinstance(weight.owner, _CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_size_of(weight)))
-            yield self
+            with eager():
+                yield self
         finally:
             for handle in handles:
                 handle.remove()
@@ -179,12 +182,19 @@ class Catch:
                     f"the activation of '{catch.site}' was overwritten in place before its gradient arrived, which find_sites did not "
                     "see with its example. Find the sites with an example like the training data."
                 )
-            catch.add(x, cotangent, self.group)
+            # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
+            with torch.autocast(x.device.type, enabled=False):
+                catch.add(widened(x), self.unscaled(cotangent), self.group)
             self.caught += 1
 
         watched.register_hook(back)
         if self.keeps_activations:
             self.watched.append(watched)
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""
+        scale = self.scale()
+        return widened(gradient) if scale == 1.0 else widened(gradient) / scale
 
     def forget_pass(self) -> None:
         """Let go of the activations of a pass that is over."""
@@ -196,6 +206,11 @@ class Catch:
         for weight, gradient in zip(self.weights, gradients, strict=True):
             if gradient is not None:
                 weight.sum.add(gradient, self.group % len(weight.sum.groups))
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor itself, or in single precision if it is in half."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:

@@ -33,9 +33,9 @@ def make_model() -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
+    decayed: dict[str, Any] = {"params": [p for p in model.parameters() if p.ndim > 1]}
+    others: dict[str, Any] = {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}
+    return torch.optim.AdamW([decayed, others], lr=0.01)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> OneCycleLR:
