@@ -207,7 +207,7 @@ def test_a_file_cut_anywhere_or_altered_anywhere_is_refused(tmp_path: Path) -> N
             load_checkpoint(file, make_model)
     for place in [*range(200, len(whole), 997), len(whole) - 1]:
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(CheckpointError, match="was altered.*earlier checkpoint"):
+        with pytest.raises(CheckpointError, match=r"was altered.*earlier checkpoint"):
             load_checkpoint(file, make_model)
     file.write_bytes(whole + b"x")
     with pytest.raises(CheckpointError, match="too long"):

@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from sensli import norms
 from sensli.norms import NORMS, Geometry, choose, squared_norm
-from torch import Tensor
 
 NAMES = ("frobenius", "mean_square", "operator", "operator_l2", "operator_l1")
 

@@ -69,7 +69,7 @@ def test_a_pass_that_overflows_under_the_scaler_says_so() -> None:
     sites, scaler = find_sites(model, X), torch.amp.GradScaler("cpu", init_scale=2.0**126)
     with Probe(model, sites, scaler=scaler) as probe:
         scaler.scale(1e10 * cross_entropy(model(X), Y)).backward()
-    with pytest.raises(MeasurementError, match="overflowed at the scale.*next step"):
+    with pytest.raises(MeasurementError, match=r"overflowed at the scale.*next step"):
         probe.merits()
 
 
@@ -222,7 +222,7 @@ def test_an_average_of_another_model_is_refused() -> None:
     average = AveragedModel(make_model())
     model = make_model()
     insert(model, find_sites(model, X)[0])
-    with pytest.raises(UnsupportedModel, match="averaged=.*not those of the model"):
+    with pytest.raises(UnsupportedModel, match=r"averaged=.*not those of the model"):
         Grower(model, example=X, trigger=triggers.Every(1), averaged=average)
 
 

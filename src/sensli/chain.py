@@ -31,4 +31,6 @@ class Chain(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):  # how the anchor is copied or stored is not how its chain is
+                raise
             return getattr(super().__getattr__("anchor"), name)

@@ -160,7 +160,8 @@ def _draw(arms: list[Arm], x: Tensor, y: Tensor, path: Path) -> None:
             ha="right",
             fontsize=8,
         )
-    axes["loss"].set(xlabel="epoch", ylabel="training loss", ylim=(0, None), xlim=(0, EPOCHS))
+    # Gradient descent spikes now and then; a window of the useful range keeps the curves apart.
+    axes["loss"].set(xlabel="epoch", ylabel="training loss", ylim=(0, 0.8), xlim=(0, EPOCHS))
     axes["loss"].legend(frameon=False)
     axes["loss"].spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)

@@ -34,6 +34,14 @@ _FUNCTIONAL = {
 }  # fmt: skip
 
 
+def check_request(layer: str, where: str | Callable[[Site], bool] | None) -> None:
+    """Raise if a layer or a kind of site is asked for that does not exist."""
+    if layer != "auto" and layer not in FORMS:
+        raise ValueError(one_of("layer", layer, ("auto", *FORMS)))
+    if where is not None and not callable(where) and where not in KINDS:
+        raise ValueError(one_of("kind of site in where=", where, KINDS))
+
+
 def find_sites(
     model: nn.Module,
     example: Any,
@@ -48,10 +56,7 @@ def find_sites(
     is only read. ``layer`` is ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"`` or ``"auto"``; ``where`` a kind (``"conv"``,
     ``"linear"``, ``"block"``) or a callable on `Site`; ``kernel_size`` that of new convolutions (default: the neighbour's if odd, else 3).
     """
-    if layer != "auto" and layer not in FORMS:
-        raise ValueError(one_of("layer", layer, ("auto", *FORMS)))
-    if isinstance(where, str) and where not in KINDS:
-        raise ValueError(one_of("kind of site in where=", where, KINDS))
+    check_request(layer, where)
     if kernel_size is not None and (kernel_size < 1 or kernel_size % 2 == 0):
         raise ValueError(
             f"kernel_size={kernel_size}: a new convolution keeps the size of its map, so its kernel must be odd."
@@ -177,8 +182,17 @@ class _Finder:
             raise _Refused(
                 "no gradient arrives there (the forward pass detaches it, or the output does not depend on it)"
             )
+        if side == "before" and not call.positional:
+            raise _Refused(
+                "takes its input by keyword or in a nest, and a layer before it needs it as the first argument"
+            )
+        if self._in_encoder_layer(call.path):
+            raise _Refused(
+                "stands inside torch's TransformerEncoderLayer, which in eval mode reads the weights without calling the modules"
+            )
         source = origin(seen.node)
-        from_relu = source is not None and operation(source) == "Relu"
+        # The graph does not say what a padding was filled with, so the values have a say too.
+        from_relu = source is not None and operation(source) == "Relu" and not seen.negative
         form = self._form(from_relu, activation or _functional(seen))
         neighbours = self._neighbours(call, seen)
         layer = self._plan(form, call, seen, neighbours, activation)
@@ -190,7 +204,8 @@ class _Finder:
             shape=tuple(seen.tensor.shape[1:]),
             neighbours=tuple(Ref.to(name, self.model.get_submodule(name)) for name in neighbours),
             chained=self._chained(path),
-            overwritten=seen.overwritten,
+            overwritten=seen.overwritten
+            or self._overwritten_in_training(seen, call.ended if side == "after" else call.began),
         )
 
     def _form(self, from_relu: bool, activation: Activation | None) -> str:
@@ -241,6 +256,23 @@ class _Finder:
     def _has_other_names(self, call: Call) -> bool:
         names = self.flow.model.named_modules(remove_duplicate=False)
         return any(module is call.module and path != call.path for path, module in names)
+
+    def _in_encoder_layer(self, path: str) -> bool:
+        while path:
+            path = path.rpartition(".")[0]
+            if isinstance(self.flow.model.get_submodule(path), nn.TransformerEncoderLayer):
+                return True
+        return False
+
+    def _overwritten_in_training(self, seen: Seen, since: int) -> bool:
+        """Whether a module that rests in eval mode (a dropout with ``inplace=True``) will work in place on these values."""
+        memory = seen.tensor.untyped_storage().data_ptr()
+        return any(
+            call.began > since
+            and getattr(call.module, "inplace", False) is True
+            and any(given.tensor.untyped_storage().data_ptr() == memory for given in call.inputs)
+            for call in self.flow.calls
+        )
 
     def _in_block(self, path: str) -> bool:
         return any(path == block or path.startswith(block + ".") for block in self.blocks)

@@ -185,6 +185,7 @@ _PER_INPUT = frozenset(
     _fused_rms_norm max_pool2d_with_indices max_pool3d_with_indices mkldnn_max_pool2d mkldnn_max_pool3d avg_pool2d avg_pool3d
     _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d
     fractional_max_pool3d scatter_add scatter_reduce index_add index_reduce col2im
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa
     """.split()  # noqa: SIM905 (a table of names)
 )
 

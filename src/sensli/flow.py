@@ -22,11 +22,13 @@ class Seen:
     tensor: Tensor
     node: Any
     version: int
+    negative: bool  # whether any of its values was below zero
     reached: bool = False  # whether a gradient of the model's output came back to it
 
     @classmethod
     def of(cls, tensor: Tensor) -> Seen:
-        seen = cls(tensor, tensor.grad_fn, tensor._version)
+        known = tensor.is_floating_point() and tensor.numel() > 0 and tensor.device.type != "meta"
+        seen = cls(tensor, tensor.grad_fn, tensor._version, known and bool(tensor.detach().amin() < 0))
         if tensor.requires_grad:
             tensor.register_hook(seen._mark)
         return seen
@@ -48,6 +50,9 @@ class Call:
     module: nn.Module
     began: int
     inputs: list[Seen]
+    positional: (
+        bool  # the first of the inputs is the first argument itself, so that a layer can stand before the module
+    )
     ended: int = -1
     output: Seen | None = None  # None if it did not return a single tensor
     returned: Any = None
@@ -98,7 +103,7 @@ def record(model: nn.Module, example: Any) -> Flow:
     def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             seen = [Seen.of(t) for t in tensors((args, kwargs))]
-            call = Call(path, module, next(clock), seen)
+            call = Call(path, module, next(clock), seen, bool(args) and isinstance(args[0], Tensor))
             flow.calls.append(call)
             open_calls.append(call)
 
@@ -106,6 +111,8 @@ def record(model: nn.Module, example: Any) -> Flow:
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         call = open_calls.pop()
+        while call.module is not module:  # that one raised, and the model's own code went on without it
+            call = open_calls.pop()
         call.ended = next(clock)
         call.returned = type(output).__name__
         if isinstance(output, Tensor):
@@ -115,11 +122,14 @@ def record(model: nn.Module, example: Any) -> Flow:
         if isinstance(module, torch.jit.ScriptModule):
             flow.opaque.append(path)
             continue
-        handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
+        # Before the user's own hooks, as a layer in front of the module would be.
+        handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after))
     try:
         with forked_random_state(model), torch.enable_grad(), eager():
             output = run(twin, to_device(_with_node(example), device_of(model)))
+            for handle in handles:  # a checkpointed part runs again in the backward pass, which is no second call
+                handle.remove()
             results = [t.sum() for t in tensors(output) if t.requires_grad and t.is_floating_point()]
             if results:
                 torch.autograd.backward(results)  # fills gradients of the copy only, and marks what a gradient reaches

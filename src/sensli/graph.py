@@ -13,8 +13,8 @@ from typing import Any
 _KEEPS_SIGN = (
     "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "MkldnnMaxPool", "View", "UnsafeView", "Reshape",
     "Permute", "Transpose", "TBackward", "Squeeze", "Unsqueeze", "Expand", "Slice", "Select", "Clone", "Alias",
-    "Contiguous", "ToCopy", "Dropout", "FeatureDropout", "ConstantPadNd", "Mean", "Flatten", "Unflatten", "Upsample",
-    "SplitWithSizes", "Split", "Cat", "AsStrided",
+    "Contiguous", "ToCopy", "Dropout", "FeatureDropout", "ConstantPadNd", "Mean", "Flatten", "Unflatten", "UpsampleNearest",
+    "UpsampleLinear", "UpsampleBilinear", "UpsampleTrilinear", "SplitWithSizes", "Split", "Cat", "AsStrided",
 )  # fmt: skip
 
 # Operations that keep every dimension where it is (elementwise, or along other dimensions than the channels).
@@ -87,10 +87,20 @@ class Channels:
     first: bool  # made by a convolution or batch norm (channels first), otherwise by a linear map (features last)
 
 
-def channels(node: Any, shape: tuple[int, ...], depth: int = 128) -> Channels | None:
+def channels(
+    node: Any, shape: tuple[int, ...], depth: int = 128, seen: dict[Any, Channels | None] | None = None
+) -> Channels | None:
     """Along which dimension the channels of a tensor lie: walk back to the layer that made them, mapping dimensions on the way."""
     if node is None or depth == 0:
         return None
+    seen = {} if seen is None else seen  # every skip connection doubles the paths, but not the nodes
+    if (node, shape) not in seen:
+        seen[node, shape] = None
+        seen[node, shape] = _channels(node, shape, depth, seen)
+    return seen[node, shape]
+
+
+def _channels(node: Any, shape: tuple[int, ...], depth: int, seen: dict[Any, Channels | None]) -> Channels | None:
     name = operation(node)
     if _starts(name, _CHANNELS_FIRST):
         return Channels(1, True) if len(shape) >= 2 else None
@@ -100,7 +110,7 @@ def channels(node: Any, shape: tuple[int, ...], depth: int = 128) -> Channels | 
         if source is None or operation(source).startswith("AccumulateGrad"):
             continue
         source_shape = tuple(source._input_metadata[index].shape)
-        found = channels(source, source_shape, depth - 1)
+        found = channels(source, source_shape, depth - 1, seen)
         if found is None:
             continue
         dim = _through(node, name, source_shape, shape, found.dim)
@@ -159,6 +169,22 @@ def nearest_parameters(names_by_id: Mapping[int, str], node: Any, limit: int = 5
                     following.append(source)
         frontier = following
     return names
+
+
+def leaves(node: Any) -> list[Any]:
+    """All tensors that a backward pass from a node would accumulate gradients into."""
+    found: list[Any] = []
+    frontier, seen = [node], {node}
+    while frontier:
+        current = frontier.pop()
+        variable = getattr(current, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        for source, _ in current.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                frontier.append(source)
+    return found
 
 
 def reaches(node: Any, target: Any, through: frozenset[str], limit: int = 256) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from sensli.averaging import Averaged, check_alike, follow
 from sensli.distributed import mean_metric
 from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
-from sensli.finding import find_sites
+from sensli.finding import check_request, find_sites
 from sensli.flops import count_flops
 from sensli.history import Growth, History
 from sensli.measuring import LossFunction, measure
@@ -22,7 +22,7 @@ from sensli.norms import choose
 from sensli.optim import Optimizers
 from sensli.rates import Schedulers
 from sensli.sites import Site
-from sensli.surgery import insert
+from sensli.surgery import insert, undo
 from sensli.triggers import Moment, Trigger
 from sensli.wrappers import bare
 
@@ -93,7 +93,10 @@ class Grower:
             raise ValueError(
                 "confidence= stops when the single largest merit is clear; use it with select='largest' and count=1."
             )
+        if confidence is not None and not 0 < confidence < 1:
+            raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
         choose(norm, ())
+        check_request(layer, where)
         bare(model)
         self.model = model
         self.history = History()
@@ -113,15 +116,28 @@ class Grower:
     ) -> Growth | None:
         """Count one epoch; look, decide and insert if the trigger fires.
 
-        Returns the growth (with ``count`` > 1 the one with the largest merit; `history` has all), or None if nothing was inserted.
+        Returns the growth (with ``count`` > 1 the first choice; `history` has all), or None if nothing was inserted. A call that
+        raises does not count, and leaves the model as it was.
         """
+        trigger = self._trigger.state_dict()
         self.calls += 1
+        try:
+            return self._step(batches, loss_fn, metric)
+        except BaseException:
+            self.calls -= 1
+            self._trigger.load_state_dict(trigger)
+            raise
+
+    def _step(self, batches: Iterable[Any], loss_fn: LossFunction | None, metric: float | None) -> Growth | None:
         metric = mean_metric(self.model, metric)
         if not self._trigger.fires(self._moment(metric)):
             return None
         sites = find_sites(self.model, self._example, layer=self._layer, where=self._where)
         if not sites:
-            raise SensliError(f"there is no place to grow in this {type(self.model).__name__}. {sites.explain()}")
+            asked = "" if self._where is None else f" for where={self._where!r}"
+            raise SensliError(
+                f"there is no place to grow{asked} in this {type(self.model).__name__}. {sites.explain()}"
+            )
         fitting = [site for site in sites if self._trigger.allows(site, self._moment(metric))]
         if not fitting:
             return None
@@ -130,14 +146,20 @@ class Grower:
                 self.model, fitting, batches, loss_fn, norm=self._norm, confidence=self._confidence, ratio=True
             )
         except ZeroMerits as nothing:
-            warnings.warn(f"call {self.calls}: nothing inserted, because {nothing}", stacklevel=2)
+            warnings.warn(f"call {self.calls}: nothing inserted, because {nothing}", stacklevel=3)
             return None
         grown: list[Growth] = []
-        for merit in self._chosen(merits):
-            moment = self._moment(metric)
-            passes = merit.ratio is None or merit.ratio >= self._tau
-            if len(grown) < self._count and passes and self._trigger.allows(merit.site, moment):
-                grown.append(self._insert(merit, factor=self._lr_scale if not grown else 1.0))
+        try:
+            for merit in self._chosen(merits):
+                moment = self._moment(metric)
+                passes = merit.ratio is None or merit.ratio >= self._tau
+                if len(grown) < self._count and passes and self._trigger.allows(merit.site, moment):
+                    grown.append(self._insert(merit, factor=self._lr_scale if not grown else 1.0))
+        except BaseException:  # all layers of a call go in, or none
+            for growth in reversed(grown):
+                undo(self.model, growth, optimizer=self._optimizer, scheduler=self._scheduler)
+                self.history.pop()
+            raise
         if grown:
             self._trigger.grown()
         return grown[0] if grown else None
@@ -155,7 +177,7 @@ class Grower:
         if self._select == "largest":
             return merits.ranked
         if self._select == "smallest":
-            return merits.ranked[::-1]
+            return sorted(merits, key=lambda merit: merit.value)  # of equal ones the first, as everywhere
         if self._select == "random":
             order = torch.randperm(len(merits), generator=self._generator).tolist()
             return [merits[index] for index in order]
@@ -182,22 +204,28 @@ class Grower:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. The model must have been grown by `replay` of the same history before."""
+        missing_entries = {"calls", "history", "trigger", "generator"} - set(state)
+        if missing_entries:
+            raise HistoryError(f"this is no state of a Grower: it lacks {sorted(missing_entries)}. Use an intact copy.")
         history = History.from_dict(state["history"])
+        expected: list[str] = []
+        for growth in history:  # what the inserted parameters are called today: later growths may have renamed them
+            expected = [growth.renames.get(name, name) for name in expected] + list(growth.parameters)
         names = {name for name, _ in bare(self.model).named_parameters()}
-        for growth in history:
-            # later growths may have renamed earlier layers, so only names that still stand are asked for
-            renamed = {new for later in history for new in later.renames.values()} | names
-            missing = [name for name in growth.parameters if name not in renamed and not _renamed(name, history)]
-            if missing:
+        for name in expected:
+            if name not in names:
                 raise HistoryError(
-                    f"the model lacks {missing[0]} of growth {growth.number}: it has not grown as this state says. "
+                    f"the model lacks {name}: it has not grown as this state says. "
                     "Call replay(model, History.from_dict(state['history'])) before loading the state."
                 )
+        before = self._trigger.state_dict()
+        try:
+            self._trigger.load_state_dict(state["trigger"])
+        except (KeyError, TypeError) as error:
+            self._trigger.load_state_dict(before)
+            raise HistoryError(
+                f"the state belongs to another trigger than {self._trigger!r}. Make the Grower with the trigger it was saved with."
+            ) from error
         self.calls = state["calls"]
         self.history = history
-        self._trigger.load_state_dict(state["trigger"])
         self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
-
-
-def _renamed(name: str, history: History) -> bool:
-    return any(name in growth.renames for growth in history)

@@ -25,6 +25,7 @@ class Growth:
     name: str  # path of the new module
     parameters: tuple[str, ...]  # names of the new parameters
     renames: Mapping[str, str] = field(default_factory=dict)  # old to new, for names that the container could not keep
+    beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the neighbours' parameters
     rates: RateScaling | None = None  # what the learning-rate factor changed
     details: Mapping[str, Any] = field(default_factory=dict)  # why it was chosen: epoch, merit, ratio, ...
 
@@ -39,6 +40,7 @@ class Growth:
             "name": self.name,
             "parameters": list(self.parameters),
             "renames": dict(self.renames),
+            "beside": {name: list(shape) for name, shape in self.beside.items()},
             "rates": self.rates.to_dict() if self.rates else None,
             "details": dict(self.details),
         }
@@ -52,6 +54,7 @@ class Growth:
             name=data["name"],
             parameters=tuple(data["parameters"]),
             renames=dict(data["renames"]),
+            beside={name: tuple(shape) for name, shape in data.get("beside", {}).items()},
             rates=RateScaling.from_dict(data["rates"]) if data["rates"] else None,
             details=dict(data["details"]),
         )
@@ -106,13 +109,14 @@ class History(Sequence[Growth]):
             raise HistoryError(
                 "this is no history: the entry 'growths' is missing. Expected what History.to_dict() wrote."
             )
-        if data.get("format", FORMAT) > FORMAT:
+        version = data.get("format", FORMAT)
+        if not isinstance(version, int) or version > FORMAT:
             raise HistoryError(
-                f"the history has format {data['format']}, newer than {FORMAT}, the newest known here. Update sensli."
+                f"the history has format {version!r}, and {FORMAT} is the newest known here. Update sensli, or use an intact copy."
             )
         try:
             return cls(Growth.from_dict(entry) for entry in data["growths"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise HistoryError(
                 f"the history is damaged: {type(error).__name__}: {error}. Use an intact copy."
             ) from error

@@ -237,8 +237,17 @@ class Layer:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layer:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`. Values that make no layer raise ValueError: a file may have been altered."""
         activation = data["activation"]
+        if data["form"] not in FORMS:
+            raise ValueError(one_of("layer form", data["form"], FORMS))
+        if activation["name"] not in ACTIVATIONS:
+            raise ValueError(one_of("activation", activation["name"], ACTIVATIONS))
+        sizes = (data["width"], data["groups"], *data["kernel"])
+        if not all(type(size) is int and size > 0 for size in sizes) or data["width"] % data["groups"]:
+            raise ValueError(f"width, groups and kernel are {sizes}, which make no layer")
+        if (data["kind"] == "conv") != (len(data["kernel"]) in CONVS) or any(size % 2 == 0 for size in data["kernel"]):
+            raise ValueError(f"a layer of kind {data['kind']!r} cannot have the kernel {data['kernel']}")
         arguments = tuple((key, value) for key, value in activation["arguments"])
         return cls(
             form=data["form"],

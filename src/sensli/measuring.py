@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from sensli.confidence import GROUPS, is_clear, next_look, pseudo_values
 from sensli.distributed import Together, reduce_sums, same_values
 from sensli.errors import MeasurementError
+from sensli.graph import leaves
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
 from sensli.running import describe, device_of, run, tensors, to_device, untouched
@@ -58,11 +60,12 @@ def measure(
         raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
     norm = choose(norm, [site.kind for site in sites])
     catch = Catch(model, sites, weights=ratio, groups=1 if confidence is None else GROUPS)
-    catch.keeps_activations = not ratio
+    # Without weights that train, only the activations at the sites are asked for.
+    catch.keeps_activations = not catch.weights
     sizes = [0.0] * (1 if confidence is None else GROUPS)
     unit, count, look, clear = 0.0, 0, 0, False
     known = _length(batches)
-    expected = known if max_batches is None else min(max_batches, known or max_batches)
+    exhausted = False
 
     with together, untouched(model), torch.enable_grad(), catch.hooked():
         for batch in batches:
@@ -71,20 +74,22 @@ def measure(
             sizes[catch.group] += size / unit
             count += 1
             catch.group = count % len(sizes)
-            if confidence is not None and count >= 4 and next_look(count - 1) == count:
+            if confidence is not None and count >= 4 and next_look(count - 1) == count and count != known:
                 look += 1
-                remaining = 1.0 if not expected else max(0.0, 1 - count / expected)
+                remaining = 1.0 if not known else max(0.0, 1 - count / known)
                 clear = _clear(catch.sites, norm, sizes[:count], look, confidence, remaining)
                 if clear:
                     break
             if count == max_batches:
                 break
+        else:
+            exhausted = True
         sizes, unit, count = reduce_sums(together, catch, sizes, unit, count)
     if count == 0:
         raise MeasurementError(
             "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
         )
-    whole = confidence is None or (known is not None and count >= known)
+    whole = confidence is None or exhausted or count == known
     values = [_value(site, norm, sizes[:count], exact=whole) for site in catch.sites]
     mean = _mean_of_weights(catch, norm, sizes[:count], exact=whole)
     values, mean = same_values(together, values, mean)
@@ -123,27 +128,29 @@ class Probe:
             )
         self._norm = choose(norm, [site.kind for site in sites])
         self._catch = Catch(self._model, sites, weights=ratio)
+        self._open: ExitStack | None = None
         self._scaler = scaler
         if scaler is not None:
             self._catch.scale = scaler.get_scale
-        self._open: Any = None
-        self._handles: list[Any] = []
 
     def __enter__(self) -> Probe:
-        self._open = self._catch.hooked()
-        self._open.__enter__()
-        for index, weight in enumerate(self._catch.weights):
-            self._handles.append(weight.parameter.register_hook(self._arrived(index)))
+        if self._open is not None:
+            raise MeasurementError("this probe is open already. Leave its `with` block first, or make another Probe.")
+        with ExitStack() as stack:  # what fails half-way leaves no hook either
+            stack.enter_context(self._catch.hooked())
+            stack.callback(self._catch.forget_pass)
+            for index, weight in enumerate(self._catch.weights):
+                if weight.parameter.requires_grad:  # it may have been frozen since
+                    stack.callback(weight.parameter.register_hook(self._arrived(index)).remove)
+            self._open = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._catch.forget_pass()
-        self._open.__exit__(kind, value, trace)
+        stack, self._open = self._open, None
+        if stack is not None:
+            stack.__exit__(kind, value, trace)
 
     def _arrived(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
@@ -175,6 +182,11 @@ class Probe:
 
 
 def _merits(catch: Catch, values: Sequence[float], mean: float | None, **facts: Any) -> Merits:
+    if mean is not None and not math.isfinite(mean):
+        raise MeasurementError(
+            f"the mean over the existing weights is {mean}: one of their gradients is not finite although the loss is. "
+            "Lower the learning rate, clip gradients, or measure with ratio=False."
+        )
     records = []
     for site, value in zip(catch.sites, values, strict=True):
         quotient = None if mean is None else (value / mean if mean > 0 else math.inf)
@@ -194,12 +206,26 @@ def _backward(model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction 
     trained = [p for p in model.parameters() if p.requires_grad] if catch.weights else []
     # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
     wanted = trained + catch.leaves if catch.weights else list(catch.watched)
+    if catch.weights and loss.grad_fn is not None and (index == 0 or catch.others):
+        # A model or its input may hold tensors that ask for a gradient and are no parameters. Unless they are asked for too,
+        # autograd leaves out the way to them, and the sites on that way would seem worthless.
+        known = {id(tensor) for tensor in wanted}
+        others = [leaf for leaf in leaves(loss.grad_fn) if id(leaf) not in known]
+        catch.others, wanted = bool(others), wanted + others
     if not wanted or not loss.requires_grad:
         raise MeasurementError(
             f"the loss of batch {index} does not depend on any site: no gradient comes back. Check that loss_fn uses the model's output "
             "and that nothing detaches it."
         )
-    gradients = torch.autograd.grad(loss * (size / (unit or size)), wanted, allow_unused=True)
+    try:
+        gradients = torch.autograd.grad(loss * (size / (unit or size)), wanted, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise MeasurementError(
+            "the model checkpoints activations with use_reentrant=True, which allows no gradients but by loss.backward(). Set "
+            "use_reentrant=False, or use Probe around your own step."
+        ) from error
     by_parameter = {id(p): g for p, g in zip(wanted, gradients, strict=True)}
     catch.add_weight_gradients(by_parameter[id(weight.parameter)] for weight in catch.weights)
     catch.forget_pass()
@@ -220,8 +246,13 @@ def _split(batch: Any, index: int) -> tuple[Any, Any]:
 def _size(given: Any, batch: Any) -> int:
     for tensor in tensors((given, batch)):
         if tensor.dim() > 0:
+            if tensor.shape[0] == 0:
+                break
             return int(tensor.shape[0])
-    raise MeasurementError("a batch holds no tensor with a batch dimension, so it has no size to be weighted by.")
+    raise MeasurementError(
+        f"a batch ({describe(batch)}) holds no samples: its first tensor with a dimension has none, or there is no such tensor. "
+        "Leave it out."
+    )
 
 
 def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .errors import one_of
 
 _CHUNK_BYTES = 2**23  # of one intermediate; a handful live at once, so that the whole stays below about 64 MB
-_FIRST_CHUNK = 16  # frequencies settled first: the largest of them usually rules out most of the others
+_FIRST_CHUNK = 8  # frequencies settled first: the largest of them usually rules out most of the others
 _STEPS = (6, 9, 14, 20, 30, 45, 68, 100)  # Lanczos steps at which we look; real gradients need the first one or two
 _STARTS = 2  # random starts for each frequency: one alone now and then misses the leading singular vector for too long
 _SAFETY = 4  # how many residuals a singular value may still rise; with two starts, 2 never failed in 800 hard kernels
@@ -259,11 +259,12 @@ def _largest(values: Tensor, grid: _Grid, floor: float = 0.0) -> float:
     """The largest squared singular value over all frequencies, or floor if none exceeds it; taps x rows x columns."""
     if values.shape[2] > values.shape[1]:
         values = values.mT  # the same singular values, and shorter vectors
+        values = values.contiguous() if len(values) > 1 else values  # taps are stacked in each step: copy them once
     bound = torch.cat([energy[0] for energy in _energies(values.flatten(1)[:, None], grid)])
     if values.shape[2] == 1:
         return max(floor, bound.max().item())
     bound, order = bound.sort(descending=True)
-    step = _columns(values.shape[0] * values.shape[1], values)
+    step = _columns(_STARTS * values.shape[0] * values.shape[1], values)
     start, width = 0, min(_FIRST_CHUNK, step)
     while start < len(order) and bound[start].item() > floor:
         frequency = order[start : start + width][bound[start : start + width] > floor * (1 + _tolerance(values))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def describe(example: Any) -> str:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dicts, in order."""
+    """All tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -40,6 +41,9 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for part in value.values():
             yield from tensors(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors(getattr(value, entry.name, None))
 
 
 def to_device(value: Any, device: torch.device | None) -> Any:
@@ -76,12 +80,18 @@ def forked_random_state(model: nn.Module) -> Any:
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Buffers and random state are put back when the context ends."""
-    kept: Mapping[str, Tensor] = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    kept = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     with forked_random_state(model):
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in kept:
-                        buffer.copy_(kept[name])
+                for module, name, buffer, values in kept:
+                    module._buffers[name] = buffer  # a forward may bind the name to another tensor
+                    # Written only where it moved: a graph that the user holds may have saved the buffer.
+                    if buffer is not None and values is not None and not torch.equal(buffer, values):
+                        buffer.copy_(values)

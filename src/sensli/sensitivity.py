@@ -26,17 +26,36 @@ class Sum:
     """A gradient summed over batches: of all of them, and of groups of batches where an estimate of its noise is wanted."""
 
     def __init__(self, groups: int = 1) -> None:
-        self.groups: list[Tensor | None] = [None] * groups
+        # The last one is the sum over all, in the order of the batches: the same bits with groups and without.
+        self.groups: list[Tensor | None] = [None] * (groups + 1 if groups > 1 else 1)
+        self._owned = [False] * len(self.groups)
+
+    def __len__(self) -> int:
+        """How many groups there are."""
+        return max(len(self.groups) - 1, 1)
 
     def add(self, gradient: Tensor, group: int) -> None:
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
         if gradient.dtype in (torch.float16, torch.bfloat16):
             gradient = gradient.float()
-        held = self.groups[group]
-        self.groups[group] = gradient.detach() if held is None else held.add_(gradient)
+        for j in {group, len(self.groups) - 1}:
+            held = self.groups[j]
+            if held is None:
+                self.groups[j] = gradient
+            elif self._owned[j]:
+                held.add_(gradient)
+            else:  # the first one came from autograd: it may be expanded, or the gradient of another weight as well
+                self.groups[j], self._owned[j] = held + gradient, True
 
     def total(self, without: int | None = None) -> Tensor | None:
         """The sum over all groups, or over all but one."""
-        parts = [part for j, part in enumerate(self.groups) if part is not None and j != without]
+        if without is None:
+            return self.groups[-1]
+        parts = [part for j, part in enumerate(self.groups[:-1]) if part is not None and j != without]
         if not parts:
             return None
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
@@ -50,7 +69,7 @@ class SiteCatch:
         self.sum = Sum(groups)
         self.shape: tuple[int, ...] = (1, *site.shape)
         self.alive: Tensor | None = None
-        self._activation = site.layer.activation.build()
+        self._activation = site.layer.activation.build().eval()  # a random one (RReLU) by its mean: no number is drawn
 
     def add(self, x: Tensor, cotangent: Tensor, group: int) -> None:
         self.shape = tuple(x.shape)
@@ -115,7 +134,9 @@ class Catch:
         self.keeps_activations = False
         self.watched: list[Tensor] = []  # activations at the sites in the current pass, if they are kept
         self.leaves: list[Tensor] = []  # those behind frozen layers, made to ask for a gradient
+        self.others = False  # whether tensors ask for a gradient that are no parameters
         self.caught = 0
+        self.active = False
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
         self._places = places
 
@@ -131,9 +152,11 @@ class Catch:
             for weight in self.weights:
                 if isinstance(weight.owner, _CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_size_of(weight)))
+            self.active = True
             with eager():
                 yield self
         finally:
+            self.active = False
             for handle in handles:
                 handle.remove()
 
@@ -154,8 +177,13 @@ class Catch:
 
     def _before(self, catch: SiteCatch) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any) -> Any:
-            if not torch.is_grad_enabled() or not args or not isinstance(args[0], Tensor):
+            if not torch.is_grad_enabled():
                 return None
+            if not args or not isinstance(args[0], Tensor):
+                raise MeasurementError(
+                    f"'{catch.site.path}' was not called with a tensor as its first argument, as find_sites saw it, so its merit "
+                    "cannot be measured. Find the sites with an example like the training data."
+                )
             # A view of its own: the tensor may go elsewhere too, and only what this module sends back counts.
             watched = self._asking(args[0], catch)
             watched = watched.view_as(watched)
@@ -177,14 +205,16 @@ class Catch:
         version = x._version
 
         def back(cotangent: Tensor) -> None:
+            if not self.active:  # a pass that began inside the context and ends outside
+                return
             if x._version != version:
                 raise MeasurementError(
                     f"the activation of '{catch.site}' was overwritten in place before its gradient arrived, which find_sites did not "
-                    "see with its example. Find the sites with an example like the training data."
+                    "see with its example in eval mode. Find the sites with an example like the training data, or leave out inplace=True."
                 )
             # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
-            with torch.autocast(x.device.type, enabled=False):
-                catch.add(widened(x), self.unscaled(cotangent), self.group)
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                catch.add(widened(x), self.unscaled(cotangent.detach()), self.group)
             self.caught += 1
 
         watched.register_hook(back)
@@ -205,7 +235,7 @@ class Catch:
         """Gradients of the existing weights of one batch, in the order of `weights`."""
         for weight, gradient in zip(self.weights, gradients, strict=True):
             if gradient is not None:
-                weight.sum.add(gradient, self.group % len(weight.sum.groups))
+                weight.sum.add(gradient, self.group % len(weight.sum))
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -226,6 +256,7 @@ def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:
 def _size_of(weight: WeightCatch) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         if args and isinstance(args[0], Tensor):
-            weight.size = tuple(args[0].shape[2:])
+            axes = weight.parameter.dim() - 2
+            weight.size = tuple(args[0].shape[-axes:])  # from the end: a single sample may come without its batch
 
     return hook

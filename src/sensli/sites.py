@@ -10,8 +10,10 @@ from typing import Any, overload
 
 from torch import nn
 
-from sensli.errors import UnknownSite
+from sensli.errors import UnknownSite, one_of
 from sensli.layers import Layer
+
+SIDES = ("after", "before")
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Site:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
         """The inverse of `to_dict`; the place is then known by its path alone."""
+        if data["side"] not in SIDES:
+            raise ValueError(one_of("side", data["side"], SIDES))
         return cls(
             anchor=Ref(data["path"]),
             side=data["side"],

@@ -31,8 +31,10 @@ def find_stacks(flow: Flow) -> list[Stack]:
     """Runs of equal blocks in `nn.Sequential` and `nn.ModuleList`; a single block counts if it has a skip connection."""
     stacks: list[Stack] = []
     for path, container in flow.model.named_modules():
-        if not isinstance(container, (nn.Sequential, nn.ModuleList)) or _inside(path, stacks):
+        if not isinstance(container, (nn.Sequential, nn.ModuleList, Chain)) or _inside(path, stacks):
             continue
+        if isinstance(container, Chain) and isinstance(_parent(flow, path), (nn.Sequential, nn.ModuleList, Chain)):
+            continue  # its parts were seen as members of that one
         run: list[Call] = []
         for member in _members(path, container):
             call = _as_block(flow, member)
@@ -43,6 +45,10 @@ def find_stacks(flow: Flow) -> list[Stack]:
                 run.append(call)
         _keep(stacks, path, run)
     return stacks
+
+
+def _parent(flow: Flow, path: str) -> nn.Module:
+    return flow.model.get_submodule(path.rpartition(".")[0])
 
 
 def _members(path: str, container: nn.Module) -> Iterator[str]:

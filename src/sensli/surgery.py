@@ -15,7 +15,7 @@ from sensli.chain import Chain
 from sensli.distributed import Changing
 from sensli.errors import FunctionChanged, HistoryError, SensliError
 from sensli.history import Growth, History
-from sensli.optim import Newcomer, Optimizers, leave, plan_joining
+from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
 from sensli.rates import Schedulers, plan_rate_scaling
 from sensli.running import device_of, run, tensors, to_device, untouched
 from sensli.sites import Ref, Site
@@ -74,7 +74,13 @@ def _insert(
 ) -> Growth:
     path, anchor = site.find(model)
     cut = _plan_cut(model, site, path)
-    neighbours = [found[1] for found in (ref.find(model) for ref in site.neighbours) if found is not None]
+    around = [found for found in (ref.find(model) for ref in site.neighbours) if found is not None]
+    neighbours = [module for _, module in around]
+    beside = {
+        _join(place, name): tuple(p.shape)
+        for place, module in around
+        for name, p in module.named_parameters(recurse=False)
+    }
     like = _example_parameter(model, [*neighbours, anchor])
     layer = site.layer.build(
         dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
@@ -102,11 +108,12 @@ def _insert(
     joining.apply()
     rates.apply(optimizer, scheduler)
     return Growth(
-        site=replace(site, anchor=Ref.to(path, anchor)),
+        site=replace(site, anchor=Ref.to(path, anchor), neighbours=tuple(Ref.to(*found) for found in around)),
         number=number,
         name=cut.path,
         parameters=tuple(newcomer.name for newcomer in newcomers),
         renames=renames,
+        beside=beside,
         rates=rates if rates.changes else None,
     )
 
@@ -133,6 +140,7 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
             f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(model).__name__} is number "
             f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
         )
+    as_optimizers(optimizer)  # refuses what is none, before anything changes
     together.agree_on(f"growth {number}")
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
@@ -167,16 +175,24 @@ def repeat(model: nn.Module, growth: Growth) -> None:
     )
     try:
         again = insert(model, site)
-    except SensliError as error:
+    except (SensliError, ValueError, TypeError, RuntimeError) as error:
         raise HistoryError(
             f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
             "The factory must build the architecture that the history began with."
         ) from error
-    if again.name != growth.name or again.parameters != growth.parameters:
+    if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
         raise HistoryError(
-            f"growth {growth.number} comes out as {again.name} {list(again.parameters)} instead of {growth.name} "
-            f"{list(growth.parameters)}: the factory builds another architecture than the history began with."
+            f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
+            f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
+            "missing from the history."
         )
+    for name, shape in growth.beside.items():
+        if again.beside.get(name) != shape:
+            raise HistoryError(
+                f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
+                f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
+                "the history began with."
+            )
 
 
 def count_growths(model: nn.Module) -> int:
@@ -300,10 +316,14 @@ def _outputs(model: nn.Module, batch: Any) -> list[Tensor]:
 
 def _compare(site: Site, before: list[Tensor], after: list[Tensor]) -> None:
     for old, new in zip(before, after, strict=True):
-        exact = old.dtype == torch.float64 or not old.is_floating_point()
-        if torch.equal(old, new):
+        exact = old.dtype in (torch.float64, torch.complex128) or not (old.is_floating_point() or old.is_complex())
+        same = (old == new) | ((old != old) & (new != new))  # infinite or not a number before and after is no change
+        if same.all():
             continue
-        moved = (new - old).abs().max().item() / max(old.abs().max().item(), 1e-30)
+        wide = torch.complex128 if old.is_complex() else torch.float64
+        difference = (new.to(wide) - old.to(wide))[~same].abs().max().item()
+        size = torch.nan_to_num(old.to(wide).abs(), nan=0.0, posinf=0.0).max().item()
+        moved = difference / max(size, 1e-30)
         tolerance = 0.0 if exact else 100 * torch.finfo(old.dtype).eps
         if not moved <= tolerance:
             raise FunctionChanged(

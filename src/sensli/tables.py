@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Columns separated by two blanks; the first ``left`` columns are text."""
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Container[int] = (0,)) -> str:
+    """Columns separated by two blanks; those listed in ``left`` are text."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        aligned = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        aligned = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
         return "  ".join(aligned).rstrip()
 
     return "\n".join([line(header), line(["-" * w for w in widths]), *(line(row) for row in rows)])

@@ -46,6 +46,11 @@ def bare(model: nn.Module) -> nn.Module:
             if is_a(module, name):
                 place = f"'{path}'" if path else "the model"
                 raise UnsupportedModel(f"{place} is wrapped in {name}: {reason}.")
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own.parameters()):
+        raise UnsupportedModel(
+            f"{type(own).__name__} has lazy layers without parameters yet. Run one batch through it first; a growing model needs to "
+            "know its shapes."
+        )
     return own
 
 

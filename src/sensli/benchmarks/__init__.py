@@ -41,7 +41,7 @@ def run_benchmarks(only: Sequence[str] | None, out: Path) -> list[Figure]:
         figures += BENCHMARKS[name]()
         out.write_text(json.dumps({"machine": _machine(), "figures": [asdict(figure) for figure in figures]}, indent=1))
     rows = [[figure.name, figure.shown, figure.bar_shown, figure.verdict, figure.detail] for figure in figures]
-    print(text_table(["figure", "measured", "bar", "", "how"], rows))
+    print(text_table(["figure", "measured", "bar", "", "how"], rows, left=(0, 3, 4)))
     print(f"written to {out}")
     return figures
 

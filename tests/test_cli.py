@@ -1,0 +1,100 @@
+"""The command line: what a person types, and what a mistake gives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sensli import demo
+from sensli.cli import main
+
+MODEL = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5), nn.Tanh(), nn.Linear(5, 2))
+
+def broken():
+    raise RuntimeError("no weights")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "mymodel.py"
+    path.write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["mymodel:make", "mymodel.py:make"])
+def test_sites_lists_places_of_a_users_model(model_file: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sites", name, "--input", "1x3x8x8"]) == 0
+    out = capsys.readouterr().out
+    assert "Conv2d(8, 8, 3) + ReLU after 1" in out
+    assert "Residual(Linear(5, 5), Tanh) after 4" in out
+
+
+def test_sites_of_one_kind(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sites", "mymodel:make", "--input", "1x3x8x8", "--where", "linear"]) == 0
+    assert "Conv2d" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["sites", "mymodel", "--input", "1x2"], "write MODULE:FACTORY"),
+        (["sites", "mymodel:gone", "--input", "1x2"], "it offers: make, broken"),
+        (["sites", "mymodel:broken", "--input", "1x2"], "no weights"),
+        (["sites", "mymodel:number", "--input", "1x2"], "int"),
+        (["sites", "nothere:make", "--input", "1x2"], "cannot be imported"),
+        (["sites", "mymodel:make", "--input", "1,2"], "write a shape such as 1x3x32x32"),
+        (["sites", "mymodel:make", "--input", "1x4x8x8"], "does not run through Sequential"),
+        (["bench", "--only", "speed"], "Known: 'measure'"),
+        (["demo", "--out", "mymodel.py/x"], "Choose another one with --out"),
+    ],
+)
+def test_a_mistake_gives_one_line(
+    model_file: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.startswith("sensli: ")
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_demo_trains_prints_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "EPOCHS", 60)
+    monkeypatch.setattr(demo, "LOOKS", (20, 40))
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    for word in ("baseline", "grown", "extended", "inserted: Linear(6, 6) + ReLU", "test error"):
+        assert word in out
+    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_plots_the_demo_says_how_to_get_them(tmp_path: Path) -> None:
+    """In a process where matplotlib cannot be imported."""
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(demo.__file__).parents[1]}"}
+    command = [sys.executable, "-m", "sensli.cli", "demo", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2
+    assert "pip install 'sensli[plots]'" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("demo", "sites", "bench"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "example: " in capsys.readouterr().out

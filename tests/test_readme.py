@@ -1,0 +1,36 @@
+"""The README's code runs and prints what the README says; so do the examples run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
+
+
+@pytest.mark.parametrize(("code", "output"), BLOCKS)
+def test_readme_code_prints_what_it_says(code: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    # Words to the letter; numbers after training to a few per cent, because processors round differently.
+    assert NUMBER.sub("#", printed) == NUMBER.sub("#", output)
+    found, promised = (list(map(float, NUMBER.findall(text))) for text in (printed, output))
+    assert found == pytest.approx(promised, rel=0.05)
+
+
+def test_readme_has_examples_with_output() -> None:
+    assert len(BLOCKS) >= 2
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("0*.py")), ids=lambda path: path.stem)
+def test_example_runs(script: Path) -> None:
+    done = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
