@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from sensli import random_state, storage
+from sensli.distributed import Together
 from sensli.errors import CheckpointError
+from sensli.fsdp import distributed_like, reshard, whole
 from sensli.grower import Grower
 from sensli.history import History
 from sensli.optim import as_optimizers
@@ -49,25 +53,37 @@ def save_checkpoint(
 
     ``optimizer`` and ``scheduler`` may be several; ``history`` is for models grown by `insert` without a `Grower`; ``extra`` is the
     user's own: numbers, strings, tensors, nested in lists and dicts. Random states of torch, Python and numpy are included.
-    Call it between two steps (gradients are not saved).
+    Call it between two steps (gradients are not saved), and with several processes on all of them: rank 0 writes.
     """
+    together = Together(model, "save a checkpoint")
+    with together:
+        content = _content(model, optimizer, scheduler, grower, history, extra)
+        content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
+    with Together(model, "write a checkpoint") as together:
+        if together.rank == 0:
+            storage.write(path, content)
+        together.agree()
+
+
+def _content(
+    model: nn.Module, optimizer: Any, scheduler: Any, grower: Grower | None, history: History | None, extra: Any
+) -> dict[str, Any]:
     network = bare(model)
+    reshard(network)
     history = _history_of(network, grower, history)
     names = {id(parameter): name for name, parameter in network.named_parameters()}
-    content = {
+    return {
         "history": history.to_dict(),
-        "model": dict(network.state_dict()),
+        "model": {name: _whole(value) for name, value in network.state_dict().items()},
         "evaluating": [name for name, module in network.named_modules() if not module.training],
         "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
         "optimizers": [
-            {"names": _names_in(each, names), "state": each.state_dict()} for each in as_optimizers(optimizer)
+            {"names": _names_in(each, names), "state": _whole(each.state_dict())} for each in as_optimizers(optimizer)
         ],
         "schedulers": [each.state_dict() for each in _several(scheduler)],
         "grower": None if grower is None else grower.state_dict(),
         "extra": extra,
-        "random": random_state.capture(),
     }
-    storage.write(path, content)
 
 
 def load_checkpoint(
@@ -83,8 +99,8 @@ def load_checkpoint(
     """Rebuild what `save_checkpoint` saw, from the factories that the training script has anyway.
 
     ``make_model()`` builds the network that growing began with; ``make_optimizer(model)``, ``make_scheduler(optimizer)`` and
-    ``make_grower(model, optimizer, scheduler)`` are called on the grown one. ``wrap(model)``, such as ``torch.compile``, comes after the
-    weights and before the optimizer. ``random=False`` leaves the random states alone.
+    ``make_grower(model, optimizer, scheduler)`` are called on the grown one. ``wrap(model)``, such as ``DistributedDataParallel`` or a
+    function that calls ``fully_shard``, comes after the weights and before the optimizer. ``random=False`` leaves the random states alone.
     """
     content = storage.read(path)
     history = History.from_dict(content["history"])
@@ -105,7 +121,8 @@ def load_checkpoint(
             raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to go on from.")
         grower.load_state_dict(content["grower"])
     if random:
-        random_state.restore(content["random"])
+        states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        random_state.restore(states[rank] if rank < len(states) else states[0])
     return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
 
 
@@ -140,7 +157,24 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], network: nn.M
         group["params"] = [parameters[name] for name in its_names]
         if "param_names" in group:
             group["param_names"] = list(its_names)
-    optimizer.load_state_dict(saved["state"])
+    state = dict(saved["state"])
+    ordered = [parameter for group in groups for parameter in group["params"]]
+    state["state"] = {index: _spread(its, ordered[index]) for index, its in state["state"].items()}
+    optimizer.load_state_dict(state)
+
+
+def _whole(value: Any) -> Any:
+    """A nest of tensors with each of them whole, where they are sharded."""
+    if isinstance(value, dict):
+        return {key: _whole(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_whole(part) for part in value]
+    return whole(value) if isinstance(value, torch.Tensor) else value
+
+
+def _spread(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """The inverse, for the state of one parameter."""
+    return {key: distributed_like(v, parameter) if isinstance(v, torch.Tensor) else v for key, v in state.items()}
 
 
 def _load_model(network: nn.Module, content: Mapping[str, Any], path: Any) -> None:

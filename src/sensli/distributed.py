@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sensli import fsdp
 from sensli.errors import DistributedError
 from sensli.running import device_of
 from sensli.sensitivity import Catch, Sum
@@ -25,7 +26,8 @@ def process_group(model: nn.Module) -> Any:
         if is_a(each, "DistributedDataParallel"):
             group: Any = each.process_group
             return group if dist.get_world_size(group) > 1 else None
-    return None
+    own = around(model)[-1]
+    return fsdp.process_group(own) if isinstance(own, nn.Module) and fsdp.is_sharded(own) else None
 
 
 class Together:
@@ -38,6 +40,11 @@ class Together:
         self.group = process_group(model)
         self.what = what
         self._agreed = False
+
+    @property
+    def rank(self) -> int:
+        """This process among those that train the model; 0 if there is one only."""
+        return 0 if self.group is None else dist.get_rank(self.group)
 
     def __enter__(self) -> Together:
         return self
@@ -159,8 +166,12 @@ class Changing(Together):
     def __init__(self, model: nn.Module, what: str) -> None:
         super().__init__(model, what)
         self._model = model
+        self._sharded = isinstance(model, nn.Module) and fsdp.is_sharded(model)
 
     def __enter__(self) -> Changing:
+        if self._sharded:
+            fsdp.check(around(self._model)[-1])
+            fsdp.reshard(self._model)
         for wrapper in self._ddps():
             from sensli import ddp
 
@@ -173,10 +184,17 @@ class Changing(Together):
         super().__exit__(kind, value, trace)
         if value is None:
             forget_compiled(self._model)
+            if self._sharded:
+                fsdp.look_again(self._model)
             for wrapper in self._ddps():
                 from sensli import ddp
 
                 ddp.rebuild(wrapper)
+
+    def prepare(self, layer: nn.Module, path: str) -> None:
+        """Make a new layer like what stands around its place, before its parameters are handed to anybody."""
+        if self._sharded:
+            fsdp.shard_like(layer, around(self._model)[-1], path)
 
     def _ddps(self) -> Iterable[Any]:
         return [each for each in around(self._model) if is_a(each, "DistributedDataParallel")]

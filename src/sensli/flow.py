@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import BadExample, UnsupportedModel
+from sensli.fsdp import is_sharded, unsharded
 from sensli.running import describe, device_of, forked_random_state, run, tensors, to_device
 from sensli.wrappers import eager
 
@@ -84,7 +85,9 @@ def record(model: nn.Module, example: Any) -> Flow:
         raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
     try:
         with torch.no_grad():
-            twin = copy.deepcopy(model)
+            twin = unsharded(model) if is_sharded(model) else copy.deepcopy(model)
+    except UnsupportedModel:
+        raise
     except Exception as error:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and sites are looked for on a copy so "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sensli.confidence import GROUPS, is_clear, next_look, pseudo_values
 from sensli.distributed import Together, reduce_sums, same_values
 from sensli.errors import MeasurementError
+from sensli.fsdp import is_sharded, readable
 from sensli.graph import leaves
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
@@ -59,7 +60,8 @@ def measure(
     if confidence is not None and not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
     norm = choose(norm, [site.kind for site in sites])
-    catch = Catch(model, sites, weights=ratio, groups=1 if confidence is None else GROUPS)
+    model, places = readable(model, sites)
+    catch = Catch(model, places, weights=ratio, groups=1 if confidence is None else GROUPS)
     # Without weights that train, only the activations at the sites are asked for.
     catch.keeps_activations = not catch.weights
     sizes = [0.0] * (1 if confidence is None else GROUPS)
@@ -94,7 +96,7 @@ def measure(
     mean = _mean_of_weights(catch, norm, sizes[:count], exact=whole)
     values, mean = same_values(together, values, mean)
     return _merits(
-        catch, values, mean, norm=norm, batches=count, samples=round(sum(sizes) * unit), confidence=confidence,
+        sites, catch, values, mean, norm=norm, batches=count, samples=round(sum(sizes) * unit), confidence=confidence,
         clear=clear if confidence is not None else None,
     )  # fmt: skip
 
@@ -127,6 +129,12 @@ class Probe:
                 "there are no sites to probe. find_sites(...).explain() says which places were skipped and why."
             )
         self._norm = choose(norm, [site.kind for site in sites])
+        if ratio and is_sharded(self._model):
+            raise MeasurementError(
+                "the gradients of sharded weights pass by where a probe could see them, so there is no ratio. Give ratio=False, or use "
+                "measure(...)."
+            )
+        self._sites = sites
         self._catch = Catch(self._model, sites, weights=ratio)
         self._open: ExitStack | None = None
         self._scaler = scaler
@@ -178,19 +186,19 @@ class Probe:
             )
         mean = _mean_of_weights(self._catch, self._norm, sizes, exact=True)
         values, mean = same_values(together, values, mean)
-        return _merits(self._catch, values, mean, norm=self._norm, batches=passes)
+        return _merits(self._sites, self._catch, values, mean, norm=self._norm, batches=passes)
 
 
-def _merits(catch: Catch, values: Sequence[float], mean: float | None, **facts: Any) -> Merits:
+def _merits(sites: Sequence[Site], catch: Catch, values: Sequence[float], mean: float | None, **facts: Any) -> Merits:
     if mean is not None and not math.isfinite(mean):
         raise MeasurementError(
             f"the mean over the existing weights is {mean}: one of their gradients is not finite although the loss is. "
             "Lower the learning rate, clip gradients, or measure with ratio=False."
         )
     records = []
-    for site, value in zip(catch.sites, values, strict=True):
+    for site, caught, value in zip(sites, catch.sites, values, strict=True):
         quotient = None if mean is None else (value / mean if mean > 0 else math.inf)
-        records.append(Merit(site.site, value, quotient, site.dead))
+        records.append(Merit(site, value, quotient, caught.dead))
     return Merits(records, **facts).check()
 
 

@@ -86,6 +86,7 @@ def _insert(
         dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
     )
     layer.train(anchor.training)
+    together.prepare(layer, path)
     renames = _renames(model, path) if cut.wrap else {}
     newcomers = [
         Newcomer(_join(cut.path, name), parameter, _near(parameter, neighbours), beside=_near_paths(site))
