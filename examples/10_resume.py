@@ -1,10 +1,8 @@
 """Save a run that grows, and go on from the file in a new process as if nothing had happened.
 
-Run it twice: the second run goes on where the first one stopped.   python examples/10_resume.py [FILE]
+Run it twice: the second run goes on where the first one stopped.
 """
 
-import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -14,9 +12,9 @@ from torch.optim import AdamW
 
 from sensli import Grower, load_checkpoint, save_checkpoint, triggers
 
-file = Path(sys.argv[1] if len(sys.argv) > 1 else Path(tempfile.gettempdir()) / "sensli_example.ckpt")
+file = Path("resume.ckpt")
 x = torch.randn(512, 2, generator=torch.Generator().manual_seed(0))
-y = (x[:, 0] * x[:, 1] > 0).long()
+y = (x.prod(1) > 0).long()
 
 
 def make_model():
@@ -28,9 +26,8 @@ def make_grower(model, optimizer=None, scheduler=None):
 
 
 if not file.exists():
-    save_checkpoint(
-        file, model := make_model(), optimizer=AdamW(model.parameters(), lr=0.02), grower=make_grower(model)
-    )
+    model = make_model()
+    save_checkpoint(file, model, optimizer=AdamW(model.parameters(), lr=0.02), grower=make_grower(model))
 run = load_checkpoint(file, make_model, lambda model: AdamW(model.parameters()), make_grower=make_grower)
 print(f"from call {run.grower.calls}, {len(run.history)} growths")
 for _ in range(30):
