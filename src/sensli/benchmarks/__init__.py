@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from sensli._version import __version__
-from sensli.benchmarks import measuring, resume
+from sensli.benchmarks import measuring, resume, sklearn
 from sensli.benchmarks.figure import Figure
 from sensli.errors import SensliError, one_of
 from sensli.tables import text_table
@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "linear": measuring.linear_cost,
     "confidence": measuring.confidence,
     "resume": resume.resume,
+    "sklearn": sklearn.growing_estimators,
 }
 
 
