@@ -12,7 +12,7 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$*]"
 	@touch $@
 
-demo: $(VENV)/.all
+demo: $(VENV)/.cli
 	$(BIN)/sensli demo
 
 test: $(VENV)/.dev

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import BadExample, UnsupportedModel
+from sensli.fsdp import is_sharded, unsharded
 from sensli.running import describe, device_of, forked_random_state, run, tensors, to_device
+from sensli.wrappers import eager
 
 
 @dataclass
@@ -83,7 +85,9 @@ def record(model: nn.Module, example: Any) -> Flow:
         raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
     try:
         with torch.inference_mode(False), torch.no_grad():
-            twin = copy.deepcopy(model)
+            twin = unsharded(model) if is_sharded(model) else copy.deepcopy(model)
+    except UnsupportedModel:
+        raise
     except Exception as error:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and sites are looked for on a copy so "
@@ -125,7 +129,7 @@ def record(model: nn.Module, example: Any) -> Flow:
         handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after))
     try:
-        with forked_random_state(model), torch.inference_mode(False), torch.enable_grad():
+        with forked_random_state(model), torch.inference_mode(False), torch.enable_grad(), eager():
             output = run(twin, to_device(_with_node(example), device_of(model)))
             for handle in handles:  # a checkpointed part runs again in the backward pass, which is no second call
                 handle.remove()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sensli.averaging import Averaged, check_alike, follow
+from sensli.distributed import mean_metric
 from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
 from sensli.finding import check_request, find_sites
 from sensli.flops import count_flops
@@ -59,6 +61,8 @@ class Grower:
     and ``"random"`` (whether to insert is then still the largest merit's decision), or a callable on `Merits`; ``count``
     layers at once at most. ``lr_scale`` multiplies the learning rates after each growth.
     ``log`` is told every decision, also not to insert: a callable on `Look` (``print`` gives one line each), or a TensorBoard writer.
+    ``averaged`` is a `torch.optim.swa_utils.AveragedModel` of the model (or several) that grows with it. ``model`` may be wrapped in
+    DistributedDataParallel: then all processes call `step`, each with its own batches, and all insert the same layer.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Grower:
         confidence: float | None = None,
         lr_scale: float = 1.0,
         scheduler: Schedulers = None,
+        averaged: Averaged = None,
         seed: int = 0,
         log: Log = None,
     ) -> None:
@@ -104,7 +109,8 @@ class Grower:
         self.history = History()
         self.last_merits: Merits | None = None  # of the last look, also where nothing was inserted
         self.calls = 0
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self._scheduler, self._averaged = optimizer, scheduler, averaged
+        check_alike(model, averaged)
         self._example, self._layer, self._where = example, layer, where
         self._trigger, self._tau, self._norm, self._select = trigger, tau, norm, select
         self._count, self._confidence, self._lr_scale = count, confidence, lr_scale
@@ -137,6 +143,7 @@ class Grower:
         return growth
 
     def _step(self, batches: Iterable[Any], loss_fn: LossFunction | None, metric: float | None) -> Growth | None:
+        metric = mean_metric(self.model, metric)
         if not self._trigger.fires(self._moment(metric)):
             return None
         sites = find_sites(self.model, self._example, layer=self._layer, where=self._where)
@@ -219,7 +226,9 @@ class Grower:
         return self._select if isinstance(self._select, str) else getattr(self._select, "__name__", "a callable")
 
     def _insert(self, merit: Merit, factor: float) -> Growth:
+        check_alike(self.model, self._averaged)
         growth = insert(self.model, merit.site, optimizer=self._optimizer, scheduler=self._scheduler, lr_scale=factor)
+        follow(self._averaged, growth)
         growth = replace(growth, details={"epoch": self.calls, "merit": merit.value, "ratio": merit.ratio})
         self.history.append(growth)
         return growth

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.norms import Geometry, squared_norm
 from sensli.sites import Site
+from sensli.wrappers import eager
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -136,6 +137,7 @@ class Catch:
         self.others = False  # whether tensors ask for a gradient that are no parameters
         self.caught = 0
         self.active = False
+        self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
         self._places = places
 
     @contextmanager
@@ -151,7 +153,8 @@ class Catch:
                 if isinstance(weight.owner, _CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_size_of(weight)))
             self.active = True
-            yield self
+            with eager():
+                yield self
         finally:
             self.active = False
             for handle in handles:
@@ -209,13 +212,19 @@ class Catch:
                     f"the activation of '{catch.site}' was overwritten in place before its gradient arrived, which find_sites did not "
                     "see with its example in eval mode. Find the sites with an example like the training data, or leave out inplace=True."
                 )
-            with torch.no_grad():
-                catch.add(x, cotangent.detach(), self.group)
+            # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                catch.add(widened(x), self.unscaled(cotangent.detach()), self.group)
             self.caught += 1
 
         watched.register_hook(back)
         if self.keeps_activations:
             self.watched.append(watched)
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""
+        scale = self.scale()
+        return widened(gradient) if scale == 1.0 else widened(gradient) / scale
 
     def forget_pass(self) -> None:
         """Let go of the activations of a pass that is over."""
@@ -227,6 +236,11 @@ class Catch:
         for weight, gradient in zip(self.weights, gradients, strict=True):
             if gradient is not None:
                 weight.sum.add(gradient, self.group % len(weight.sum))
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor itself, or in single precision if it is in half."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:

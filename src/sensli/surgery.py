@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.chain import Chain
+from sensli.distributed import Changing
 from sensli.errors import FunctionChanged, HistoryError, SensliError
 from sensli.history import Growth, History
 from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
@@ -58,7 +59,20 @@ def insert(
     schedule stay. ``lr_scale`` multiplies all learning rates from then on. ``check`` is a batch, ``(input, target)`` or an input, on
     which the output must not move; if it does, everything is put back and `FunctionChanged` is raised.
     """
-    model = bare(model)
+    with Changing(model, f"insert {site}") as together:
+        return _insert(bare(model), site, together, optimizer, scheduler, lr_scale, check, group)
+
+
+def _insert(
+    model: nn.Module,
+    site: Site,
+    together: Changing,
+    optimizer: Optimizers,
+    scheduler: Schedulers,
+    lr_scale: float,
+    check: Any,
+    group: int | dict[str, Any] | None,
+) -> Growth:
     path, anchor = site.find(model)
     cut = _plan_cut(model, site, path)
     around = [found for found in (ref.find(model) for ref in site.neighbours) if found is not None]
@@ -73,6 +87,7 @@ def insert(
         dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
     )
     layer.train(anchor.training)
+    together.prepare(layer, path)
     renames = _renames(model, path) if cut.wrap else {}
     newcomers = [
         Newcomer(_join(cut.path, name), parameter, _near(parameter, neighbours), beside=_near_paths(site))
@@ -85,12 +100,13 @@ def insert(
 
     setattr(layer, _NUMBER, number)
     _apply_cut(model, cut, layer)
-    if before is not None:
-        try:
+    try:
+        if before is not None:
             _compare(site, before, _outputs(model, check))
-        except BaseException:
-            _remove(model, cut.path)
-            raise
+        together.agree_on(f"growth {number}: {site}, as {cut.path}")
+    except BaseException:
+        _remove(model, cut.path)
+        raise
     joining.apply()
     rates.apply(optimizer, scheduler)
     return Growth(
@@ -109,7 +125,11 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
     If no step was taken since, model and optimizer are to the bit what they were. Otherwise the function changes as it must.
     """
-    model = bare(model)
+    with Changing(model, f"undo {growth.name}") as together:
+        _undo(bare(model), growth, together, optimizer, scheduler)
+
+
+def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optimizers, scheduler: Schedulers) -> None:
     grown = list(_grown(model))
     last = max(grown, key=lambda entry: entry[0], default=None)
     if last is None:
@@ -123,6 +143,7 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
             f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
+    together.agree_on(f"growth {number}")
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
     gone = list(layer.parameters())
@@ -132,38 +153,53 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
 def replay(model: nn.Module, history: History) -> nn.Module:
     """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
-    model = bare(model)
+    with Changing(model, "replay a history") as together:
+        together.agree_on(f"{len(history)} growths")
+        _replay(bare(model), history)
+    return model
+
+
+def _replay(model: nn.Module, history: History) -> None:
     if any(True for _ in _grown(model)):
         raise HistoryError(f"this {type(model).__name__} has grown already; replay starts from a fresh model.")
     trial = copy.deepcopy(model)  # a history that does not fit must leave the model as it was
     for target in (trial, model):
         for growth in history:
-            site = replace(
-                growth.site,
-                anchor=Ref(growth.site.path),
-                neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
+            repeat(target, growth)
+
+
+def repeat(model: nn.Module, growth: Growth) -> None:
+    """Insert the same layer at the same place of another model, found by its path."""
+    site = replace(
+        growth.site,
+        anchor=Ref(growth.site.path),
+        neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
+    )
+    try:
+        again = insert(model, site)
+    except (SensliError, ValueError, TypeError, RuntimeError) as error:
+        raise HistoryError(
+            f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
+            "The factory must build the architecture that the history began with."
+        ) from error
+    if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
+        raise HistoryError(
+            f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
+            f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
+            "missing from the history."
+        )
+    for name, shape in growth.beside.items():
+        if again.beside.get(name) != shape:
+            raise HistoryError(
+                f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
+                f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
+                "the history began with."
             )
-            try:
-                again = insert(target, site)
-            except (SensliError, ValueError, TypeError, RuntimeError) as error:
-                raise HistoryError(
-                    f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
-                    "The factory must build the architecture that the history began with."
-                ) from error
-            if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
-                raise HistoryError(
-                    f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
-                    f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
-                    "missing from the history."
-                )
-            for name, shape in growth.beside.items():
-                if again.beside.get(name) != shape:
-                    raise HistoryError(
-                        f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
-                        f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
-                        "the history began with."
-                    )
-    return model
+
+
+def count_growths(model: nn.Module) -> int:
+    """How many inserted layers the model has."""
+    return sum(1 for _ in _grown(model))
 
 
 # --- the cut ---
