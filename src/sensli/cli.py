@@ -24,6 +24,7 @@ examples:
   sensli sites mymodels:make_cnn --input 1x3x32x32    where your own model could grow
   sensli report history.json                          the film of your own training, as one HTML file
   sensli paper run 2                                  an experiment of the paper, with table and figure
+  sensli sites saved/model --text notes.txt           where a language model would gain most
   sensli bench                                        the figures we promise, measured on this machine
 """
 
@@ -65,21 +66,40 @@ def _parser() -> argparse.ArgumentParser:
 
     sites = commands.add_parser(
         "sites",
-        help="list where your own model could grow",
-        description="List the places of a model where a layer could go, what it would cost, and what was skipped and why.",
-        epilog="example: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128",
+        help="list where your own model could grow, and with data, where it would help most",
+        description="List the places of a model where a layer could go, what it would cost, and what was skipped and why. With data, rank "
+        "them by what a layer there would be worth, beside the choices people make without measuring. The model is only read.",
+        epilog="examples: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128; "
+        "sensli sites path/to/saved/model --text notes.txt --count 4",
     )
     sites.add_argument(
         "model",
-        metavar="MODULE:FACTORY",
-        help="a module or .py file and a function or class in it that gives the model",
+        metavar="MODEL",
+        help="MODULE:FACTORY, a module or .py file and a function or class in it that gives the model; or a directory that "
+        "save_pretrained of the transformers library wrote",
     )
-    sites.add_argument(
+    data = sites.add_mutually_exclusive_group(required=True)
+    data.add_argument(
         "--input",
         metavar="SHAPE",
         action="append",
-        required=True,
-        help="such as 1x3x32x32; repeat for several arguments",
+        help="such as 1x3x32x32; repeat for several arguments; lists, does not rank",
+    )
+    data.add_argument(
+        "--batch",
+        metavar="FILE",
+        type=Path,
+        help="a dict of keyword arguments or a pair (input, target), or a list of them, from torch.save; or a .safetensors file",
+    )
+    data.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="a text, read with the tokenizer in the model's directory or byte by byte",
+    )
+    sites.add_argument("--length", type=int, default=128, help="tokens in a window of the text (default: %(default)s)")
+    sites.add_argument(
+        "--count", type=int, default=1, help="layers to be placed, for the choices (default: %(default)s)"
     )
     sites.add_argument(
         "--layer", choices=("auto", *FORMS), default="auto", help="the form of the new layer (default: %(default)s)"
@@ -128,9 +148,29 @@ def _sites(args: argparse.Namespace) -> None:
     from sensli.finding import find_sites
     from sensli.loading import load_model, parse_input
 
-    example = tuple(parse_input(text) for text in args.input)
-    sites = find_sites(load_model(args.model), example, layer=args.layer, where=args.where)
-    print(json.dumps(sites.to_dict(), indent=1) if args.json else sites.explain())
+    if args.count < 1 or args.length < 1:
+        raise SensliError("--count and --length are whole numbers from 1.")
+    model = load_model(args.model)
+    if args.input:
+        example = tuple(parse_input(text) for text in args.input)
+        sites = find_sites(model, example, layer=args.layer, where=args.where)
+        print(json.dumps(sites.to_dict(), indent=1) if args.json else sites.explain())
+        return
+    from sensli.data_files import loss_for, read_batches, text_batches
+    from sensli.measuring import measure
+    from sensli.ranking import compare_choices
+
+    directory = Path(args.model) if Path(args.model).is_dir() else None
+    batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, length=args.length)
+    first = batches[0]
+    sites = find_sites(model, first if isinstance(first, dict) else first[0], layer=args.layer, where=args.where)
+    if not sites:
+        print(sites.explain())
+        return
+    merits = measure(model, sites, batches, loss_for(batches))
+    print(merits, compare_choices(merits, min(args.count, len(merits))), sep="\n\n")
+    for path, reason in sites.skipped:
+        print(f"skipped {path or 'the model'}: {reason}")
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from sensli.errors import HistoryError
 from sensli.html_tables import html_table
+from sensli.own_rate import OwnRate
 from sensli.rates import RateScaling
 from sensli.record import Record
 from sensli.sites import Site
@@ -29,6 +30,8 @@ class Growth:
     renames: Mapping[str, str] = field(default_factory=dict)  # old to new, for names that the container could not keep
     beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the neighbours' parameters
     rates: RateScaling | None = None  # what the learning-rate factor changed
+    own_rate: OwnRate | None = None  # the groups of its own
+    frozen: tuple[str, ...] = ()  # names of the parameters that were trained before and rest since
     details: Mapping[str, Any] = field(default_factory=dict)  # why it was chosen: epoch, merit, ratio, ...
 
     def __str__(self) -> str:
@@ -44,6 +47,8 @@ class Growth:
             "renames": dict(self.renames),
             "beside": {name: list(shape) for name, shape in self.beside.items()},
             "rates": self.rates.to_dict() if self.rates else None,
+            "own_rate": self.own_rate.to_dict() if self.own_rate else None,
+            "frozen": list(self.frozen),
             "details": dict(self.details),
         }
 
@@ -58,6 +63,8 @@ class Growth:
             renames=dict(data["renames"]),
             beside={name: tuple(shape) for name, shape in data.get("beside", {}).items()},
             rates=RateScaling.from_dict(data["rates"]) if data["rates"] else None,
+            own_rate=OwnRate.from_dict(data["own_rate"]) if data.get("own_rate") else None,
+            frozen=tuple(data.get("frozen", ())),
             details=dict(data["details"]),
         )
 

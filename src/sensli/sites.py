@@ -10,10 +10,12 @@ from typing import Any, overload
 
 from torch import nn
 
+from sensli.arguments import Slot
 from sensli.chain import Chain
 from sensli.errors import UnknownSite, one_of
 from sensli.html_tables import html_table
 from sensli.layers import Layer
+from sensli.lists import ListPlace
 
 SIDES = ("after", "before")
 
@@ -62,6 +64,9 @@ class Site:
     neighbours: tuple[Ref, ...] = ()  # modules whose parameters are nearest, whose optimizer groups the new ones join
     chained: bool = False  # the container is an nn.Sequential that is called as a whole: the layer goes into it
     overwritten: bool = False  # a later operation works in place on the activation: a measurement must copy it
+    slot: Slot = 0  # the argument of the anchor that the value is, for a site before it and for twins
+    first_part: bool = False  # the value is the first part of a tuple that the anchor returns
+    place: ListPlace | None = None  # the container is an nn.ModuleList that takes the layer, and what must follow
 
     def __str__(self) -> str:
         return f"{self.layer} {self.side} {self.path or 'the model'}"
@@ -107,6 +112,9 @@ class Site:
             "neighbours": [ref.path for ref in self.neighbours],
             "chained": self.chained,
             "overwritten": self.overwritten,
+            "slot": self.slot,
+            "first_part": self.first_part,
+            "place": self.place.to_dict() if self.place else None,
         }
 
     @classmethod
@@ -122,6 +130,9 @@ class Site:
             neighbours=tuple(Ref(path) for path in data["neighbours"]),
             chained=data["chained"],
             overwritten=data["overwritten"],
+            slot=data.get("slot", 0),
+            first_part=data.get("first_part", False),
+            place=ListPlace.from_dict(data["place"]) if data.get("place") else None,
         )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from sensli._version import __version__
-from sensli.benchmarks import measuring, resume, sklearn
+from sensli.benchmarks import measuring, resume, sklearn, transformers
 from sensli.benchmarks.figure import Figure
 from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
@@ -30,6 +30,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "spirals": spirals,
     "resume": resume.resume,
     "sklearn": sklearn.growing_estimators,
+    "transformer": transformers.transformer_cost,
 }
 
 
