@@ -246,13 +246,10 @@ def refuses(model, text):
 
 
 def test_wrapped_models_are_refused_with_the_way_out(process_group):
-    model = fnn()
-    refuses(nn.parallel.DistributedDataParallel(model), "DistributedDataParallel.*bare module")
-    refuses(nn.DataParallel(fnn()), "DataParallel.*wrap it again")
-    refuses(nn.Sequential(nn.DataParallel(fnn())), "wrapped in DataParallel")
-    sharded = fnn()
-    torch.distributed.fsdp.fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
-    refuses(sharded, "fully_shard")
+    inside = nn.Sequential(nn.parallel.DistributedDataParallel(fnn()))
+    refuses(inside, "'0' is wrapped in DistributedDataParallel.*Wrap the whole model")
+    refuses(nn.DataParallel(fnn()), "the model is wrapped in DataParallel.*Use DistributedDataParallel")
+    refuses(nn.Sequential(nn.DataParallel(fnn())), "'0' is wrapped in DataParallel")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -130,11 +130,11 @@ def test_the_configuration_tells_the_truth_and_undo_takes_it_back() -> None:
     assert model.config.to_dict() == before
 
     stages, batch = build("convnext")
-    insert(stages, [site for site in find_sites(stages, batch) if "stages.1" in site.path][0])
+    insert(stages, next(site for site in find_sites(stages, batch) if "stages.1" in site.path))
     assert stages.config.depths == [2, 4]
 
     both, batch = build("t5")
-    insert(both, [site for site in find_sites(both, batch) if "decoder" in site.path and site.place][0])
+    insert(both, next(site for site in find_sites(both, batch) if "decoder" in site.path and site.place))
     assert (both.config.num_layers, both.config.num_decoder_layers, both.decoder.config.num_layers) == (3, 3, 3)
 
 

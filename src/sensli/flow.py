@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from sensli.arguments import Slot, first_tensor, value_at, value_slot
 from sensli.copies import copied_model
 from sensli.errors import BadExample, UnsupportedModel
-from sensli.running import describe, device_of, forked_random_state, run, tensors, to_device
+from sensli.fsdp import is_sharded, unsharded
+from sensli.running import describe, device_of, forked_random_state, mapped, run, tensors, to_device
+from sensli.wrappers import eager
 
 
 @dataclass
@@ -98,7 +100,9 @@ def record(model: nn.Module, example: Any) -> Flow:
         raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
     try:
         with torch.inference_mode(False), torch.no_grad():
-            twin = copied_model(model)
+            twin = unsharded(model) if is_sharded(model) else copied_model(model)
+    except UnsupportedModel:
+        raise
     except Exception as error:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and sites are looked for on a copy so "
@@ -147,7 +151,7 @@ def record(model: nn.Module, example: Any) -> Flow:
         handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after))
     try:
-        with forked_random_state(model), torch.inference_mode(False), torch.enable_grad():
+        with forked_random_state(model), torch.inference_mode(False), torch.enable_grad(), eager():
             output = run(twin, to_device(_with_node(example), device_of(model)))
             for handle in handles:  # a checkpointed part runs again in the backward pass, which is no second call
                 handle.remove()
@@ -166,15 +170,11 @@ def record(model: nn.Module, example: Any) -> Flow:
     return flow
 
 
-def _with_node(value: Any) -> Any:
+def _with_node(example: Any) -> Any:
     """A copy of an example that does not share memory with the user's and has a graph node of its own, to be recognised by."""
-    if isinstance(value, Tensor):
-        fresh = value.detach().clone()
+
+    def copied(tensor: Tensor) -> Tensor:
+        fresh = tensor.detach().clone()
         return fresh.requires_grad_().clone() if fresh.is_floating_point() else fresh
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_with_node(part) for part in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_node(part) for part in value)
-    if isinstance(value, dict):
-        return {key: _with_node(part) for key, part in value.items()}
-    return value
+
+    return mapped(example, copied)

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from sensli.arguments import first_tensor, value_at, with_first, with_value
 from sensli.errors import MeasurementError
 from sensli.norms import Geometry, squared_norm
+from sensli.running import widened
 from sensli.sites import Site
 from sensli.vjp import VirtualTwin, split
+from sensli.wrappers import eager
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -80,6 +82,7 @@ class SiteCatch:
         if self._twin is not None:
             self.sum.add(self._twin.gradient(x, cotangent, args, kwargs), group)
             return
+        x = widened(x)
         if any(True for _ in self._activation.parameters()):
             self._activation.to(x)
         self.sum.add(self.site.layer.weight_gradient(x, cotangent, self._activation), group)
@@ -146,6 +149,7 @@ class Catch:
         self.others = False  # whether tensors ask for a gradient that are no parameters
         self.caught = 0
         self.active = False
+        self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
         self._places = places
 
     @contextmanager
@@ -162,7 +166,8 @@ class Catch:
                 if isinstance(weight.owner, _CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_size_of(weight)))
             self.active = True
-            yield self
+            with eager():
+                yield self
         finally:
             self.active = False
             for handle in handles:
@@ -230,13 +235,20 @@ class Catch:
                     f"the activation of '{catch.site}' was overwritten in place before its gradient arrived, which find_sites did not "
                     "see with its example in eval mode. Find the sites with an example like the training data, or leave out inplace=True."
                 )
-            with torch.no_grad():
-                catch.add(x, cotangent.detach(), self.group, args, kwargs)
+            # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                catch.add(x, self.unscaled(cotangent.detach()), self.group, args, kwargs)
             self.caught += 1
 
         watched.register_hook(back)
         if self.keeps_activations:
             self.watched.append(watched)
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""
+        scale = self.scale()
+        wide: Tensor = widened(gradient)
+        return wide if scale == 1.0 else wide / scale
 
     def forget_pass(self) -> None:
         """Let go of the activations of a pass that is over."""

@@ -13,6 +13,7 @@ from torch import nn
 from sensli.arguments import Slot
 from sensli.chain import Chain
 from sensli.errors import UnknownSite, one_of
+from sensli.html_tables import html_table
 from sensli.layers import Layer
 from sensli.lists import ListPlace
 
@@ -169,6 +170,23 @@ class Sites(Sequence[Site]):
 
     def __str__(self) -> str:
         return "\n".join(str(site) for site in self) or "no sites"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: the sites with their costs, and the places skipped with their reasons."""
+        return {
+            "model": self._model_name,
+            "sites": [
+                {"site": str(s), "path": s.path, "side": s.side, "kind": s.kind, "parameters": s.parameters, "flops": s.flops}
+                for s in self
+            ],
+            "skipped": [{"path": path, "reason": reason} for path, reason in self.skipped],
+        }  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        rows = [[str(site), f"{site.parameters:,}", f"{site.flops:,}"] for site in self]
+        rows += [[f"{path or 'the model'}: skipped, {reason}", "", ""] for path, reason in self.skipped]
+        return html_table(["site", "+parameters", "+FLOPs"], rows, caption=repr(self))
 
     def explain(self) -> str:
         """All places in words: what could go where and what it would cost, and what was skipped and why."""

@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from sensli.arguments import Slot
 from sensli.chain import Chain
 from sensli.copies import copied_model
+from sensli.distributed import Changing
 from sensli.errors import FunctionChanged, HistoryError, SensliError, UnsupportedModel
 from sensli.history import Growth, History
 from sensli.lists import ListPlace, list_renames, put_into_list, take_from_list
 from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
+from sensli.outline import GROWTH
 from sensli.own_rate import plan_own_rate
 from sensli.rates import Schedulers, plan_rate_scaling
 from sensli.running import device_of, run, tensors, to_device, untouched
 from sensli.sites import Ref, Site
 from sensli.wrappers import bare
 
-_NUMBER = "sensli_growth"  # attribute of an inserted module: which growth of the model it was
+_NUMBER = GROWTH  # attribute of an inserted module: which growth of the model it was
 _GROWN = re.compile(r"grown\d+")
 
 
@@ -65,7 +67,22 @@ def insert(
     which the output must not move; if it does, everything is put back and `FunctionChanged` is raised. ``freeze_rest`` lets only the new
     layer train from then on. ``own_rate`` is a factor to the neighbours' learning rate for the new layer, which then has its own groups.
     """
-    model = bare(model)
+    with Changing(model, f"insert {site}") as together:
+        return _insert(bare(model), site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
+
+
+def _insert(
+    model: nn.Module,
+    site: Site,
+    together: Changing,
+    optimizer: Optimizers,
+    scheduler: Schedulers,
+    lr_scale: float,
+    check: Any,
+    group: int | dict[str, Any] | None,
+    freeze_rest: bool,
+    own_rate: float | None,
+) -> Growth:
     path, anchor = site.find(model)
     cut = _plan_cut(model, site, path)
     around = [found for found in (ref.find(model) for ref in site.neighbours) if found is not None]
@@ -77,6 +94,7 @@ def insert(
     }
     like = _example_parameter(model, [*neighbours, anchor])
     layer = _built(model, site, anchor, like, neighbours)
+    together.prepare(layer, path)
     renames = _renames(model, cut)
     # The nearest relative of a twin's parameter is the one it is a copy of.
     originals = dict(anchor.named_parameters()) if cut.twin else {}
@@ -97,12 +115,13 @@ def insert(
 
     setattr(layer, _NUMBER, number)
     _apply_cut(model, cut, layer)
-    if before is not None:
-        try:
+    try:
+        if before is not None:
             _compare(site, before, _outputs(model, check))
-        except BaseException:
-            _remove(model, cut.path, cut.place)
-            raise
+        together.agree_on(f"growth {number}: {site}, as {cut.path}")
+    except BaseException:
+        _remove(model, cut.path, cut.place)
+        raise
     if own is None:
         joining.apply()
     rates.apply(optimizer, scheduler)
@@ -137,7 +156,11 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
     If no step was taken since, model and optimizer are to the bit what they were. Otherwise the function changes as it must.
     """
-    model = bare(model)
+    with Changing(model, f"undo {growth.name}") as together:
+        _undo(bare(model), growth, together, optimizer, scheduler)
+
+
+def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optimizers, scheduler: Schedulers) -> None:
     grown = list(_grown(model))
     last = max(grown, key=lambda entry: entry[0], default=None)
     if last is None:
@@ -155,6 +178,7 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.check(optimizer, scheduler, gone)
     trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
+    together.agree_on(f"growth {number}")
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
     _remove(model, path, growth.site.place)
@@ -167,38 +191,53 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
 def replay(model: nn.Module, history: History) -> nn.Module:
     """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
-    model = bare(model)
+    with Changing(model, "replay a history") as together:
+        together.agree_on(f"{len(history)} growths")
+        _replay(bare(model), history)
+    return model
+
+
+def _replay(model: nn.Module, history: History) -> None:
     if any(True for _ in _grown(model)):
         raise HistoryError(f"this {type(model).__name__} has grown already; replay starts from a fresh model.")
     trial = copied_model(model)  # a history that does not fit must leave the model as it was
     for target in (trial, model):
         for growth in history:
-            site = replace(
-                growth.site,
-                anchor=Ref(growth.site.path),
-                neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
+            repeat(target, growth)
+
+
+def repeat(model: nn.Module, growth: Growth) -> None:
+    """Insert the same layer at the same place of another model, found by its path."""
+    site = replace(
+        growth.site,
+        anchor=Ref(growth.site.path),
+        neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
+    )
+    try:
+        again = insert(model, site)
+    except (SensliError, ValueError, TypeError, RuntimeError) as error:
+        raise HistoryError(
+            f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
+            "The factory must build the architecture that the history began with."
+        ) from error
+    if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
+        raise HistoryError(
+            f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
+            f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
+            "missing from the history."
+        )
+    for name, shape in growth.beside.items():
+        if again.beside.get(name) != shape:
+            raise HistoryError(
+                f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
+                f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
+                "the history began with."
             )
-            try:
-                again = insert(target, site)
-            except (SensliError, ValueError, TypeError, RuntimeError) as error:
-                raise HistoryError(
-                    f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
-                    "The factory must build the architecture that the history began with."
-                ) from error
-            if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
-                raise HistoryError(
-                    f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
-                    f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
-                    "missing from the history."
-                )
-            for name, shape in growth.beside.items():
-                if again.beside.get(name) != shape:
-                    raise HistoryError(
-                        f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
-                        f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
-                        "the history began with."
-                    )
-    return model
+
+
+def count_growths(model: nn.Module) -> int:
+    """How many inserted layers the model has."""
+    return sum(1 for _ in _grown(model))
 
 
 # --- the cut ---

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sensli.arguments import Slot, first_tensor, with_value, without_memory
 from sensli.errors import MeasurementError
-from sensli.running import forked_random_state
+from sensli.running import HALF, forked_random_state, widened
 from sensli.twins import Twin
 
 
@@ -34,6 +34,8 @@ class VirtualTwin:
         if self._block.training != self._training:
             self._module.train(self._block.training)
             self._training = self._block.training
+        if self._weights[0].dtype not in HALF:  # then half precision is autocast's, which is off here
+            x, args, kwargs = widened((x, args, kwargs))
         args, kwargs = without_memory(with_value(args, kwargs, self._slot, None))
         args, kwargs = with_value(args, kwargs, self._slot, x.clone())  # it may work in place
         # The step that is being measured must not notice: neither its random numbers nor its gradients.
