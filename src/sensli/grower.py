@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from sensli.averaging import Averaged, check_alike, follow
 from sensli.distributed import mean_metric
@@ -19,7 +20,7 @@ from sensli.history import Growth, History
 from sensli.measuring import LossFunction, measure
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
-from sensli.optim import Optimizers
+from sensli.optim import Optimizers, as_optimizers
 from sensli.rates import Schedulers
 from sensli.sites import Site
 from sensli.surgery import insert, undo
@@ -110,6 +111,11 @@ class Grower:
         self._generator = torch.Generator().manual_seed(
             seed
         )  # of its own: growing leaves the global random state alone
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that follow, without wrappers of other libraries."""
+        return as_optimizers(self._optimizer)
 
     def step(
         self, batches: Iterable[Any], loss_fn: LossFunction | None = None, *, metric: float | None = None
