@@ -1,6 +1,7 @@
 """Every mistake is told with where, what, why and what to do, and after it everything is as it was."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -273,8 +274,10 @@ def test_what_is_no_model_yet(model, text):
 
 def test_a_model_that_cannot_be_copied():
     model = fnn()
-    model.cache = model[0](points())  # a tensor that carries a graph
-    with untouched(model), pytest.raises(UnsupportedModel, match=r"cannot be copied.*carry a graph"):
+    model.cache = model[0](points())  # a tensor that carries a graph is copied without it
+    assert find_sites(model, DATA[0][0])
+    model.lock = threading.Lock()
+    with untouched(model), pytest.raises(UnsupportedModel, match=r"cannot be copied.*open files"):
         find_sites(model, DATA[0][0])
 
 

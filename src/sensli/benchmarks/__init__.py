@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from sensli._version import __version__
-from sensli.benchmarks import measuring, resume, sklearn
+from sensli.benchmarks import measuring, resume, sklearn, transformers
 from sensli.benchmarks.figure import Figure
+from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
 from sensli.tables import text_table
 
@@ -26,8 +27,10 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "probe": measuring.probe,
     "linear": measuring.linear_cost,
     "confidence": measuring.confidence,
+    "spirals": spirals,
     "resume": resume.resume,
     "sklearn": sklearn.growing_estimators,
+    "transformer": transformers.transformer_cost,
 }
 
 

@@ -42,10 +42,16 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         *,
         monitor: str | None = None,
         batches: int | None = None,
-        log: bool = True,
+        metrics: bool = True,
         **options: Any,
     ) -> None:
-        self._trigger, self._monitor, self._batches, self._log, self._options = trigger, monitor, batches, log, options
+        self._trigger, self._monitor, self._batches, self._metrics, self._options = (
+            trigger,
+            monitor,
+            batches,
+            metrics,
+            options,
+        )
         self.grower: Grower | None = None  # made in the first epoch, when there is a batch
         self._example: Any = None
         self._loaded: dict[str, Any] | None = None
@@ -106,7 +112,7 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
             grower.step(batches, _loss, metric=metric)
             if self._flops[0] != len(grower.history):
                 self._flops = (len(grower.history), int(count_flops(bare(grower.model), (self._example, 0))))
-        if self._log:
+        if self._metrics:
             facts: dict[str, float | None] = {
                 "growths": len(grower.history),
                 "parameters": _parameters(pl_module),

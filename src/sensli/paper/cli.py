@@ -1,0 +1,184 @@
+"""`sensli paper list | run | show | report`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sensli.errors import MissingExtra, SensliError
+from sensli.paper import catalog, runner, tables
+from sensli.paper.config import Experiment, Options, Plan, plan
+from sensli.paper.document import Table
+from sensli.paper.engines import engine
+from sensli.paper.errors import BadExperiment, NoResults
+from sensli.paper.store import Store, readable
+
+RESULTS = Path("results")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Plug `paper` into a parser's subcommands; `args.run(args)` then does the work and raises what goes wrong."""
+    text = "the paper's experiments: list, run, show, report"
+    parser = subparsers.add_parser("paper", help=text, description=text.capitalize() + ".")
+    add_commands(parser)
+    parser.set_defaults(run=execute)
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="paper_command", required=True, metavar="list|run|show|report")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        one: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+        one.add_argument(
+            "--out", type=Path, default=RESULTS, metavar="DIR", help=f"results folder (default: {RESULTS})"
+        )
+        one.add_argument("--seed", type=int, default=0, metavar="S", help="all random numbers hang on it (default: 0)")
+        one.add_argument("--runs", type=int, metavar="N", help="runs per arm (default: the paper's)")
+        scale = "scales epochs and insertion times together (default: 1)"
+        one.add_argument("--epochs-scale", type=float, default=1.0, metavar="F", help=scale)
+        return one
+
+    command("list", "All experiments: what they show, what they cost, what is already computed.")
+    for name, text in (
+        ("run", "Compute what is missing, then show it. A stopped run goes on where it was."),
+        ("show", "Figures and tables from stored results."),
+    ):
+        one = command(name, text)
+        targets = "a number, a name, 'all' (the paper's), 'further' (ours), or an experiment file (.json, .toml)"
+        one.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=targets)
+        recipe = "'stated' or 'run' (as the authors' scripts ran it), or another recipe (default: all of them)"
+        one.add_argument("--as", dest="recipe", metavar="RECIPE", help=recipe)
+    report = command("report", "The claims one by one, with verdicts, as Markdown and HTML.")
+    report.add_argument("--to", type=Path, metavar="DIR", help="where the report goes (default: report in the results)")
+
+
+def execute(args: argparse.Namespace) -> None:
+    {"list": _list, "run": _run, "show": _show, "report": _report}[args.paper_command](args)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run one command; a mistake of the user's is one line and exit code 2."""
+    try:
+        execute(args)
+    except SensliError as error:
+        print(f"sensli paper: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sensli paper: stopped. The same command goes on from here.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `sensli paper show 2 | head`
+        return 0
+    return 0
+
+
+def plans_for(names: Sequence[str], recipe: str | None, options: Options) -> list[Plan]:
+    """The recipes of the named experiments, each once, checked before anything is computed."""
+    wanted: dict[str, Experiment] = {}
+    for name in names:
+        group = {"all": catalog.paper_names, "further": catalog.further_names}.get(name)
+        for one in group() if group else [name]:
+            found = catalog.find(one)
+            wanted[found.name] = found
+    plans = []
+    for experiment in wanted.values():
+        for chosen in _recipes(experiment, recipe):
+            plans.append(plan(experiment, chosen, options))
+    for one_plan in plans:
+        for settings in one_plan.arms.values():
+            engine(settings)
+    return plans
+
+
+def _recipes(experiment: Experiment, recipe: str | None) -> list[str]:
+    if recipe is None:
+        return list(experiment.recipes)
+    if recipe == "run" and "run" not in experiment.recipes and "stated" in experiment.recipes:
+        return ["stated"]  # nothing is known to differ: what was run is what is stated
+    if recipe not in experiment.recipes:
+        known = ", ".join(experiment.recipes)
+        raise BadExperiment(f"--as: experiment {experiment.name} has no recipe {recipe!r}. It has: {known}.")
+    return [recipe]
+
+
+def _options(args: argparse.Namespace) -> Options:
+    return Options(args.runs, args.epochs_scale, args.seed)
+
+
+def _list(args: argparse.Namespace) -> None:
+    store = readable(args.out)
+    rows = []
+    for experiment in catalog.bundled().values():
+        try:
+            plans = [plan(experiment, recipe, _options(args)) for recipe in experiment.recipes]
+        except BadExperiment:
+            if args.epochs_scale == 1.0:
+                raise
+            continue  # too short for this one at that scale; the others are still worth listing
+        cost = sum(engine(s).estimate(s, one.runs) for one in plans for s in one.arms.values())
+        recipes = ", ".join(experiment.recipes) if len(plans) < 4 else f"{len(plans)} recipes"
+        runs = "/".join(dict.fromkeys(str(one.runs) for one in plans))
+        what = (experiment.title, experiment.shows, _networks(plans[0]))
+        rows.append((experiment.name, *what, recipes, runs, f"{cost:.0f} s", _computed(plans, store)))
+    header = ("experiment", "setting", "shows", "networks", "recipes", "runs", "cost", "computed")
+    print(tables.plain(Table(header, tuple(rows))))
+
+
+def _computed(plans: list[Plan], store: Store) -> str:
+    arms = [not store.missing(one, arm, verify=False) for one in plans for arm in one.arms]
+    return "yes" if all(arms) else f"{sum(arms)} of {len(arms)} arms" if any(arms) else "no"
+
+
+def _networks(one: Plan) -> str:
+    names: dict[str, None] = {}
+    for settings in one.arms.values():
+        network = settings.network
+        names[f"{network.kind} {len(network.widths)}x{network.widths[0]}"] = None
+    return ", ".join(names)
+
+
+def _run(args: argparse.Namespace) -> None:
+    plans = plans_for(args.experiments, args.recipe, _options(args))
+    store = readable(args.out)
+    if runner.run(plans, store) == 0:
+        print("everything was already computed")
+    _show_plans(plans, store)
+
+
+def _show(args: argparse.Namespace) -> None:
+    plans = plans_for(args.experiments, args.recipe, _options(args))
+    _show_plans(plans, readable(args.out))
+
+
+def _show_plans(plans: list[Plan], store: Store) -> None:
+    from sensli.paper import figures
+
+    shown = 0
+    missing: NoResults | None = None
+    for one in plans:
+        try:
+            results = store.load_all(one)
+        except NoResults as error:
+            missing = error
+            continue
+        shown += 1
+        print(f"\nExperiment {one.experiment.name}, recipe '{one.recipe}': {one.experiment.title}. {one.note}")
+        for table in (tables.counts(one), tables.measured(one, results)):
+            print(f"\n{tables.plain(table)}")
+        try:
+            for path in figures.draw(one, results, store.root / "figures"):
+                print(f"\nfigure: {path} (and .pdf)")
+        except MissingExtra as error:
+            print(f"\nno figure: {error}")
+    if missing is not None and shown == 0:
+        raise missing
+
+
+def _report(args: argparse.Namespace) -> None:
+    from sensli.paper import report
+
+    folder = args.to or args.out / "report"
+    for path in report.write(readable(args.out), _options(args), folder):
+        print(path)

@@ -1,0 +1,79 @@
+"""What an engine is: it trains some runs of one arm and hands back their curves and growths.
+
+The runner, the store, the figures and the report know engines only through this file; a new kind of network needs a
+module with `AT_ONCE`, `check`, `estimate`, `counts` and `train`, and a line in `ENGINES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from sensli.paper.config import Settings
+from sensli.paper.errors import BadExperiment
+from sensli.paper.reading import nearest
+
+ENGINES = {"stacked": "sensli.paper.stacked"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and the three lines to the outside: where to go on, how to save, whom to tell."""
+
+    settings: Settings
+    seed: int
+    runs: tuple[int, ...]
+    state: dict[str, Any] | None = None  # what `save` was last given, after a stop
+    save: Callable[[dict[str, Any]], None] = lambda state: None
+    tell: Callable[[float], None] = lambda share: None  # the share that is done, 0 to 1
+    save_every: float = 5.0  # seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of some runs. Every tensor in `runs` has the runs in front; `axes` are shared by all runs.
+
+    Curves share the axis `iteration`: `train_loss`, `test_loss`, `test_error`. Insertions have `place`, `merits`,
+    `ratios`, `dead` (units at the chosen place) and `new_gradient`; `gradient_norm` only where it was asked for.
+    """
+
+    runs: dict[str, Tensor]
+    axes: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Exact counts of an arm: parameters before the first and after each insertion, FLOPs per training sample."""
+
+    parameters: tuple[int, ...]
+    flops: int
+    measuring: int
+    flops_printed: int | None = None  # by the paper's count of places, where that differs
+    measuring_printed: int | None = None
+
+
+class Engine(Protocol):
+    """How many runs are trained together (None: all), and the four functions."""
+
+    AT_ONCE: int | None
+
+    def check(self, settings: Settings) -> None: ...
+
+    def estimate(self, settings: Settings, runs: int) -> float: ...
+
+    def counts(self, settings: Settings) -> Counts: ...
+
+    def train(self, job: Job) -> Outcome: ...
+
+
+def engine(settings: Settings) -> Engine:
+    name = settings.engine
+    if name not in ENGINES:
+        raise BadExperiment(f"unknown engine {name!r}. {nearest(name, ENGINES)}")
+    module = cast(Engine, importlib.import_module(ENGINES[name]))
+    module.check(settings)
+    return module

@@ -1,0 +1,261 @@
+"""Checks: each looks up stored results, compares, and says in one line what was found.
+
+A check runs over every recipe of its experiment that has results. Where an experiment is not there yet, the line says
+that it is awaited; it fills in by itself once results are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sensli.paper import catalog
+from sensli.paper.config import Options, Plan, plan
+from sensli.paper.engines import engine
+from sensli.paper.errors import BadExperiment, NoResults
+from sensli.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED, OPPOSITE, Paired, interval, number, paired
+from sensli.paper.store import Result, Store
+
+ONE_RUN = "one run, no verdict"
+CNN = ("1", "5", "9", "12", "14")
+WORDS = {"train_loss": "training loss", "test_loss": "test loss", "test_error": "test error"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of evidence."""
+
+    setting: str
+    measured: str
+    verdict: str
+
+
+class Evidence:
+    """Stored results by experiment."""
+
+    def __init__(self, store: Store, options: Options) -> None:
+        self.store, self.options = store, options
+        self.experiments = catalog.bundled()
+        self._loaded: dict[str, dict[str, Result] | None] = {}
+
+    def each(self, name: str, recipes: tuple[str, ...] = ()) -> Iterator[tuple[Plan, dict[str, Result]]]:
+        """Every recipe of an experiment (or the named ones) that has all its results."""
+        if name not in self.experiments:
+            return
+        experiment = self.experiments[name]
+        for recipe in recipes or experiment.recipes:
+            try:
+                one = plan(experiment, recipe, self.options)
+            except BadExperiment:  # not possible at this scale of the epochs, so there can be no results
+                continue
+            if one.key not in self._loaded:
+                try:
+                    self._loaded[one.key] = self.store.load_all(one)
+                except NoResults:
+                    self._loaded[one.key] = None
+            results = self._loaded[one.key]
+            if results is not None:
+                yield one, results
+
+
+class Check(Protocol):
+    def weigh(self, evidence: Evidence) -> list[Finding]: ...
+
+
+def awaiting(experiment: str, what: str) -> list[Finding]:
+    kind = "the CNN experiments" if experiment in CNN else f"results: sensli paper run {experiment}"
+    return [Finding(f"{_called(experiment)}: {what}", f"awaiting {kind}", AWAITING)]
+
+
+def named(one: Plan) -> str:
+    return f"{_called(one.experiment.name)} ({one.recipe})"
+
+
+def _called(experiment: str) -> str:
+    return f"Exp{experiment}" if experiment.isdigit() else experiment
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """The first arm has smaller values than the second, over paired runs: at the end, unless told otherwise."""
+
+    experiment: str
+    first: str
+    second: str
+    curves: tuple[str, ...] = ("train_loss", "test_error")
+    recipes: tuple[str, ...] = ()
+    hidden: bool = False  # the claim is that no difference is to be seen
+    epoch: int | None = None  # compare after this epoch
+    equal_cost: bool = False  # compare with the second when it has used as many FLOPs as the first in all
+    dead: bool | None = None  # only runs whose first arm had dead units at the insertion (True), or none (False)
+
+    def weigh(self, evidence: Evidence) -> list[Finding]:
+        findings = []
+        for one, results in evidence.each(self.experiment, self.recipes):
+            first, second = results[self.first], results[self.second]
+            ends, when = self._moments(one)
+            rows = self._rows(first)
+            if not len(rows):
+                continue
+            for curve in self.curves:
+                values = (
+                    side.runs[curve][: one.runs][rows, end] for side, end in zip((first, second), ends, strict=True)
+                )
+                pair = paired(*values)
+                setting = f"{named(one)}, {WORDS[curve]}{when}{self._subset()}: {self.first} against {self.second}"
+                if self.hidden:
+                    setting += " (claimed: no difference to be seen)"
+                findings.append(Finding(setting, _words(pair), self._verdict(pair)))
+        return findings or awaiting(self.experiment, f"{self.first} against {self.second}")
+
+    def _moments(self, one: Plan) -> tuple[tuple[int, int], str]:
+        """The epochs at which the two are read off, and words for it."""
+        if self.epoch is not None:
+            return (self.epoch, self.epoch), f" after {self.epoch} epochs"
+        if not self.equal_cost:
+            return (-1, -1), ""
+        sides = (one.arms[self.first], one.arms[self.second])
+        share = engine(sides[0]).counts(sides[0]).flops / engine(sides[1]).counts(sides[1]).flops
+        epoch = min(round(share * sides[1].epochs), sides[1].epochs)
+        return (-1, epoch), f" at equal FLOPs (epoch {epoch} of {self.second})"
+
+    def _subset(self) -> str:
+        return {None: "", True: ", runs with dead units", False: ", runs without dead units"}[self.dead]
+
+    def _rows(self, first: Result) -> torch.Tensor:
+        everyone = torch.arange(len(first.runs["train_loss"]))
+        if self.dead is None:
+            return everyone
+        return everyone[(first.runs["dead"][:, 0] > 0) == self.dead]
+
+    def _verdict(self, pair: Paired) -> str:
+        if pair.difference.runs < 2:
+            return ONE_RUN
+        verdict = pair.verdict()
+        if self.hidden:
+            return CONFIRMED if verdict == NOT_CONFIRMED else NOT_CONFIRMED
+        return verdict
+
+
+def _words(pair: Paired) -> str:
+    return (
+        f"{number(pair.first)} against {number(pair.second)}; difference {pair.difference}; "
+        f"smaller in {pair.wins} of {pair.difference.runs} runs"
+    )
+
+
+@dataclass(frozen=True)
+class Cheaper:
+    """The first arm needs fewer FLOPs than the second: a count, so it needs no interval."""
+
+    experiment: str
+    first: str
+    second: str
+
+    def weigh(self, evidence: Evidence) -> list[Finding]:
+        findings = []
+        for one, results in evidence.each(self.experiment):
+            first, second = (engine(s).counts(s).flops for s in (one.arms[self.first], one.arms[self.second]))
+            measured = f"{first:,} against {second:,} FLOPs per sample, ratio {first / second:.3f}"
+            if (
+                self.experiment in CNN
+            ):  # the seconds of a tiny network say more about the machine than about the network
+                measured += f"; time ratio {results[self.first].seconds / results[self.second].seconds:.3f}"
+            verdict = CONFIRMED if first < second else OPPOSITE
+            findings.append(Finding(f"{named(one)}: {self.first} against {self.second}", measured, verdict))
+        return findings or awaiting(self.experiment, f"{self.first} against {self.second}")
+
+
+@dataclass(frozen=True)
+class NewGradient:
+    """The gradient norm of the new layer stays within a factor of ten of the mean of the others'."""
+
+    experiment: str
+    arm: str
+
+    def weigh(self, evidence: Evidence) -> list[Finding]:
+        findings = []
+        for one, results in evidence.each(self.experiment):
+            result = results[self.arm]
+            time = result.settings.insert_at[0]
+            norms = result.runs["gradient_norm"][:, time:].double()  # [runs, epochs, layers]
+            new_index = (result.runs["place"][:, 0] + 1).view(-1, 1, 1).expand(-1, norms.shape[1], 1)
+            new = norms.gather(2, new_index).squeeze(2)
+            others = (norms.sum(2) - new) / (norms.shape[2] - 1)
+            logs = (new.clamp(min=1e-30) / others.clamp(min=1e-30)).log10().mean(1)
+            mean = interval(logs)
+            verdict = (
+                CONFIRMED if mean.low > -1 and mean.high < 1 else OPPOSITE if abs(mean.mean) > 1 else NOT_CONFIRMED
+            )
+            low, high = 10**mean.low, 10**mean.high
+            larger = (new.mean(1) > others.mean(1)).sum().item()
+            measured = (
+                f"new layer's norm over the mean of the others', after the insertion: {number(10**mean.mean)} "
+                f"[{number(low)}, {number(high)}] (geometric mean); larger in {larger} of {len(logs)} runs"
+            )
+            findings.append(Finding(f"{named(one)}: {self.arm}", measured, verdict))
+        return findings or awaiting(self.experiment, f"gradient norms of {self.arm}")
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A threshold of 1 on the ratio would accept some insertions and reject others."""
+
+    experiment: str
+    arm: str
+
+    def weigh(self, evidence: Evidence) -> list[Finding]:
+        findings = []
+        for one, results in evidence.each(self.experiment):
+            result = results[self.arm]
+            best = result.runs["ratios"].nan_to_num(-math.inf).amax(2)  # [runs, times]
+            accepted = (best >= 1).double()
+            mixed = 0 < accepted.mean().item() < 1
+            parts = [
+                f"after {time} epochs: {int(accepted[:, k].sum())} of {len(best)} runs, median ratio "
+                f"{number(best[:, k].median().item())}"
+                for k, time in enumerate(result.settings.insert_at)
+            ]
+            verdict = ONE_RUN if len(best) < 2 else CONFIRMED if mixed else NOT_CONFIRMED
+            findings.append(Finding(f"{named(one)}: {self.arm}, ratio at least 1", "; ".join(parts), verdict))
+        return findings or awaiting(self.experiment, f"{self.arm}, ratio at least 1")
+
+
+@dataclass(frozen=True)
+class BestTime:
+    """The insertion time with the smallest mean loss lies among those named."""
+
+    experiment: str
+    expected: tuple[int, ...]
+
+    def weigh(self, evidence: Evidence) -> list[Finding]:
+        findings = []
+        for one, results in evidence.each(self.experiment):
+            grown = {arm: r for arm, r in results.items() if r.settings.insert_at}
+            means = {arm: r.final("train_loss").mean().item() for arm, r in grown.items()}
+            best = min(means, key=lambda arm: means[arm])
+            time = grown[best].settings.insert_at[0]
+            losses = torch.stack([r.final("train_loss") for r in grown.values()])
+            moments = [r.settings.insert_at[0] for r in grown.values()]
+            counts = torch.bincount(losses.argmin(0), minlength=len(moments)).tolist()
+            spread = ", ".join(f"{moment}: {count}" for moment, count in zip(moments, counts, strict=True))
+            runs = losses.shape[1]
+            verdict = ONE_RUN if runs < 2 else CONFIRMED if time in self.expected else NOT_CONFIRMED
+            measured = f"best after {time} epochs (mean loss {number(means[best])}); best by run: {spread}"
+            findings.append(Finding(f"{named(one)}: best time among {list(self.expected)}", measured, verdict))
+        return findings or awaiting(self.experiment, "best insertion time")
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Evidence that only a later experiment can give."""
+
+    experiment: str
+    what: str
+
+    def weigh(self, evidence: Evidence) -> list[Finding]:
+        return awaiting(self.experiment, self.what)

@@ -1,0 +1,236 @@
+"""The figures of an experiment from its stored results, as PNG and PDF."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sensli.errors import MissingExtra
+from sensli.paper.config import Plan
+from sensli.paper.errors import StoreError
+from sensli.paper.statistics import band, smooth
+from sensli.paper.store import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#1f5fbf", "#d9822b", "#2e8b57", "#8e44ad", "#6b7780")
+POINTS = 600  # a curve needs no more than a figure has columns
+DPI = 110
+
+Results = Mapping[str, Result]
+
+
+def draw(plan: Plan, results: Results, folder: Path, formats: tuple[str, ...] = ("png", "pdf")) -> list[Path]:
+    """Draw all figures the experiment asks for; returns the files of the first format."""
+    check_available()
+    written = []
+    for kind in plan.experiment.figures:
+        figure = DRAWERS[kind](plan, results)
+        for suffix in formats:
+            path = folder / f"exp-{plan.key}-{kind}.{suffix}"
+            _save(figure, path)
+            if suffix == formats[0]:
+                written.append(path)
+    return written
+
+
+def check_available() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise MissingExtra("figures need matplotlib. Install it with: pip install 'sensli[plots]'") from None
+
+
+def curves(plan: Plan, results: Results) -> Figure:
+    """Training loss and test error over iterations: mean over the runs with a 95 % band, dotted at insertions."""
+    figure, (top, bottom) = _panels(2)
+    for colour, (arm, result) in zip(_cycle(len(results)), results.items(), strict=True):
+        _line(top, plan, result, "train_loss", arm, color=colour)
+        _line(bottom, plan, result, "test_error", arm, color=colour)
+    _finish(plan, results, figure, top, bottom, "mean with 95 % band")
+    return figure
+
+
+def times(plan: Plan, results: Results) -> Figure:
+    """As `curves`, for many insertion times: light to dark from early to late, arms without insertion in black."""
+    figure, (top, bottom) = _panels(2)
+    moments = sorted({result.settings.insert_at[0] for result in results.values() if result.settings.insert_at})
+    shades = _shades(len(moments))
+    fixed = iter(("-", "--", ":"))
+    for arm, result in results.items():
+        style: dict[str, Any] = {"shade": False, "linewidth": 1.1}
+        if result.settings.insert_at:
+            style["color"] = shades[moments.index(result.settings.insert_at[0])]
+            style["linestyle"] = "--" if result.settings.wake else "-"
+        else:
+            style.update(color="black", linestyle=next(fixed, ":"), linewidth=1.6)
+        _line(top, plan, result, "train_loss", arm, **style)
+        _line(bottom, plan, result, "test_error", arm, **style)
+    _finish(plan, results, figure, top, bottom, "mean")
+    return figure
+
+
+def gradients(plan: Plan, results: Results) -> Figure:
+    """Frobenius norm of each layer's weight gradient in the arm that recorded it: one run, and the mean of all."""
+    figure, axes = _panels(2, height=5.4)
+    recorded = (result for result in results.values() if result.settings.record_gradients)
+    result = next(result for result in recorded if len(result.settings.insert_at) == 1)
+    norms, place = result.runs["gradient_norm"].double(), result.runs["place"][:, 0]
+    time, epochs = result.settings.insert_at[0], norms.shape[1]
+    per_epoch = int(result.axes["iteration"][1])
+    keep = slice(None, None, max(1, epochs // POINTS))
+    x = (torch.arange(epochs) * per_epoch)[keep].numpy()
+    for axis, run in zip(axes, (0, None), strict=True):
+        chosen = norms[:1] if run == 0 else norms
+        old = _old_layers(chosen, place[: len(chosen)], time)
+        new = torch.stack([values[:, int(p) + 1] for values, p in zip(chosen, place, strict=False)])
+        new = new.masked_fill(torch.arange(epochs) < time, float("nan"))
+        for layer in range(old.shape[2]):
+            label = f"layer {layer + 1}" if layer < old.shape[2] - 1 else "last layer"
+            axis.plot(x, old[:, keep, layer].mean(0).numpy(), color=COLOURS[1 + layer % 4], linewidth=1.2, label=label)
+        axis.plot(x, new[:, keep].mean(0).numpy(), color=COLOURS[0], linewidth=1.4, label="new layer")
+        axis.set_title("run 1" if run == 0 else f"mean over {len(norms)} runs", fontsize=9, loc="left")
+        axis.set_ylabel("gradient norm")
+        axis.axvline(time * per_epoch, color="0.4", linestyle=":", linewidth=1.0)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("iteration")
+    axes[0].legend(frameon=False, fontsize=8, loc="upper right")
+    _title(figure, plan)
+    return figure
+
+
+def heatmaps(plan: Plan, results: Results) -> Figure:
+    """Gradient of the new weights in the first three iterations after the first insertion, in one run."""
+    from matplotlib.figure import Figure
+
+    result = next(result for result in results.values() if "new_gradient" in result.runs)
+    gradient = result.runs["new_gradient"][:, 0]  # [runs, iterations, weights, out, in]
+    alive = gradient.flatten(1).abs().amax(1) > 0
+    run = int(alive.long().argmax())  # the first run that has something to show
+    names = ("W",) if gradient.shape[2] == 1 else ("W1", "W2")
+    rows, columns = len(names), gradient.shape[1]
+    figure = Figure(figsize=(6.6, 2.1 * rows + 0.5), dpi=DPI, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for row, name in enumerate(names):
+        top = float(gradient[run, :, row].abs().max()) or 1.0
+        for column in range(columns):
+            axis = grid[row][column]
+            image = axis.imshow(gradient[run, column, row].numpy(), cmap="RdBu_r", vmin=-top, vmax=top)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            axis.set_title(f"{name}, iteration {column + 1}", fontsize=9)
+        bar = figure.colorbar(image, ax=list(grid[row]), fraction=0.025, pad=0.01)
+        bar.ax.tick_params(labelsize=7)
+    figure.suptitle(
+        f"Experiment {plan.experiment.name} ({plan.recipe}): gradient of the new weights, run {run + 1}", fontsize=9
+    )
+    return figure
+
+
+DRAWERS: dict[str, Callable[[Plan, Results], Any]] = {
+    "curves": curves,
+    "times": times,
+    "gradients": gradients,
+    "heatmaps": heatmaps,
+}
+
+
+def _old_layers(norms: torch.Tensor, place: torch.Tensor, time: int) -> torch.Tensor:
+    """Gradient norms of the layers that were there from the start, [runs, epochs, layers - 1]."""
+    rows = []
+    for values, p in zip(norms, place.tolist(), strict=True):
+        behind = [layer for layer in range(values.shape[1]) if layer != p + 1]
+        rows.append(torch.cat((values[:time, :-1], values[time:, behind])))
+    return torch.stack(rows)
+
+
+def _panels(count: int, height: float = 5.6) -> tuple[Figure, list[Axes]]:
+    # a Figure of its own, not pyplot's: nothing global is changed and no window can open
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, height), dpi=DPI, layout="constrained")
+    axes = list(figure.subplots(count, 1, sharex=True))
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(True, color="0.92", linewidth=0.7)
+    return figure, axes
+
+
+def _line(axis: Axes, plan: Plan, result: Result, curve: str, label: str, *, shade: bool = True, **style: Any) -> None:
+    values = smooth(result.runs[curve], plan.experiment.smoothing)
+    step = max(1, values.shape[1] // POINTS)
+    keep = torch.unique(torch.cat((torch.arange(0, values.shape[1], step), torch.tensor([values.shape[1] - 1]))))
+    mean, half = band(values[:, keep])
+    x = result.axes["iteration"][keep]
+    axis.plot(x.numpy(), mean.numpy(), label=label, **{"linewidth": 1.5, **style})
+    if shade and len(values) > 1:
+        low = torch.minimum(mean, (mean - half).clamp(min=mean * 0.05))  # stays on a logarithmic axis
+        axis.fill_between(x.numpy(), low.numpy(), (mean + half).numpy(), color=style["color"], alpha=0.16, linewidth=0)
+
+
+def _finish(plan: Plan, results: Results, figure: Figure, top: Axes, bottom: Axes, how: str) -> None:
+    moments: set[int] = set()
+    for result in results.values():
+        per_epoch = int(result.axes["iteration"][1])
+        moments.update(time * per_epoch for time in result.settings.insert_at)
+    for axis in (top, bottom):
+        for moment in moments:
+            axis.axvline(moment, color="0.4", linestyle=":", linewidth=1.0, zorder=0)
+    ends = [result.final("train_loss").mean().item() for result in results.values()]
+    if min(ends) > 0 and max(result.runs["train_loss"].mean(0).max().item() for result in results.values()) > 50 * min(
+        ends
+    ):
+        top.set_yscale("log")
+    top.set_ylabel("training loss")
+    bottom.set_ylabel("test error")
+    bottom.set_xlabel("iteration")
+    bottom.set_ylim(bottom=0)
+    many = len(results) > 5
+    top.legend(frameon=False, fontsize=7 if many else 9, ncols=2 if many else 1, loc="best")
+    _title(figure, plan, how)
+
+
+def _title(figure: Figure, plan: Plan, how: str = "") -> None:
+    runs = "one run" if plan.runs == 1 else f"{plan.runs} runs" + (how and f", {how}")
+    window = plan.experiment.smoothing
+    smoothed = f", moving average over {window} epochs" if window > 1 else ""
+    text = f"Experiment {plan.experiment.name} ({plan.recipe}): {plan.experiment.title}. {runs}{smoothed}"
+    figure.suptitle(text, fontsize=9)
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+def _shades(count: int) -> list[Any]:
+    from matplotlib import colormaps
+
+    shades = colormaps["viridis_r"]
+    return [shades(0.12 + 0.85 * i / max(count - 1, 1)) for i in range(count)]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # no date in the file: the same results give the same bytes
+        if path.suffix == ".png":
+            _save_png(figure, path)
+        else:
+            figure.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
+
+
+def _save_png(figure: Figure, path: Path) -> None:
+    """A palette of 256 colours is enough for a plot and takes a third of the space."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    Image.open(buffer).convert("RGB").quantize(256, kmeans=1).save(path, optimize=True)

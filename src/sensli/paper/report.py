@@ -1,0 +1,213 @@
+"""The report: the claims one by one with verdicts, then every experiment with its tables and figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sensli.paper import catalog, claims, figures, tables
+from sensli.paper.claims import Claim, Question
+from sensli.paper.config import Options, Plan
+from sensli.paper.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
+from sensli.paper.engines import engine
+from sensli.paper.errors import NoResults
+from sensli.paper.evidence import ONE_RUN, Evidence, Finding
+from sensli.paper.files import write_bytes
+from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, interval, overall
+from sensli.paper.store import Result, Store
+
+TITLE = "The paper's claims, measured again"
+DRAWN = ("when-full", "when-mini")  # further experiments whose curves are worth a picture
+
+
+def write(store: Store, options: Options, folder: Path) -> list[Path]:
+    """Write README.md with its figures, report.html and summary.json into `folder`."""
+    figures.check_available()
+    evidence = Evidence(store, options)
+    names = [*catalog.paper_names(), *catalog.further_names()]
+    stored = [(one, results) for name in names for one, results in evidence.each(name)]
+    if not stored:
+        raise NoResults(
+            f"{store.root}: nothing is stored for these options. Compute it with: sensli paper run all further"
+        )
+    weighed = [(claim, _weigh(claim, evidence)) for claim in (*claims.CLAIMS, claims.WAKE)]
+    blocks = [
+        *_opening(stored),
+        *_summary(weighed, evidence),
+        *(block for claim, findings in weighed for block in _claim(claim, findings, evidence)),
+        *_experiments(stored, folder),
+        *_closing(stored),
+    ]
+    text, html = folder / "README.md", folder / "report.html"
+    write_bytes(text, markdown(blocks, folder).encode())
+    write_bytes(html, page(blocks, TITLE).encode())
+    summary = folder / "summary.json"
+    write_bytes(summary, (json.dumps(_record(weighed, stored), indent=1) + "\n").encode())
+    return [text, html, summary]
+
+
+def _weigh(asked: Claim | Question, evidence: Evidence) -> list[Finding]:
+    return [finding for check in asked.checks for finding in check.weigh(evidence)]
+
+
+def verdict(findings: list[Finding]) -> str:
+    """One line for a claim: what holds now, how much of it, and what is still awaited."""
+    judged = [finding.verdict for finding in findings if finding.verdict not in (ONE_RUN, AWAITING)]
+    if not judged:
+        return "awaiting the CNN experiments"
+    text = f"{overall(judged)} ({judged.count(CONFIRMED)} of {len(judged)} comparisons)"
+    return text + ("; the CNN part is awaited" if any(f.verdict == AWAITING for f in findings) else "")
+
+
+def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
+    return [
+        Heading(TITLE, 1),
+        Paragraph(
+            "Every comparison is over paired runs: run r of both arms starts from the same seed, on the same split, "
+            "and, with mini-batches, sees the samples in the same order. A difference is the first arm minus the "
+            "second, with its 95 % confidence interval (Student's t); smaller is better throughout. **Confirmed** "
+            "means that the whole interval is on the claimed side of zero, **opposite** that it is on the other "
+            "side, **not confirmed** that it holds zero. No correction is made for the number of comparisons: of "
+            "twenty without any effect, one will look like one."
+        ),
+        Paragraph(
+            "Recipes: `stated` is what the paper's appendix says, `run` what the authors' published scripts do "
+            "where that differs, `text` the paper's running text where it differs from the appendix, `many` the "
+            "stated recipe of a single-run experiment with 30 runs. All else is ours and named after what it "
+            "changes."
+        ),
+    ]
+
+
+def _summary(weighed: list[tuple[Claim, list[Finding]]], evidence: Evidence) -> list[Block]:
+    rows = []
+    for claim, findings in weighed:
+        words = claim.words.split(". ")[0].split(" (Not")[0]  # the first sentence; the rest stands with the claim
+        rows.append((claim.name, words, f"**{verdict(findings)}**"))
+    asked = [
+        f"{claim.name}: {question.text} **{_answer(question, _weigh(question, evidence))}**"
+        for claim, _ in weighed
+        for question in claim.questions
+    ]
+    return [
+        Heading("In short"),
+        Table(("", "claim", "verdict"), tuple(rows)),
+        Paragraph("What was asked further, where a claim did not hold everywhere, and the answer:"),
+        Bullets(tuple(asked)),
+    ]
+
+
+def _claim(claim: Claim, findings: list[Finding], evidence: Evidence) -> list[Block]:
+    blocks: list[Block] = [Heading(claim.name), Paragraph(claim.words)]
+    blocks += [Paragraph(f"Verdict: **{verdict(findings)}**."), _evidence(findings)]
+    for question in claim.questions:
+        blocks += _question(question, evidence)
+    return blocks
+
+
+def _question(question: Question, evidence: Evidence) -> list[Block]:
+    findings = _weigh(question, evidence)
+    return [Heading(question.text, 3), Paragraph(_answer(question, findings)), _evidence(findings)]
+
+
+def _answer(question: Question, findings: list[Finding]) -> str:
+    """The sentence that goes with what was found."""
+    judged = [finding.verdict for finding in findings if finding.verdict not in (ONE_RUN, AWAITING)]
+    if not judged:
+        return "Not computed yet."
+    if all(verdict == CONFIRMED for verdict in judged):
+        return question.yes
+    if CONFIRMED in judged:
+        return question.partly
+    return question.opposite if question.opposite and set(judged) == {OPPOSITE} else question.no
+
+
+def _evidence(findings: list[Finding]) -> Table:
+    return Table(("comparison", "measured", "verdict"), tuple((f.setting, f.measured, f.verdict) for f in findings))
+
+
+def _experiments(stored: list[tuple[Plan, dict[str, Result]]], folder: Path) -> list[Block]:
+    blocks: list[Block] = [Heading("The experiments")]
+    for one, results in stored:
+        name = one.experiment.name
+        blocks.append(Heading(f"Experiment {name}, {one.recipe}: {one.experiment.title}", 3))
+        command = f"`sensli paper run {name} --as {one.recipe}`"
+        blocks.append(Paragraph(" ".join(filter(None, (one.note, one.experiment.note, f"Command: {command}.")))))
+        blocks += [tables.counts(one), tables.measured(one, results)] if name in catalog.PAPER else []
+        if name not in catalog.PAPER:
+            blocks.append(tables.measured(one, results))
+        if name in catalog.PAPER or name in DRAWN:
+            for path in figures.draw(one, results, folder / "figures", ("png",)):
+                blocks.append(Picture(path, _caption(one, path)))
+    blocks += [Heading("Where the paper contradicts itself"), Bullets(tables.MISPRINTS)]
+    return blocks
+
+
+def _caption(one: Plan, path: Path) -> str:
+    kind = path.stem.rsplit("-", 1)[1]
+    words = {
+        "curves": (
+            "training loss and test error over iterations, mean over the runs with a 95 % band, dotted at insertions"
+        ),
+        "times": "training loss and test error over iterations for each insertion time, mean over the runs",
+        "gradients": "norm of each layer's weight gradient over iterations",
+        "heatmaps": "gradient of the new weights in the first three iterations after the insertion",
+    }
+    return f"Experiment {one.experiment.name} ({one.recipe}): {words[kind]}."
+
+
+def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
+    facts = next(iter(stored[0][1].values())).facts
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    paper, further = (
+        sum(
+            r.seconds
+            for one, results in stored
+            for r in results.values()
+            if (one.experiment.name in catalog.PAPER) is own
+        )
+        for own in (True, False)
+    )
+    commits = sorted({_commit(result.facts["commit"]) for _, results in stored for result in results.values()})
+    return [
+        Heading("How it was measured"),
+        Paragraph(
+            f"{versions}, {facts['machine']}, one thread, seed {stored[0][0].seed}, commits {', '.join(commits)}. "
+            f"Training took {paper:.0f} s for the paper's experiments and {further:.0f} s for the further ones. To "
+            "get this page again: `sensli paper run all further`, then `sensli paper report`, which writes it as "
+            "one HTML file as well."
+        ),
+    ]
+
+
+def _commit(name: str | None) -> str:
+    """Short, and still saying whether files differed from it."""
+    head, plus, rest = (name or "unknown").partition("+")
+    return head[:10] + plus + rest
+
+
+def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan, dict[str, Result]]]) -> dict[str, Any]:
+    """The numbers of the page for programs."""
+    experiments: dict[str, Any] = {}
+    for one, results in stored:
+        arms = {}
+        for arm, result in results.items():
+            own = engine(result.settings).counts(result.settings)
+            finals = {}
+            for curve in ("train_loss", "test_loss", "test_error"):
+                mean = interval(result.final(curve))
+                finals[curve] = {"mean": _short(mean.mean), "half": _short(mean.half) if mean.runs > 1 else None}
+            arms[arm] = {**finals, "parameters": own.parameters, "flops": own.flops, "seconds": result.seconds}
+        experiments[one.key] = {"runs": one.runs, "seed": one.seed, "arms": arms}
+    facts = next(iter(stored[0][1].values())).facts
+    judged = {
+        claim.name: {"verdict": verdict(findings), "findings": [vars(finding) for finding in findings]}
+        for claim, findings in weighed
+    }
+    provenance = {key: facts[key] for key in ("commit", "versions", "machine")}
+    return {"claims": judged, "experiments": experiments, **provenance}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,184 @@
+"""The results folder: `<root>/<experiment>-<recipe>/<arm>-<digest>/runs-0000-0029.{json,pt}`.
+
+The digest stands for everything that decides the numbers, so results of a changed configuration live in a folder of
+their own. A part is a range of runs trained together; its JSON is for people, its .pt holds the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import subprocess
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sensli._version import __version__
+from sensli.paper.config import RESULT_FORMAT, Plan, Settings, digest
+from sensli.paper.engines import Outcome, engine
+from sensli.paper.errors import NoResults, StoreError
+from sensli.paper.files import Damaged, read_json, read_tensors, write_bytes, write_json, write_tensors
+from sensli.paper.seeds import run_seed
+
+
+@dataclass(frozen=True)
+class Result:
+    """The stored runs 0 ... n - 1 of one arm, in order."""
+
+    arm: str
+    settings: Settings
+    runs: dict[str, Tensor]
+    axes: dict[str, Tensor]
+    seconds: float
+    facts: dict[str, Any]  # of the first part: commit, versions, counts
+
+    def final(self, curve: str) -> Tensor:
+        return self.runs[curve][:, -1].double()
+
+
+@dataclass(frozen=True)
+class Part:
+    path: Path
+    facts: dict[str, Any]
+
+    @property
+    def runs(self) -> list[int]:
+        return list(self.facts["runs"])
+
+
+class Store:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def check_writable(self) -> None:
+        """Find out before the first hour of work, not after it."""
+        probe = self.root / ".writable"
+        write_bytes(probe, b"")
+        probe.unlink()
+
+    def folder(self, plan: Plan, arm: str) -> Path:
+        return self.root / plan.key / f"{arm}-{digest(plan.arms[arm], plan.seed)}"
+
+    def parts(self, plan: Plan, arm: str, *, verify: bool = True) -> tuple[list[Part], list[tuple[Path, str]]]:
+        """The whole parts of an arm, and the damaged ones with the reason; `verify=False` leaves the tensors unread."""
+        good, bad = [], []
+        for path in sorted(self.folder(plan, arm).glob("runs-*.json")):
+            try:
+                facts = read_json(path)
+                if verify:
+                    read_tensors(path.with_suffix(".pt"), facts["tensors"])
+                good.append(Part(path, facts))
+            except Damaged as error:
+                bad.append((path, str(error)))
+        return good, bad
+
+    def missing(self, plan: Plan, arm: str, *, verify: bool = True) -> list[int]:
+        have = {run for part in self.parts(plan, arm, verify=verify)[0] for run in part.runs}
+        return [run for run in range(plan.runs) if run not in have]
+
+    def discard(self, path: Path) -> None:
+        """Take a damaged part out of the way; its runs count as missing from then on."""
+        for suffix in (".json", ".pt"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+
+    def load(self, plan: Plan, arm: str) -> Result:
+        """The runs of one arm, or NoResults with the command that computes them."""
+        parts, damaged = self.parts(plan, arm)
+        rows: dict[int, tuple[dict[str, Tensor], int]] = {}
+        axes: dict[str, Tensor] = {}
+        for part in parts:
+            content = read_tensors(part.path.with_suffix(".pt"), part.facts["tensors"])
+            axes = content["axes"]
+            for row, run in enumerate(part.runs):
+                rows.setdefault(run, (content["runs"], row))
+        have = sum(run in rows for run in range(plan.runs))
+        if have < plan.runs:
+            lost = f" ({len(damaged)} damaged files left out)" if damaged else ""
+            name = plan.experiment.name
+            raise NoResults(
+                f"{self.root}: experiment {name} ({plan.recipe}), arm {arm}: {have} of {plan.runs} runs are stored for "
+                f"this configuration{lost}. Compute the rest with the same options and: sensli paper run {name}"
+            )
+        first = rows[0][0]
+        runs = {name: torch.stack([rows[run][0][name][rows[run][1]] for run in range(plan.runs)]) for name in first}
+        seconds = sum(part.facts["seconds"] for part in parts)
+        return Result(arm, plan.arms[arm], runs, axes, seconds, parts[0].facts)
+
+    def load_all(self, plan: Plan) -> dict[str, Result]:
+        return {arm: self.load(plan, arm) for arm in plan.arms}
+
+    def save(self, plan: Plan, arm: str, runs: list[int], outcome: Outcome, seconds: float) -> None:
+        """Write the tensors first and the JSON last: a part without its JSON does not exist."""
+        path = self._path(plan, arm, runs, "runs").with_suffix(".json")
+        settings = plan.arms[arm]
+        tensors = write_tensors(path.with_suffix(".pt"), {"runs": outcome.runs, "axes": outcome.axes})
+        write_json(
+            path,
+            {
+                "experiment": plan.experiment.name,
+                "title": plan.experiment.title,
+                "recipe": plan.recipe,
+                "arm": arm,
+                "runs": runs,
+                "seed": plan.seed,
+                "seeds": [run_seed(plan.seed, run, "weights") for run in runs],
+                "settings": dataclasses.asdict(settings),
+                "counts": dataclasses.asdict(engine(settings).counts(settings)),
+                "seconds": round(seconds, 3),
+                "format": RESULT_FORMAT,
+                "tensors": tensors,
+                **provenance(),
+            },
+        )
+        self._path(plan, arm, runs, "unfinished").unlink(missing_ok=True)
+
+    def save_state(self, plan: Plan, arm: str, runs: list[int], state: dict[str, Any]) -> None:
+        write_tensors(self._path(plan, arm, runs, "unfinished"), state)
+
+    def load_state(self, plan: Plan, arm: str, runs: list[int]) -> dict[str, Any] | None:
+        """Where a stopped training of exactly these runs was, if it left a whole file."""
+        try:
+            return read_tensors(self._path(plan, arm, runs, "unfinished"))
+        except Damaged:
+            return None
+
+    def _path(self, plan: Plan, arm: str, runs: list[int], kind: str) -> Path:
+        return self.folder(plan, arm) / f"{kind}-{runs[0]:04d}-{runs[-1]:04d}.pt"
+
+
+@lru_cache
+def provenance() -> dict[str, Any]:
+    """Which code on which software computed a result."""
+    return {
+        "commit": _commit(),
+        "versions": {"sensli": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package runs from, marked where files differ from it; None if installed."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        call = ["git", "-C", str(here), *arguments]
+        return subprocess.run(call, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        # an installed package may lie inside somebody else's repository: only our own source tree counts
+        if Path(git("rev-parse", "--show-toplevel")) / "src" / "sensli" / "paper" != here:
+            return None
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", str(here)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def readable(root: Path) -> Store:
+    """A store to read from; a path that is no folder is the user's mistake."""
+    if root.exists() and not root.is_dir():
+        raise StoreError(f"{root}: is a file, not a results folder. Choose another with --out.")
+    return Store(root)

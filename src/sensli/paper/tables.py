@@ -1,0 +1,104 @@
+"""The tables of an experiment: exact counts beside the paper's, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sensli.paper.config import Options, Plan
+from sensli.paper.config import plan as make_plan
+from sensli.paper.document import Table
+from sensli.paper.engines import engine
+from sensli.paper.statistics import interval, number
+from sensli.paper.store import Result
+from sensli.tables import text_table
+
+# What the paper prints: (experiment, arm) -> FLOPs per training sample in total, of which measuring.
+PRINTED: dict[tuple[str, str], tuple[int, int]] = {
+    ("2", "FNN1"): (222_000, 0),
+    ("2", "FNN2"): (499_500, 0),
+    ("2", "FNN LI"): (432_270, 270),
+    ("3", "ResNet1"): (333_000, 0),
+    ("3", "ResNet2"): (532_000, 0),
+    ("3", "ResNet LI"): (484_488, 288),
+    ("4", "FNN1"): (222_000, 0),
+    ("4", "FNN2"): (499_500, 0),
+    ("4", "FNN LI"): (432_270, 270),
+    ("13", "ResNet1"): (90_000, 0),
+    ("13", "ResNet2"): (252_000, 0),
+    ("13", "ResNet LI"): (188_712, 1_512),
+}
+
+MISPRINTS = (
+    "Experiment 3, ResNet2: printed 532,000 FLOPs; 3 x 96 x 1850 = 532,800.",
+    "Experiments 3 and 13, measuring: the tables count one new place per residual block (288 and 1,512); a layer can "
+    "also go before the first block, which the experiments do use, and then it is 396 and 1,836.",
+    "Experiment 13: learning rate 0.1 in the appendix, 0.01 in the text; both are recipes here.",
+    "Experiments 3 and 4: 30 or 40 runs, depending on whether one asks the appendix or the caption.",
+    "Experiment 12, baseline: printed 2,674,368 parameters, which leaves out the 448 biases of the convolutions.",
+)
+
+
+def counts(plan: Plan) -> Table:
+    """Parameters and FLOPs of every arm; both counts of places where they differ."""
+    header = ("arm", "parameters", "FLOPs per sample", "of which measuring", "by the paper's count", "printed", "")
+    rows = []
+    unscaled = make_plan(plan.experiment, plan.recipe, Options())  # what is printed holds for the full length only
+    for arm, settings in plan.arms.items():
+        own = engine(settings).counts(settings)
+        paper = ""
+        total, measuring = own.flops, own.measuring
+        if own.flops_printed is not None and own.measuring_printed is not None:
+            total, measuring = own.flops_printed, own.measuring_printed
+            paper = f"{total:,} ({measuring:,})"
+        printed = PRINTED.get((plan.experiment.name, arm)) if unscaled.arms[arm] == settings else None
+        remark = "" if printed is None else "equal" if printed == (total, measuring) else "misprint"
+        rows.append(
+            (
+                arm,
+                " → ".join(f"{size:,}" for size in own.parameters),
+                f"{own.flops:,}",
+                f"{own.measuring:,}" if own.measuring else "",
+                paper,
+                "" if printed is None else f"{printed[0]:,}" + (f" ({printed[1]:,})" if printed[1] else ""),
+                remark,
+            )
+        )
+    return _without_empty_columns(header, rows)
+
+
+def measured(plan: Plan, results: Mapping[str, Result]) -> Table:
+    """Final losses and errors, mean over the runs with a 95 % interval."""
+    header = ("arm", "training loss", "test loss", "test error", "places chosen", "dead units", "seconds")
+    rows = []
+    for arm, result in results.items():
+        finals = [str(interval(result.final(curve))) for curve in ("train_loss", "test_loss", "test_error")]
+        rows.append((arm, *finals, _places(result), _dead(result), f"{result.seconds:.1f}"))
+    return _without_empty_columns(header, rows)
+
+
+def _places(result: Result) -> str:
+    """How often each place was chosen, insertion by insertion: `0: 12, 1: 18`."""
+    if "place" not in result.runs:
+        return ""
+    texts = []
+    for k, chosen in enumerate(result.runs["place"].T):
+        available = int((~result.runs["merits"][0, k].isnan()).sum())
+        if available > 1:
+            texts.append(", ".join(f"{p + 1}: {int((chosen == p).sum())}" for p in range(available)))
+    return "; ".join(texts)
+
+
+def _dead(result: Result) -> str:
+    if "dead" not in result.runs or result.settings.network.kind != "fnn":
+        return ""
+    return number(result.runs["dead"].double().mean().item())
+
+
+def _without_empty_columns(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    keep = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return Table(tuple(header[i] for i in keep), tuple(tuple(row[i] for i in keep) for row in rows))
+
+
+def plain(table: Table) -> str:
+    """The table for a terminal, columns aligned."""
+    return text_table(table.header, table.rows, left=range(len(table.header)))

@@ -1,0 +1,99 @@
+"""The commands from end to end, on shortened experiments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from paper.test_config import GOOD
+from sensli.paper import cli
+from sensli.paper.errors import BadExperiment
+
+SHORT = ["--runs", "3", "--epochs-scale", "0.02"]
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    cli.add_commands(parser)
+    return lambda *words: cli.main(parser.parse_args(words))
+
+
+def test_run_show_list_report(call, tmp_path, capsys):
+    assert call("run", "3", "4", "--as", "stated", *SHORT) == 0
+    out = capsys.readouterr().out
+    assert "experiment 3 (stated), ResNet LI: 3 runs" in out and "FLOPs per sample" in out
+    assert "misprint" not in out, "the printed counts hold for the full length only"
+    for name in ("3-stated-curves", "3-stated-heatmaps", "4-stated-gradients"):
+        for suffix in ("png", "pdf"):
+            assert (tmp_path / "results" / "figures" / f"exp-{name}.{suffix}").stat().st_size > 2000
+    assert call("run", "3", "--as", "stated", *SHORT) == 0
+    assert "everything was already computed" in capsys.readouterr().out
+    assert call("list", *SHORT) == 0
+    assert "3 of 6 arms" in capsys.readouterr().out
+    assert call("report", *SHORT, "--to", "page") == 0
+    text, html = (tmp_path / "page" / "README.md").read_text(), (tmp_path / "page" / "report.html").read_text()
+    for claim in ("C1", "C9"):
+        assert f"## {claim}" in text and f"<h2>{claim}</h2>" in html
+    assert "awaiting the CNN experiments" in text
+    assert html.count("data:image/png;base64,") == text.count("![") == 5
+    assert "<script" not in html and "http" not in html
+    summary = json.loads((tmp_path / "page" / "summary.json").read_text())
+    assert summary["experiments"]["3-stated"]["runs"] == 3 and set(summary["claims"]) >= {"C1", "C9"}
+
+
+def test_an_experiment_of_the_user(call, tmp_path, capsys):
+    (tmp_path / "mine.json").write_text(json.dumps(GOOD))
+    assert call("run", "mine.json") == 0
+    assert "42 → 62" in capsys.readouterr().out
+
+
+def test_what_was_run_is_what_is_stated_where_nothing_differs(call, capsys):
+    assert call("run", "8", "--as", "run", "--runs", "2", "--epochs-scale", "0.01") == 0
+    assert "recipe 'stated'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["run", "99"], "no experiment '99'. Known: 2, 3, 4"),
+        (["run", "5"], "experiment 5 trains on CIFAR-10"),
+        (["run", "wakee"], "Did you mean 'wake'?"),
+        (["run", "2", "--runs", "0"], "--runs must be at least 1"),
+        (["run", "2", "--epochs-scale", "-1"], "--epochs-scale must be positive"),
+        (["run", "2", "--as", "rum"], "has no recipe 'rum'. It has: stated, run."),
+        (["run", "2", "--out", "/dev/null/x"], "cannot be written"),
+        (["run", "2", "--out", "/dev/null"], "is a file, not a results folder"),
+        (["run", "nowhere.json"], "cannot be read"),
+        (["show", "2"], "0 of 30 runs are stored"),
+        (["report"], "nothing is stored"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(call, capsys, words, text):
+    assert call(*words) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+def test_ctrl_c_is_no_traceback(call, capsys, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.runner, "run", stop)
+    assert call("run", "2") == 130
+    assert "goes on from here" in capsys.readouterr().err
+
+
+def test_plugs_into_a_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["paper", "list"])
+    args.run(args)
+    assert "FNN, full batch, one insertion" in capsys.readouterr().out
+    broken = parser.parse_args(["paper", "run", "99"])
+    with pytest.raises(BadExperiment):
+        broken.run(broken)

@@ -1,0 +1,210 @@
+"""Experiment files are read strictly, and a mistake is one line that helps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sensli.paper import catalog, networks, tables
+from sensli.paper.config import Network, Options, Settings, digest, parse, plan
+from sensli.paper.engines import engine
+from sensli.paper.errors import BadExperiment
+
+GOOD = {
+    "name": "mine",
+    "title": "a test",
+    "shows": "nothing",
+    "runs": 3,
+    "settings": {
+        "network": {"kind": "fnn", "widths": [4, 4]},
+        "optimizer": {"lr": 0.1},
+        "batch": 450,
+        "epochs": 20,
+    },
+    "arms": {"LI": {"insert_at": [5]}, "small": {}},
+    "recipes": {"stated": {}, "run": {"settings": {"optimizer": {"lr": 0.2}}}},
+}
+
+
+def changed(path: str, value: object) -> dict:
+    data = copy.deepcopy(GOOD)
+    *folders, last = path.split("/")
+    spot = data
+    for folder in folders:
+        spot = spot[folder]
+    spot[last] = value
+    return data
+
+
+def test_recipes_and_arms_are_laid_over_the_settings():
+    experiment = parse(GOOD, "mine.json")
+    stated, run = (plan(experiment, recipe, Options()) for recipe in ("stated", "run"))
+    assert stated.arms["LI"].optimizer.lr == 0.1 and run.arms["LI"].optimizer.lr == 0.2
+    assert run.arms["LI"].insert_at == (5,) and run.arms["small"].insert_at == ()
+    assert run.runs == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        ("epoch", 3, r"mine.json: unknown key 'epoch'"),
+        ("settings/epoch", 3, r"unknown key 'epoch'. Did you mean 'epochs'\?"),
+        ("arms/LI/select", "larget", r"arm 'LI'.*Did you mean 'largest'\?"),
+        ("settings/optimizer/lrr", 1.0, r"optimizer: unknown key 'lrr'. Did you mean 'lr'\?"),
+        ("settings/epochs", "many", r"epochs: expected a whole number, found 'many'"),
+        ("settings/epochs", True, r"epochs: expected a whole number, found True"),
+        ("settings/epochs", 0, r"epochs must be at least 1, not 0"),
+        ("settings/batch", 451, r"batch must be between 1 and 450"),
+        ("settings/network/widths", 5, r"widths: expected a list, found 5"),
+        ("settings/network/widths", [4, "5"], r"widths\[1\]: expected a whole number"),
+        ("settings/network/widths", [4, 5], r"widths \[4, 5\] differ"),
+        ("settings/network/widths", [], r"widths is empty"),
+        ("settings/network/widths", [-4], r"widths must be positive"),
+        ("settings/network/kind", "cnn", r"unknown kind 'cnn'"),
+        ("settings/optimizer/lr", -1, r"lr must be positive"),
+        ("arms/LI/insert_at", [5, 5], r"insert_at must increase"),
+        ("arms/LI/insert_at", [20], r"insert_at must lie between 1 and 19"),
+        ("runs", 0, r"runs must be at least 1"),
+        ("arms", {}, r"arms is empty"),
+        ("arms", {"../up": {}}, r"becomes a folder"),
+        ("figures", ["curve"], r"unknown figure 'curve'. Did you mean 'curves'\?"),
+        ("figures", ["gradients"], r"needs an arm with record_gradients"),
+        ("recipes/run/settings/optimiser", {}, r"Did you mean 'optimizer'\?"),
+    ],
+)
+def test_mistakes_in_a_file(path, value, text):
+    with pytest.raises(BadExperiment, match=text) as caught:
+        parse(changed(path, value), "mine.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_key_is_named():
+    data = copy.deepcopy(GOOD)
+    del data["settings"]["batch"]
+    with pytest.raises(BadExperiment, match="the key 'batch' is missing"):
+        parse(data, "mine.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (Options(runs=0), "--runs must be at least 1"),
+        (Options(runs=-2), "--runs must be at least 1"),
+        (Options(epochs_scale=0.0), "--epochs-scale must be positive"),
+        (Options(epochs_scale=float("nan")), "--epochs-scale must be positive"),
+        (Options(epochs_scale=0.01), "--epochs-scale 0.01 is too small"),
+    ],
+)
+def test_mistakes_in_the_options(options, text):
+    with pytest.raises(BadExperiment, match=text):
+        plan(parse(GOOD, "mine.json"), "stated", options)
+
+
+def test_scaling_keeps_epochs_and_insertions_in_proportion():
+    one = plan(catalog.find("13"), "stated", Options(epochs_scale=0.1))
+    assert one.arms["ResNet LI"].epochs == 50 and one.arms["ResNet LI"].insert_at == (10, 20, 30)
+
+
+def test_any_change_of_the_settings_or_the_seed_changes_the_digest():
+    one = plan(parse(GOOD, "mine.json"), "stated", Options())
+    other = plan(parse(GOOD, "mine.json"), "run", Options())
+    names = {
+        digest(one.arms["LI"], 0),
+        digest(one.arms["LI"], 1),
+        digest(one.arms["small"], 0),
+        digest(other.arms["LI"], 0),
+    }
+    assert len(names) == 4
+    assert digest(one.arms["LI"], 0) == digest(plan(parse(GOOD, "x.json"), "stated", Options()).arms["LI"], 0)
+
+
+def test_a_setting_spelled_out_at_its_default_is_the_same_configuration():
+    spoken = plan(parse(changed("settings/tau", 0.0), "mine.json"), "stated", Options())
+    silent = plan(parse(GOOD, "mine.json"), "stated", Options())
+    assert digest(spoken.arms["LI"], 0) == digest(silent.arms["LI"], 0)
+
+
+def test_files_of_the_user(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(GOOD))
+    assert catalog.find(str(path)).name == "mine"
+    path.write_text("{")
+    with pytest.raises(BadExperiment, match="not valid JSON"):
+        catalog.find(str(path))
+    path.write_text(json.dumps({**GOOD, "name": "2"}))
+    with pytest.raises(BadExperiment, match="belongs to an experiment of the package"):
+        catalog.find(str(path))
+
+
+def test_toml_files_of_the_user(tmp_path):
+    pytest.importorskip("tomllib")
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'name = "mine"\ntitle = "t"\nshows = "s"\nruns = 2\n[settings]\nbatch = 450\nepochs = 9\n'
+        '[settings.network]\nkind = "fnn"\nwidths = [4]\n[settings.optimizer]\nlr = 0.1\n[arms.LI]\ninsert_at = [3]\n'
+    )
+    assert plan(catalog.find(str(path)), "stated", Options()).arms["LI"].insert_at == (3,)
+
+
+def test_the_nine_experiments_are_there_and_sound():
+    assert catalog.paper_names() == ["2", "3", "4", "6", "7", "8", "10", "11", "13"]
+    for experiment in catalog.bundled().values():
+        for recipe in experiment.recipes:
+            for settings in plan(experiment, recipe, Options()).arms.values():
+                assert engine(settings).estimate(settings, 30) > 0
+
+
+PARAMETERS = [
+    (Network("fnn", (5,)), [27, 57]),
+    (Network("fnn", (4, 4)), [42, 62]),
+    (Network("fnn", (10, 10)), [162, 272]),
+    (Network("resnet", (3, 3)), [33, 54, 75, 96]),
+    (Network("resnet", (3, 3, 3)), [54, 75]),
+]
+
+
+@pytest.mark.parametrize(("network", "sizes"), PARAMETERS, ids=str)
+def test_parameters_of_the_paper(network, sizes):
+    assert [networks.parameters(network, grown) for grown in range(len(sizes))] == sizes
+
+
+FLOPS = {  # experiment: arm -> (total, measuring, total as the paper counts places, measuring as the paper counts)
+    "2": {"FNN1": (222_000, 0), "FNN2": (499_500, 0), "FNN LI": (432_270, 270)},
+    "3": {"ResNet1": (333_000, 0), "ResNet2": (532_800, 0), "ResNet LI": (484_596, 396, 484_488, 288)},
+    "4": {"FNN1": (222_000, 0), "FNN2": (499_500, 0), "FNN LI": (432_270, 270)},
+    "13": {"ResNet1": (90_000, 0), "ResNet2": (252_000, 0), "ResNet LI": (189_036, 1_836, 188_712, 1_512)},
+}
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_of_the_paper(name):
+    one = plan(catalog.find(name), "stated", Options())
+    for arm, expected in FLOPS[name].items():
+        counts = engine(one.arms[arm]).counts(one.arms[arm])
+        found = (counts.flops, counts.measuring, counts.flops_printed, counts.measuring_printed)
+        assert found == (*expected, *(None,) * (4 - len(expected)))
+
+
+def test_the_only_misprint_of_the_tables_is_marked():
+    remarks = {}
+    for name in FLOPS:
+        table = tables.counts(plan(catalog.find(name), "stated", Options()))
+        remarks.update({(name, row[0]): row[-1] for row in table.rows if row[-1]})
+    assert [key for key, remark in remarks.items() if remark == "misprint"] == [("3", "ResNet2")]
+    assert list(remarks.values()).count("equal") == 11
+    assert any(re.search("532,000.*532,800", line) for line in tables.MISPRINTS)
+
+
+def test_the_documented_example_and_the_documented_settings_are_real():
+    text = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text("utf-8")
+    example = re.search(r"```json\n(.*?)```", text, re.DOTALL)
+    assert parse(json.loads(example.group(1)), "docs").name == "wide"
+    told = set(re.findall(r"`(?:network\.|optimizer\.|data\.)?([a-z_]+)`", text))
+    fields = {f.name for kind in (Settings, Network) for f in dataclasses.fields(kind)}
+    untold = {"network", "optimizer", "data", "engine", "tau"}  # containers, and what the stacked engine has no use for
+    assert fields - untold <= told
