@@ -189,6 +189,8 @@ def _show_plans(plans: list[Plan], store: Store) -> None:
         print(f"\nExperiment {one.experiment.name}, recipe '{one.recipe}'{size}: {one.experiment.title}. {one.note}")
         for table in (tables.counts(one), tables.measured(one, results)):
             print(f"\n{tables.plain(table)}")
+        for line in tables.remarks(one, results):
+            print(f"\n{line}")
         try:
             for path in figures.draw(one, results, store.root / "figures"):
                 print(f"\nfigure: {path} (and .pdf)")

@@ -140,7 +140,9 @@ def train(job: Job) -> Outcome:
             one.schedule.step(followed)
         if one.grower is not None:
             shuffled = torch.randperm(len(data.train), generator=generator(job.seed, run, f"look {epoch}"))
-            one.look(log, data.train.batches(settings.batch, shuffled), epoch + 1)
+            # where a look may stop early, smaller batches let it stop earlier
+            size = settings.batch if settings.confidence is None else -(-settings.batch // 2)
+            one.look(log, data.train.batches(size, shuffled), epoch + 1)
 
         finished = epoch + 1 == settings.epochs
         if not finished and time.monotonic() - saved >= job.save_every:

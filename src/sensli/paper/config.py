@@ -234,7 +234,7 @@ class Plan:
 
     def grown(self, arm: str) -> str:
         """The arm whose grown networks this arm (`from_start`) trains from scratch."""
-        wanted = dataclasses.replace(self.arms[arm], from_start=False)
+        wanted = dataclasses.replace(self.arms[arm], from_start=False, record_gradients=False, record_norms=False)
         for name, settings in self.arms.items():
             if name == arm:
                 break
@@ -287,6 +287,10 @@ def _check_figures(experiment: Experiment, arms: dict[str, Settings], where: str
     if "heatmaps" in experiment.figures and not any(arm.insert_at for arm in arms.values()):
         raise BadExperiment(f"{where}: the figure 'heatmaps' needs an arm that grows (insert_at).")
     recorded = any(arm.record_gradients and len(arm.insert_at) == 1 for arm in arms.values())
+    if "norms" in experiment.figures and not any(arm.record_norms and arm.insert_at for arm in arms.values()):
+        raise BadExperiment(f"{where}: the figure 'norms' needs an arm that grows with record_norms.")
+    if "cost" in experiment.figures and not all(presets.apply_to(arm) for arm in arms.values()):
+        raise BadExperiment(f"{where}: the figure 'cost' needs the engine 'cnn', which keeps the time.")
     if "gradients" in experiment.figures and not recorded:
         raise BadExperiment(f"{where}: the figure 'gradients' needs an arm with record_gradients and one insertion.")
 
