@@ -68,7 +68,7 @@ def test_altered_files_are_noticed(tmp_path, write):
     known = sums(contents)
     contents["data_batch_3"] = contents["data_batch_4"]
     write(tmp_path, contents)
-    with pytest.raises(DataError, match="data_batch_3.*not the published file") as caught:
+    with pytest.raises(DataError, match=r"data_batch_3.*not the published file") as caught:
         cifar10.load(tmp_path, sums=known)
     assert "\n" not in str(caught.value)
 
@@ -96,7 +96,7 @@ def test_a_folder_that_lacks_a_batch(tmp_path):
     contents = batches()
     write_binary(tmp_path, contents)
     (tmp_path / cifar10.BINARY / "test_batch.bin").unlink()
-    with pytest.raises(DataError, match="test_batch.bin: cannot be read"):
+    with pytest.raises(DataError, match=r"test_batch.bin: cannot be read"):
         cifar10.load(tmp_path, sums=sums(contents))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sensli.norms import NORMS
 from sensli.paper.config import Plan
 from sensli.paper.costs import pair, ratios
-from sensli.paper.figures import COLOURS, DPI, Results, _cycle, _title
+from sensli.paper.figures import COLOURS, DPI, Results, _cycle, _spans_orders, _title
 from sensli.paper.statistics import number
 from sensli.paper.store import Result
 
@@ -34,13 +34,15 @@ def cost(plan: Plan, results: Results) -> Figure:
     for axis in grid.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(True, color="0.92", linewidth=0.7)
+    if _spans_orders(results):
+        grid[0][0].set_yscale("log")
     grid[0][0].legend(frameon=False, fontsize=9)
     both = pair(plan)
     if both is not None:
         found = ratios(results[both[0]], results[both[1]])
         for column, quotient in enumerate((found.time, found.flops)):
             grid[0][column].set_title(f"{both[0]} / {both[1]}: {number(quotient.mean)}", fontsize=9, loc="left")
-    _title(figure, plan, "a line each, dots at insertions")
+    _title(figure, plan, "a line each, dots at insertions", smoothed=False)
     return figure
 
 
@@ -71,13 +73,13 @@ def norms(plan: Plan, results: Results) -> Figure:
     for k, name in enumerate(NORMS):
         axis = axes[k]
         for place in range(values.shape[1]):
-            axis.hlines(values[:, place, k].numpy(), place - 0.3, place + 0.3, color=COLOURS[place % 5], linewidth=1.0)
+            axis.hlines(values[:, place, k].numpy(), place + 0.7, place + 1.3, color=COLOURS[place % 5], linewidth=1.0)
         axis.set_title(name, fontsize=8)
-        axis.set_xticks(list(range(values.shape[1])))
+        axis.set_xticks(list(range(1, values.shape[1] + 1)))
         axis.tick_params(labelsize=7)
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("squared norm", fontsize=8)
     figure.supxlabel(f"place, after {result.settings.insert_at[0]} epochs", fontsize=8)
-    _title(figure, plan, "a line each")
+    _title(figure, plan, "a line each", smoothed=False)
     return figure

@@ -102,7 +102,7 @@ def gradients(plan: Plan, results: Results) -> Figure:
         axis.set_ylim(bottom=0)
     axes[-1].set_xlabel("iteration")
     axes[0].legend(frameon=False, fontsize=8, loc="upper right")
-    _title(figure, plan)
+    _title(figure, plan, smoothed=False)
     return figure
 
 
@@ -202,10 +202,7 @@ def _finish(plan: Plan, results: Results, figure: Figure, top: Axes, bottom: Axe
     for axis in (top, bottom):
         for moment in moments:
             axis.axvline(moment, color="0.4", linestyle=":", linewidth=1.0, zorder=0)
-    ends = [result.final("train_loss").mean().item() for result in results.values()]
-    if min(ends) > 0 and max(result.runs["train_loss"].mean(0).max().item() for result in results.values()) > 50 * min(
-        ends
-    ):
+    if _spans_orders(results):
         top.set_yscale("log")
     top.set_ylabel("training loss")
     bottom.set_ylabel("test error")
@@ -216,18 +213,25 @@ def _finish(plan: Plan, results: Results, figure: Figure, top: Axes, bottom: Axe
     _title(figure, plan, how)
 
 
+def _spans_orders(results: Results) -> bool:
+    """Whether the training loss falls so far that only a logarithmic axis shows it all."""
+    ends = [result.final("train_loss").mean().item() for result in results.values()]
+    starts = [result.runs["train_loss"].mean(0).max().item() for result in results.values()]
+    return min(ends) > 0 and max(starts) > 50 * min(ends)
+
+
 def window(plan: Plan, result: Result) -> int:
     """The moving average of a loss recorded step by step: the paper's, and never over more than an epoch."""
     return min(plan.experiment.smoothing, int(result.axes["iteration"][1]))
 
 
-def _title(figure: Figure, plan: Plan, how: str = "") -> None:
-    runs = "one run" if plan.runs == 1 else f"{plan.runs} runs" + (how and f", {how}")
-    window = plan.experiment.smoothing
-    smoothed = f", moving average over {window} epochs" if window > 1 else ""
-    if smoothed and presets.apply_to(next(iter(plan.arms.values()))):
-        smoothed = f", moving average over at most {window} iterations"
-    text = f"Experiment {plan.experiment.name} ({plan.words}): {plan.experiment.title}. {runs}{smoothed}"
+def _title(figure: Figure, plan: Plan, how: str = "", *, smoothed: bool = True) -> None:
+    runs = "One run" if plan.runs == 1 else f"{plan.runs} runs" + (how and f", {how}")
+    window, average = plan.experiment.smoothing, ""
+    if smoothed and window > 1:
+        by_step = presets.apply_to(next(iter(plan.arms.values())))
+        average = f", moving average over {f'up to {window} iterations' if by_step else f'{window} epochs'}"
+    text = f"Experiment {plan.experiment.name} ({plan.words}): {plan.experiment.title}. {runs}{average}"
     figure.suptitle(text, fontsize=9, wrap=True)
 
 
