@@ -23,7 +23,7 @@ def extended(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[l
     big = copy.deepcopy(model)
     names = [[f"{g.name}.{m}" for m in site.layer.measured] for g, site in zip(grown, sites, strict=True)]
     # a later wrap around the same anchor may have renamed an earlier layer
-    for index, growth in enumerate(grown):
+    for index in range(len(grown)):
         for later in grown[index + 1 :]:
             names[index] = [later.renames.get(name, name) for name in names[index]]
     for growth in reversed(grown):

@@ -240,7 +240,8 @@ class _Finder:
                 raise _Refused(
                     f"its features lie along dimension {lies.dim} of shape {shape}, where no layer of ours acts"
                 )
-            return Layer(form, "linear", shape[-1], activation=_fitted(s, shape[-1]))
+            # torch's slopes per channel lie along the second dimension, which are the features only in a matrix
+            return Layer(form, "linear", shape[-1], activation=_fitted(s, shape[-1] if len(shape) == 2 else 1))
         kernel, groups = (3,) * (len(shape) - 2), 1
         for name in neighbours:
             module = self.model.get_submodule(name)

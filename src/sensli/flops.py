@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .errors import BadExample, UnsupportedModel
+from sensli.errors import BadExample, UnsupportedModel
+from sensli.running import describe, device_of, run, tensors, to_device, untouched
 
 
 class Flops(int):
@@ -66,51 +67,23 @@ def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False
     with _unchanged(model), torch.no_grad():
         try:
             with counter:
-                _run(model, example)
+                run(model, to_device(example, device_of(model)))
         except Exception as error:
             raise BadExample(
-                f"the example does not run through {type(model).__name__}. Example: {_shapes(example)}. "
+                f"the example does not run through {type(model).__name__}. Example: {describe(example)}. "
                 f"{type(error).__name__}: {error}"
             ) from error
     return Flops(round(counter.total / samples), counter.unknown)
 
 
-def _run(model: nn.Module, example: Example) -> object:
-    if isinstance(example, tuple):
-        return model(*example)
-    if isinstance(example, dict):
-        return model(**example)
-    return model(example)
-
-
 def _samples(example: Example) -> int:
-    for tensor in _tensors(example):
+    for tensor in tensors(example):
         if tensor.dim() and not tensor.shape[0]:
             raise BadExample(f"the example holds no sample: its first tensor has the shape {tuple(tensor.shape)}.")
         return tensor.shape[0] if tensor.dim() else 1
     raise BadExample(
-        f"the example holds no tensor: {_shapes(example)}. Give a tensor, a tuple of arguments or a dict of them."
+        f"the example holds no tensor: {describe(example)}. Give a tensor, a tuple of arguments or a dict of them."
     )
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _shapes(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shapes(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "(" + ", ".join(_shapes(each) for each in value) + ")"
-    return type(value).__name__
 
 
 @contextmanager
@@ -120,15 +93,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     The modes are set one by one: a model's own train() may do more than set them.
     """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
     fastpath = torch.backends.mha.get_fastpath_enabled()  # one opaque operation for a whole transformer layer
-    with torch.random.fork_rng(devices=list(devices)):
+    with untouched(model):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             for module, _ in modes:
@@ -138,16 +104,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fastpath)
             for module, mode in modes:
                 module.training = mode
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                if not _same(buffer, value):
-                    with torch.no_grad():
-                        buffer.copy_(value)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal values, where nan equals nan."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 # ---- what one operation costs -----------------------------------------------------------------------------------------
@@ -258,9 +214,9 @@ def _is_free(func: torch._ops.OpOverload, name: str, args: Any, kwargs: Any) -> 
         return True  # a view of an argument
     if torch.Tag.inplace_view in func.tags:
         return True
-    return not any(each.is_floating_point() or each.is_complex() for each in _tensors((args, kwargs)))
+    return not any(each.is_floating_point() or each.is_complex() for each in tensors((args, kwargs)))
 
 
 def _size(value: object) -> int:
     """Elements of the first tensor; the others are statistics or indices."""
-    return next((tensor.numel() for tensor in _tensors(value)), 0)
+    return next((tensor.numel() for tensor in tensors(value)), 0)

@@ -82,7 +82,7 @@ def record(model: nn.Module, example: Any) -> Flow:
     if isinstance(example, tuple | list | dict) and not any(True for _ in tensors(example)):
         raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
     try:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             twin = copy.deepcopy(model)
     except Exception as error:
         raise UnsupportedModel(
@@ -125,7 +125,7 @@ def record(model: nn.Module, example: Any) -> Flow:
         handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after))
     try:
-        with forked_random_state(model), torch.enable_grad():
+        with forked_random_state(model), torch.inference_mode(False), torch.enable_grad():
             output = run(twin, to_device(_with_node(example), device_of(model)))
             for handle in handles:  # a checkpointed part runs again in the backward pass, which is no second call
                 handle.remove()

@@ -173,6 +173,8 @@ class Layer:
     def build(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Module:
         """The module, an identity on its domain. Draws no random number."""
 
+        device = torch.get_default_device() if device is None else device  # skip_init would leave it on "meta"
+
         def weight(scale: float, bias: bool = True) -> nn.Module:
             return self._map(scale, bias, dtype=dtype, device=device)
 
@@ -243,6 +245,9 @@ class Layer:
             raise ValueError(one_of("layer form", data["form"], FORMS))
         if activation["name"] not in ACTIVATIONS:
             raise ValueError(one_of("activation", activation["name"], ACTIVATIONS))
+        unknown = {key for key, _ in activation["arguments"]} - set(ACTIVATIONS[activation["name"]])
+        if unknown:
+            raise ValueError(f"{activation['name']} takes no {sorted(unknown)}")
         sizes = (data["width"], data["groups"], *data["kernel"])
         if not all(type(size) is int and size > 0 for size in sizes) or data["width"] % data["groups"]:
             raise ValueError(f"width, groups and kernel are {sizes}, which make no layer")

@@ -60,7 +60,7 @@ def measure(
     known = _length(batches)
     exhausted = False
 
-    with untouched(model), torch.enable_grad(), catch.hooked():
+    with untouched(model), torch.inference_mode(False), torch.enable_grad(), catch.hooked():
         for batch in batches:
             size = _backward(model, catch, batch, loss_fn, count, unit)
             unit = unit or size

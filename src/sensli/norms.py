@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import one_of
+from sensli.errors import one_of
 
 _CHUNK_BYTES = 2**23  # of one intermediate; a handful live at once, so that the whole stays below about 64 MB
 _FIRST_CHUNK = 8  # frequencies settled first: the largest of them usually rules out most of the others

@@ -93,5 +93,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 for module, name, buffer, values in kept:
                     module._buffers[name] = buffer  # a forward may bind the name to another tensor
                     # Written only where it moved: a graph that the user holds may have saved the buffer.
-                    if buffer is not None and values is not None and not torch.equal(buffer, values):
+                    if buffer is not None and values is not None and not _same(buffer, values):
                         buffer.copy_(values)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal values, where nan equals nan."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

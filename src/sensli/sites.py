@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from torch import nn
 
+from sensli.chain import Chain
 from sensli.errors import UnknownSite, one_of
 from sensli.layers import Layer
 
@@ -31,9 +32,12 @@ class Ref:
         """The module and its path today. Without the module itself (after loading from JSON) the path decides."""
         if self._module is None:
             try:
-                return self.path, model.get_submodule(self.path)
+                path, named = self.path, model.get_submodule(self.path)
             except AttributeError:
                 return None
+            while isinstance(named, Chain):  # layers inserted since stand around the module of that name
+                path, named = f"{path}.anchor", named.get_submodule("anchor")
+            return path, named
         module = self._module()
         if module is None:
             return None

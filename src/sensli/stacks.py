@@ -35,16 +35,35 @@ def find_stacks(flow: Flow) -> list[Stack]:
             continue
         if isinstance(container, Chain) and isinstance(_parent(flow, path), (nn.Sequential, nn.ModuleList, Chain)):
             continue  # its parts were seen as members of that one
-        run: list[Call] = []
-        for member in _members(path, container):
-            call = _as_block(flow, member)
-            if run and (call is None or not _continues(run[-1], call)):
-                _keep(stacks, path, run)
-                run = []
-            if call is not None:
-                run.append(call)
-        _keep(stacks, path, run)
+        for run in _runs(flow, path, container):
+            residual = _has_skip(run[0])
+            if len(run) > 1 or (residual and not _holds_stack(flow, run[0])):
+                stacks.append(Stack(path, tuple(run), residual))
     return stacks
+
+
+def _runs(flow: Flow, path: str, container: nn.Module) -> Iterator[list[Call]]:
+    """The longest rows of equal blocks among the members of a container; many have a single one."""
+    run: list[Call] = []
+    for member in _members(path, container):
+        call = _as_block(flow, member)
+        if run and (call is None or not _continues(run[-1], call)):
+            yield run
+            run = []
+        if call is not None:
+            run.append(call)
+    if run:
+        yield run
+
+
+def _holds_stack(flow: Flow, call: Call) -> bool:
+    """Whether a block is the body of a network rather than a block: residual blocks stand in a row inside it."""
+    return any(
+        len(run) > 1 and _has_skip(run[0])
+        for path, inner in call.module.named_modules(prefix=call.path)
+        if isinstance(inner, (nn.Sequential, nn.ModuleList))
+        for run in _runs(flow, path, inner)
+    )
 
 
 def _parent(flow: Flow, path: str) -> nn.Module:
@@ -59,12 +78,6 @@ def _members(path: str, container: nn.Module) -> Iterator[str]:
             yield from _members(member, child)
         else:
             yield member
-
-
-def _keep(stacks: list[Stack], container: str, run: list[Call]) -> None:
-    residual = bool(run) and _has_skip(run[0])
-    if len(run) > 1 or residual:
-        stacks.append(Stack(container, tuple(run), residual))
 
 
 def _inside(path: str, stacks: list[Stack]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from paper.test_config import GOOD
 from sensli.paper import cli
+from sensli.paper.errors import BadExperiment
 
 SHORT = ["--runs", "3", "--epochs-scale", "0.02"]
 
@@ -85,3 +86,15 @@ def test_ctrl_c_is_no_traceback(call, capsys, monkeypatch):
     monkeypatch.setattr(cli.runner, "run", stop)
     assert call("run", "2") == 130
     assert "goes on from here" in capsys.readouterr().err
+
+
+def test_plugs_into_a_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["paper", "list"])
+    args.run(args)
+    assert "FNN, full batch, one insertion" in capsys.readouterr().out
+    broken = parser.parse_args(["paper", "run", "99"])
+    with pytest.raises(BadExperiment):
+        broken.run(broken)

@@ -20,6 +20,7 @@ class Question:
     yes: str  # every check confirmed
     partly: str
     no: str  # no check confirmed
+    opposite: str = ""  # every check came out the other way; `no` where this is empty
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,21 @@ C2 = Claim(
             "Growing earlier narrows the gap, but no insertion time beats the extended network at the end of training.",
         ),
         Question(
+            "And the ResNet with three insertions, grown earlier?",
+            tuple(Smaller("when-resnet", f"LI@{time}", "ResNet2", LOSS) for time in (10, 50, 100)),
+            "Grown early, it beats the extended network.",
+            "Some insertion times and learning rates let it beat the extended network, others do not.",
+            "No: at no insertion time and learning rate does it beat the extended network at the end of training.",
+        ),
+        Question(
             "Is it the dead units? The identity layer inherits every unit that is zero on all data. Wake them.",
             tuple(
                 Smaller(name, f"LI@{time} wake", "FNN2", LOSS) for name in ("when-full", "when-mini") for time in EARLY
             ),
             "Yes: with its dead units woken, the grown network beats the extended one.",
             "In part: with its dead units woken, the grown network beats the extended one for some insertion times.",
-            "Waking helps, but does not let the grown network beat the extended one.",
+            "No: with its dead units woken the grown network does not beat the extended one either. (Whether waking "
+            "helps at all is weighed at the end.)",
         ),
         Question(
             "Is it the initial seeds? Take only the runs whose small network had no dead unit when it grew. (The runs "
@@ -100,6 +109,7 @@ C2 = Claim(
             tuple(Smaller("starts", f"LI@{time}", "FNN2", LOSS, dead=True) for time in (10, 50, 450)),
             "They win too.",
             "They win in some settings only.",
+            "The difference is within the noise.",
             "They lose, and this is the most likely reason why the claim fails: an identity layer hands every dead "
             "unit on, so a small network that has lost units grows into a deep one that has lost them as well.",
         ),
@@ -112,7 +122,7 @@ C2 = Claim(
             ),
             "Yes: early in training the grown network is ahead; by the end the extended one has caught up.",
             "Yes, in most cases: early in training a network grown early is ahead; by the end the extended one has "
-            "caught up. A shorter training would have confirmed the claim.",
+            "caught up. Had the training been that short, the claim would have come out as confirmed.",
             "No: the grown network is not ahead then either.",
         ),
         Question(

@@ -17,7 +17,7 @@ from sensli.paper import catalog
 from sensli.paper.config import Options, Plan, plan
 from sensli.paper.costs import ratios
 from sensli.paper.engines import engine
-from sensli.paper.errors import NoResults
+from sensli.paper.errors import BadExperiment, NoResults
 from sensli.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED, OPPOSITE, Paired, interval, number, paired
 from sensli.paper.store import Result, Store
 
@@ -52,7 +52,10 @@ class Evidence:
             return
         experiment = self.experiments[name]
         for recipe in recipes or experiment.recipes:
-            one = plan(experiment, recipe, self.options)
+            try:
+                one = plan(experiment, recipe, self.options)
+            except BadExperiment:  # not possible at this scale of the epochs, so there can be no results
+                continue
             if one.key not in self._loaded:
                 try:
                     self._loaded[one.key] = self.store.load_all(one)
@@ -109,6 +112,8 @@ class Smaller:
                 )
                 pair = paired(*values)
                 setting = f"{named(one)}, {WORDS[curve]}{when}{self._subset()}: {self.first} against {self.second}"
+                if self.hidden:
+                    setting += " (claimed: no difference to be seen)"
                 idle = [arm for arm in (self.first, self.second) if at_chance(results[arm])]
                 remark = f"; at chance level: {' and '.join(idle)}" if idle else ""
                 verdict = self._verdict(pair) if len(idle) < 2 else NOT_TRAINED

@@ -259,9 +259,9 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _save_png(figure: Figure, path: Path) -> None:
-    """A palette of 128 colours is enough for a plot and takes a third of the space."""
+    """A palette of 256 colours is enough for a plot and takes a third of the space."""
     from PIL import Image
 
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    Image.open(buffer).convert("RGB").quantize(128).save(path, optimize=True)
+    Image.open(buffer).convert("RGB").quantize(256, kmeans=1).save(path, optimize=True)

@@ -12,9 +12,9 @@ from sensli.paper.config import Options, Plan
 from sensli.paper.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
 from sensli.paper.engines import engine
 from sensli.paper.errors import NoResults
-from sensli.paper.evidence import NO_VERDICT, Evidence, Finding
+from sensli.paper.evidence import CNN, NO_VERDICT, Evidence, Finding
 from sensli.paper.files import write_bytes
-from sensli.paper.statistics import AWAITING, CONFIRMED, interval, overall
+from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, interval, overall
 from sensli.paper.store import Result, Store
 
 TITLE = "The paper's claims, measured again"
@@ -34,7 +34,7 @@ def write(store: Store, options: Options, folder: Path) -> list[Path]:
     weighed = [(claim, _weigh(claim, evidence)) for claim in (*claims.CLAIMS, claims.WAKE)]
     blocks = [
         *_opening(stored),
-        *_summary(weighed),
+        *_summary(weighed, evidence),
         *(block for claim, findings in weighed for block in _claim(claim, findings, evidence)),
         *_experiments(stored, folder),
         *_closing(stored),
@@ -47,8 +47,8 @@ def write(store: Store, options: Options, folder: Path) -> list[Path]:
     return [text, html, summary]
 
 
-def _weigh(claim: Claim, evidence: Evidence) -> list[Finding]:
-    return [finding for check in claim.checks for finding in check.weigh(evidence)]
+def _weigh(asked: Claim | Question, evidence: Evidence) -> list[Finding]:
+    return [finding for check in asked.checks for finding in check.weigh(evidence)]
 
 
 def verdict(findings: list[Finding]) -> str:
@@ -82,12 +82,22 @@ def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
     ]
 
 
-def _summary(weighed: list[tuple[Claim, list[Finding]]]) -> list[Block]:
-    rows = tuple(
-        (claim.name, claim.words.split(". ")[0].split(" (Not")[0], f"**{verdict(findings)}**")
-        for claim, findings in weighed
-    )
-    return [Heading("In short"), Table(("", "claim", "verdict"), rows)]
+def _summary(weighed: list[tuple[Claim, list[Finding]]], evidence: Evidence) -> list[Block]:
+    rows = []
+    for claim, findings in weighed:
+        words = claim.words.split(". ")[0].split(" (Not")[0]  # the first sentence; the rest stands with the claim
+        rows.append((claim.name, words, f"**{verdict(findings)}**"))
+    asked = [
+        f"{claim.name}: {question.text} **{_answer(question, _weigh(question, evidence))}**"
+        for claim, _ in weighed
+        for question in claim.questions
+    ]
+    return [
+        Heading("In short"),
+        Table(("", "claim", "verdict"), tuple(rows)),
+        Paragraph("What was asked further, where a claim did not hold everywhere, and the answer:"),
+        Bullets(tuple(asked)),
+    ]
 
 
 def _claim(claim: Claim, findings: list[Finding], evidence: Evidence) -> list[Block]:
@@ -99,14 +109,20 @@ def _claim(claim: Claim, findings: list[Finding], evidence: Evidence) -> list[Bl
 
 
 def _question(question: Question, evidence: Evidence) -> list[Block]:
-    findings = [finding for check in question.checks for finding in check.weigh(evidence)]
+    findings = _weigh(question, evidence)
+    return [Heading(question.text, 3), Paragraph(_answer(question, findings)), _evidence(findings)]
+
+
+def _answer(question: Question, findings: list[Finding]) -> str:
+    """The sentence that goes with what was found."""
     judged = [finding.verdict for finding in findings if finding.verdict not in NO_VERDICT]
-    confirmed = judged.count(CONFIRMED)
     if not judged:
-        answer = "Not computed yet."
-    else:
-        answer = question.yes if confirmed == len(judged) else question.partly if confirmed else question.no
-    return [Heading(question.text, 3), Paragraph(answer), _evidence(findings)]
+        return "Not computed yet."
+    if all(verdict == CONFIRMED for verdict in judged):
+        return question.yes
+    if CONFIRMED in judged:
+        return question.partly
+    return question.opposite if question.opposite and set(judged) == {OPPOSITE} else question.no
 
 
 def _evidence(findings: list[Finding]) -> Table:
@@ -159,17 +175,24 @@ def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
         )
         for own in (True, False)
     )
-    commit = facts["commit"] or "unknown"
+    commits = sorted({_commit(result.facts["commit"]) for _, results in stored for result in results.values()})
     preset = next((f" --preset {one.preset}" for one, _ in stored if one.preset != "paper"), "")
+    cnn = f", `sensli paper run cnn{preset}`" if any(one.experiment.name in CNN for one, _ in stored) else ""
     return [
         Heading("How it was measured"),
         Paragraph(
-            f"{versions}, {facts['machine']}, one thread (CNNs: all), seed {stored[0][0].seed}, commit {commit}. "
-            f"Training took {paper:.0f} s for the paper's experiments and {further:.0f} s for the further ones. "
-            "To get this page again: `sensli paper run spirals further`, "
-            f"`sensli paper run cnn{preset}` where there are results of the CNN, then `sensli paper report{preset}`."
+            f"{versions}, {facts['machine']}, one thread (CNNs: all), seed {stored[0][0].seed}, commits {', '.join(commits)}. "
+            f"Training took {paper:.0f} s for the paper's experiments and {further:.0f} s for the further ones. To "
+            f"get this page again: `sensli paper run spirals further`{cnn}, then `sensli paper report{preset}`, which writes "
+            "it as one HTML file as well."
         ),
     ]
+
+
+def _commit(name: str | None) -> str:
+    """Short, and still saying whether files differed from it."""
+    head, plus, rest = (name or "unknown").partition("+")
+    return head[:10] + plus + rest
 
 
 def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan, dict[str, Result]]]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Store:
 
     def load(self, plan: Plan, arm: str) -> Result:
         """The runs of one arm, or NoResults with the command that computes them."""
-        parts, _ = self.parts(plan, arm)
+        parts, damaged = self.parts(plan, arm)
         rows: dict[int, tuple[dict[str, Tensor], int]] = {}
         axes: dict[str, Tensor] = {}
         for part in parts:
@@ -96,12 +96,13 @@ class Store:
             axes = content["axes"]
             for row, run in enumerate(part.runs):
                 rows.setdefault(run, (content["runs"], row))
-        if any(run not in rows for run in range(plan.runs)):
-            have = sum(run in rows for run in range(plan.runs))
+        have = sum(run in rows for run in range(plan.runs))
+        if have < plan.runs:
+            lost = f" ({len(damaged)} damaged files left out)" if damaged else ""
+            name = plan.experiment.name
             raise NoResults(
-                f"{self.root}: experiment {plan.experiment.name} ({plan.recipe}), arm {arm}: {have} of {plan.runs} "
-                "runs are stored for this configuration. Compute the rest with the same options and: sensli paper "
-                f"run {plan.experiment.name}{'' if plan.preset == 'paper' else f' --preset {plan.preset}'}"
+                f"{self.root}: experiment {name} ({plan.words}), arm {arm}: {have} of {plan.runs} runs are stored for "
+                f"this configuration{lost}. Compute the rest with the same options and: sensli paper run {name}"
             )
         first = rows[0][0]
         runs = {name: torch.stack([rows[run][0][name][rows[run][1]] for run in range(plan.runs)]) for name in first}
