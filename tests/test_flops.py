@@ -234,9 +234,11 @@ def test_gradients_stay() -> None:
 
 
 def test_errors_say_what_was_given() -> None:
-    with pytest.raises(BadExample, match=r"does not run through Sequential.*float32 tensor of shape \(1, 7\).*RuntimeError"):
+    with pytest.raises(
+        BadExample, match=r"does not run through Sequential.*float32 tensor of shape \(1, 7\).*RuntimeError"
+    ):
         count_flops(fnn(2, 5, 2), torch.randn(1, 7))
-    with pytest.raises(BadExample, match=r"does not run.*\{wrong: \(1, 2\)"):
+    with pytest.raises(BadExample, match=r"does not run.*\{wrong: float32 tensor of shape \(1, 2\)"):
         count_flops(fnn(2, 5, 2), {"wrong": torch.randn(1, 2)})
     with pytest.raises(BadExample, match="no tensor"):
         count_flops(fnn(2, 5, 2), (1, "two"))

@@ -66,6 +66,17 @@ def test_selection(select):
     assert growth.site == getattr(chosen, "site", chosen)
 
 
+@pytest.mark.parametrize("select", ["smallest", "random"])
+def test_whether_a_control_grows_is_the_largest_merits_decision(select):
+    model = deep()
+    merits = measure(model, find_sites(model, points(2)), DATA, loss_fn)
+    ratios = sorted(merit.ratio for merit in merits)
+    assert ratios[0] < ratios[-1]
+    passing = (ratios[-2] + ratios[-1]) / 2  # only the best passes
+    assert grower(model, select=select, tau=passing).step(DATA, loss_fn) is not None
+    assert grower(deep(), select=select, tau=ratios[-1] * 1.01).step(DATA, loss_fn) is None
+
+
 def test_random_choices_come_from_the_seed_alone():
     def places(seed):
         torch.manual_seed(3)
@@ -243,12 +254,12 @@ def test_a_call_that_raises_changes_nothing_and_does_not_count():
     model = deep()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
-    growing = grower(model, optimizer, trigger=Every(1) & Plateau(1))
+    growing = grower(model, optimizer, trigger=Every(1) | Plateau(5))
     growing.step(DATA, loss_fn, metric=1.0)
     for step, error in [
-        (lambda: growing.step([], loss_fn, metric=1.0), MeasurementError),
-        (lambda: growing.step(DATA, lambda o, t: o.mean() * float("nan"), metric=1.0), MeasurementError),
-        (lambda: growing.step(DATA, lambda o, t: 1 / 0, metric=1.0), ZeroDivisionError),
+        (lambda: growing.step([], loss_fn, metric=0.5), MeasurementError),
+        (lambda: growing.step(DATA, lambda o, t: o.mean() * float("nan"), metric=0.5), MeasurementError),
+        (lambda: growing.step(DATA, lambda o, t: 1 / 0, metric=0.5), ZeroDivisionError),
         (lambda: growing.step(DATA, loss_fn), ValueError),
     ]:
         before = growing.state_dict()

@@ -348,6 +348,26 @@ def test_user_hooks_see_their_calls_and_stay():
     handle.remove()
 
 
+def test_before_one_of_two_consumers_only_what_that_one_sends_back_counts():
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+            self.double()
+
+        def forward(self, x):
+            h = F.relu(self.first(x))
+            return self.a(h) * self.b(h)
+
+    model, data = Fork(), batches()
+    (site,) = find_sites(model, points())
+    assert (site.side, site.path) == ("before", "a")
+    new, _ = oracle.gradients(model, [site], data, loss_fn)
+    for ratio in (True, False):
+        found = measure(model, [site], data, loss_fn, ratio=ratio)
+        assert found[0].value == pytest.approx(new[0].square().sum().item(), rel=1e-12)
+
+
 def test_a_hook_of_the_user_that_changes_the_output_is_part_of_the_model():
     model = fnn()
     model[1].register_forward_hook(lambda module, args, output: 2 * output)

@@ -11,6 +11,7 @@ from sensli import __version__
 from sensli.errors import SensliError
 from sensli.finding import KINDS
 from sensli.layers import FORMS
+from sensli.paper import cli as paper
 
 _DESCRIPTION = """\
 Grow an ordinary PyTorch network while it trains: find where a layer could go, measure what it would be
@@ -20,6 +21,7 @@ _EXAMPLES = """\
 examples:
   sensli demo                                         three networks on two spirals, under a minute
   sensli sites mymodels:make_cnn --input 1x3x32x32    where your own model could grow
+  sensli paper run 2                                  an experiment of the paper, with table and figure
   sensli bench                                        the figures we promise, measured on this machine
 """
 
@@ -81,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     sites.add_argument("--where", choices=KINDS, help="only sites of this kind")
     sites.set_defaults(run=_sites)
+
+    paper.add_parser(commands)
 
     bench = commands.add_parser(
         "bench",

@@ -51,9 +51,10 @@ class _Sizes(Mapping[str, int]):
 class Grower:
     """Grows a model between epochs: call `step` once per epoch, and train on whether it grew or not.
 
-    At a call on which ``trigger`` fires, the merits of all sites are measured; a layer is inserted if its merit is at least ``tau``
-    times the mean over the existing weights. ``select`` names which: ``"largest"``, or as controls ``"smallest"`` and
-    ``"random"``, or a callable on `Merits`; ``count`` layers at once at most. ``lr_scale`` multiplies the learning rates after each growth.
+    At a call on which ``trigger`` fires, the merits of all sites are measured; a layer is inserted if its merit is at least
+    ``tau`` times the mean over the existing weights. ``select`` names which: ``"largest"``, or as controls ``"smallest"``
+    and ``"random"`` (whether to insert is then still the largest merit's decision), or a callable on `Merits`; ``count``
+    layers at once at most. ``lr_scale`` multiplies the learning rates after each growth.
     """
 
     def __init__(
@@ -145,8 +146,7 @@ class Grower:
         try:
             for merit in self._chosen(merits):
                 moment = self._moment(metric)
-                passes = merit.ratio is None or merit.ratio >= self._tau
-                if len(grown) < self._count and passes and self._trigger.allows(merit.site, moment):
+                if len(grown) < self._count and self._trigger.allows(merit.site, moment):
                     grown.append(self._insert(merit, factor=self._lr_scale if not grown else 1.0))
         except BaseException:  # all layers of a call go in, or none
             for growth in reversed(grown):
@@ -164,19 +164,23 @@ class Grower:
         return growth
 
     def _chosen(self, merits: Merits) -> list[Merit]:
-        """The merits in the order in which they may be inserted."""
+        """The merits that may be inserted, in that order.
+
+        A control differs from the method in *where* alone: whether, and how many at most, the largest merits decide for it too.
+        """
+        worth = [merit for merit in merits.ranked if merit.ratio is None or merit.ratio >= self._tau]
         if self._select == "largest":
-            return merits.ranked
+            return worth
         if self._select == "smallest":
-            return sorted(merits, key=lambda merit: merit.value)  # of equal ones the first, as everywhere
+            return sorted(merits, key=lambda merit: merit.value)[: len(worth)]  # of equal ones the first, as everywhere
         if self._select == "random":
             order = torch.randperm(len(merits), generator=self._generator).tolist()
-            return [merits[index] for index in order]
+            return [merits[index] for index in order][: len(worth)]
         assert callable(self._select)
         choice = self._select(merits)
         for merit in merits:
             if choice is merit or choice is merit.site:
-                return [merit]
+                return [merit] if merit in worth else []
         raise TypeError(
             f"the selection returned {choice!r}; it must return one of the merits it was given, or its site."
         )

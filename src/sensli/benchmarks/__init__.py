@@ -17,6 +17,7 @@ import torch
 from sensli._version import __version__
 from sensli.benchmarks import measuring
 from sensli.benchmarks.figure import Figure
+from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
 from sensli.tables import text_table
 
@@ -26,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "probe": measuring.probe,
     "linear": measuring.linear_cost,
     "confidence": measuring.confidence,
+    "spirals": spirals,
 }
 
 

@@ -12,6 +12,7 @@ from sensli.paper.engines import engine
 from sensli.paper.evidence import at_chance
 from sensli.paper.statistics import interval, number
 from sensli.paper.store import Result
+from sensli.tables import text_table
 
 # What the paper prints: (experiment, arm) -> FLOPs per training sample in total, of which measuring.
 PRINTED: dict[tuple[str, str], tuple[int, int]] = {
@@ -147,7 +148,4 @@ def _without_empty_columns(header: tuple[str, ...], rows: Sequence[tuple[str, ..
 
 def plain(table: Table) -> str:
     """The table for a terminal, columns aligned."""
-    lines = [table.header, *table.rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.header))]
-    texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join((texts[0], "  ".join("-" * width for width in widths), *texts[1:]))
+    return text_table(table.header, table.rows, left=range(len(table.header)))

@@ -1,21 +1,22 @@
-"""The figures this package promises: how much faster the stack is, and how long the nine experiments take."""
+"""The spiral experiments: how much faster the stack is, and how long all nine take."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from sensli.paper import catalog, networks, spirals, stacked
+from sensli.benchmarks.figure import Figure
+from sensli.paper import catalog, networks, stacked
 from sensli.paper.config import Options, Plan, Settings, plan
 from sensli.paper.engines import Job
 from sensli.paper.errors import NoResults
 from sensli.paper.seeds import ORDER_BLOCK, order_block, run_seed
+from sensli.paper.spirals import split
 from sensli.paper.store import Store
 
 BARS = {"2": 5.0, "4": 10.0}
@@ -24,12 +25,12 @@ SHARE = 0.05  # of the epochs; what one epoch costs does not depend on how many 
 MINUTES = 10.0
 
 
-def run(results: Path = Path("results")) -> list[dict[str, Any]]:
-    """All figures as dicts of name, value, bar, unit, detail, and whether the bar is an upper one (at_most)."""
+def spirals(results: Path = Path("results")) -> list[Figure]:
+    """Stacked against one after another, and the time that the stored results took."""
     return [*(_speedup(name, bar) for name, bar in BARS.items()), _total(Store(results))]
 
 
-def _speedup(name: str, bar: float) -> dict[str, Any]:
+def _speedup(name: str, bar: float) -> Figure:
     """All arms and runs of one experiment: stacked against one network after another.
 
     Both sides train a twentieth of the epochs, insertion included; the plain side trains one network per arm and round
@@ -52,14 +53,7 @@ def _speedup(name: str, bar: float) -> dict[str, Any]:
         f"stacked, {alone / ROUNDS:.1f} s one after another (one network per arm and round timed, times {one.runs}), "
         f"{ROUNDS} rounds in turn"
     )
-    return {
-        "name": f"Exp{name} stacked against plain",
-        "value": ratio,
-        "bar": bar,
-        "unit": "x",
-        "detail": detail,
-        "at_most": False,
-    }
+    return Figure(f"Exp{name}: plain PyTorch / stacked, seconds", ratio, bar, detail, at_most=False)
 
 
 def _timed(work: Callable[..., object], *arguments: object) -> float:
@@ -70,7 +64,7 @@ def _timed(work: Callable[..., object], *arguments: object) -> float:
 
 def train_alone(settings: Settings, seed: int, run: int) -> list[float]:
     """One network in plain PyTorch: module, optimizer, cross_entropy; test error and training loss every epoch."""
-    data = spirals.split(settings.data.train, settings.data.split_seed)
+    data = split(settings.data.train, settings.data.split_seed)
     model: nn.Sequential = networks.build(settings.network, run_seed(seed, run, "weights"))
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.optimizer.lr)
     losses = []
@@ -106,16 +100,15 @@ def train_alone(settings: Settings, seed: int, run: int) -> list[float]:
     return losses
 
 
-def _total(store: Store) -> dict[str, Any]:
+def _total(store: Store) -> Figure:
     """Seconds of training that the store recorded for the paper's nine experiments, all recipes."""
-    name = "the nine spiral experiments, all recipes and runs"
-    figure: dict[str, Any] = {"name": name, "bar": MINUTES, "unit": "min", "at_most": True}
+    name = "the nine spiral experiments, minutes"
     try:
         seconds = sum(_seconds(one, store) for one in _plans())
     except NoResults as error:
-        return {**figure, "value": None, "detail": f"not computed yet. {error}"}
+        return Figure(name, None, MINUTES, f"not computed yet. {error}")
     detail = "training time as recorded with the results, one thread; figures and report take less than a minute more"
-    return {**figure, "value": seconds / 60, "detail": detail}
+    return Figure(name, seconds / 60, MINUTES, detail)
 
 
 def _plans() -> list[Plan]:
