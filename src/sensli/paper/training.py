@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from sensli.errors import ZeroMerits
 from sensli.finding import find_sites
 from sensli.grower import Grower
 from sensli.history import Growth, History
-from sensli.measuring import measure
 from sensli.norms import NORMS
 from sensli.paper import convnets, pipeline
 from sensli.paper.config import Settings
@@ -74,18 +72,13 @@ class Training:
             size, colours = self.facts.size, self.facts.colours
             self.example = torch.zeros(1, colours, size, size, device=self.device, dtype=float_type(settings))
             self.grower = Grower(
-                self.model, self.optimizer, example=self.example, trigger=At(*settings.insert_at), tau=self._tau,
+                self.model, self.optimizer, example=self.example, trigger=At(*settings.insert_at), tau=settings.tau,
                 norm="operator", select=settings.select, layer="relu", where="conv", confidence=settings.confidence,
                 lr_scale=settings.lr_scale, scheduler=self.schedule,
                 seed=run_seed(self.job.seed, self.job.runs[0], "place"),
             )  # fmt: skip
             if before is not None:
                 self.grower.load_state_dict(before.state_dict())
-
-    @property
-    def _tau(self) -> float:
-        """The threshold asks the largest merit in all arms; a control arm differs in the place alone (see `look`)."""
-        return self.settings.tau if self.settings.select == "largest" else 0.0
 
     @property
     def last(self) -> Growth | None:
@@ -130,11 +123,7 @@ class Training:
         self.grower.last_merits = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nothing to insert in a dead network: the records say so
-            if self._rejected(batches):
-                self.grower.calls += 1
-                growth = None
-            else:
-                growth = self.grower.step(batches, cross_entropy)
+            growth = self.grower.step(batches, cross_entropy)
         merits = self.grower.last_merits
         if growth is not None:
             self._prepare(self.model)
@@ -145,24 +134,6 @@ class Training:
         log.look(epochs, merits, growth, seconds, flops, share)
         if growth is not None and self.settings.fresh_optimizer:
             self.fresh()
-
-    def _rejected(self, batches: pipeline.Batches) -> bool:
-        """Whether a control arm is not to grow now, because not even the largest merit passes the threshold."""
-        assert self.grower is not None
-        if self.settings.tau == self._tau:
-            return False
-        try:
-            merits = measure(
-                self.model,
-                find_sites(self.model, self.example, layer="relu", where="conv"),
-                batches,
-                cross_entropy,
-                norm="operator",
-            )
-        except ZeroMerits:
-            return True
-        self.grower.last_merits = merits
-        return (merits.best.ratio or 0.0) < self.settings.tau
 
     def state(self) -> dict[str, Any]:
         """Optimizer state by name: by position it would come back to the wrong tensors of a grown network."""
