@@ -1,9 +1,9 @@
-# make demo | test | check | bench: each makes .venv on its first call and installs what it needs.
+# make demo | test | check | docs | bench: each makes .venv on its first call and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format docs bench clean
 .DEFAULT_GOAL := demo
 
 # One stamp per set of extras: a change of the pins or of the project file installs anew.
@@ -12,7 +12,7 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$*]"
 	@touch $@
 
-demo: $(VENV)/.all
+demo: $(VENV)/.cli
 	$(BIN)/sensli demo
 
 test: $(VENV)/.dev
@@ -27,8 +27,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/.all
 	$(BIN)/sensli bench
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

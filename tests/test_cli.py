@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 
 from sensli import demo
 from sensli.cli import main
+from sensli.terminal import paint, progress
 
 MODEL = """
 from torch import nn
@@ -75,11 +78,51 @@ def test_demo_trains_prints_and_draws(
 ) -> None:
     monkeypatch.setattr(demo, "EPOCHS", 60)
     monkeypatch.setattr(demo, "LOOKS", (20, 40))
+    monkeypatch.setattr(demo, "TAU", 0.2)
     assert main(["demo", "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    for word in ("baseline", "grown", "extended", "inserted: Linear(6, 6) + ReLU", "test error"):
+    for word in ("baseline", "grown", "extended", "epoch 20: +Linear(6, 6) + ReLU after 1 | merit ", "test error"):
         assert word in out
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert f"the film of it: {tmp_path / 'out' / 'growth.html'}" in out
+    assert (tmp_path / "out" / "growth.html").read_text().startswith("<!doctype html>")
+    assert "\x1b" not in out  # no colour where the output is no terminal
+
+
+def test_json_for_machines(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sites", "mymodel:make", "--input", "1x3x8x8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["sites"][0] == {
+        "site": "Conv2d(8, 8, 3) + ReLU after 1", "path": "1", "side": "after", "kind": "conv", "parameters": 584, "flops": 41472,
+    }  # fmt: skip
+    assert told["model"] == "Sequential" and isinstance(told["skipped"], list)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colour_in_a_terminal_only_and_not_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert paint("x", "bold green") == "x"
+    monkeypatch.setattr(sys, "stdout", _Terminal())
+    assert paint("x", "bold green") == "\x1b[1;32mx\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert paint("x", "bold green") == "x"
+
+
+def test_a_progress_bar_leaves_a_redirected_output_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys, "stderr", bar := _Terminal())
+    with progress("training", 10) as advance:
+        print("a decision")
+        advance(5, "loss 0.5")
+    assert capsys.readouterr().out == "a decision\n"
+    assert "training" in bar.getvalue() and "a decision" not in bar.getvalue()
 
 
 def test_without_plots_the_demo_says_how_to_get_them(tmp_path: Path) -> None:
@@ -94,7 +137,7 @@ def test_without_plots_the_demo_says_how_to_get_them(tmp_path: Path) -> None:
 
 
 def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("demo", "sites", "bench"):
+    for command in ("demo", "sites", "report", "bench"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert "example: " in capsys.readouterr().out

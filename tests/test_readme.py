@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -30,7 +31,11 @@ def test_readme_has_examples_with_output() -> None:
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("0*.py")), ids=lambda path: path.stem)
-def test_example_runs(script: Path) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, timeout=120)
+def test_example_runs(script: Path, tmp_path: Path) -> None:
+    """In an empty folder, because some write files."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

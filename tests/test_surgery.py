@@ -400,7 +400,7 @@ def test_the_wrapped_functional_model_still_counts_as_blocks_in_a_list():
     model, x = Looped(), points()
     before = model(x)
     for expected in (3, 4, 5):
-        sites = find_sites(model, x)
+        sites = find_sites(model, x, layer="residual")
         assert len(sites) == expected
         insert(model, sites[1])
     assert torch.equal(model(x), before) and len(model.blocks) == 2

@@ -6,6 +6,7 @@ in without changing the function, and the optimizer follows. `Grower` does all o
 
 from sensli import norms, triggers
 from sensli._version import __version__
+from sensli.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from sensli.errors import SensliError
 from sensli.finding import find_sites
 from sensli.flops import count_flops
@@ -17,6 +18,6 @@ from sensli.sites import Site, Sites
 from sensli.surgery import insert, replay, undo
 
 __all__ = [
-    "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "__version__", "count_flops",
-    "find_sites", "insert", "measure", "norms", "replay", "triggers", "undo",
+    "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "__version__",
+    "count_flops", "find_sites", "insert", "load_checkpoint", "measure", "norms", "replay", "save_checkpoint", "triggers", "undo",
 ]  # fmt: skip

@@ -6,13 +6,20 @@ from typing import Any
 
 from torch import nn
 
+from sensli.arguments import Slot, first_tensor, value_at, with_first, with_value
+
 
 class Chain(nn.Module):
-    """Stands where a module stood and runs it, with the inserted layers before or behind it; other attributes are the module's."""
+    """Stands where a module stood and runs it, with the inserted layers before or behind it; other attributes are the module's.
 
-    def __init__(self, anchor: nn.Module) -> None:
+    A layer takes the value alone (the argument in ``slot``, or the output or its first part); a twin takes the other arguments too.
+    """
+
+    def __init__(self, anchor: nn.Module, slot: Slot = 0) -> None:
         super().__init__()
         self.add_module("anchor", anchor)
+        self.slot = slot
+        self.twins: set[str] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         behind = False
@@ -21,10 +28,17 @@ class Chain(nn.Module):
             assert part is not None
             if name == "anchor":
                 value, behind = part(*args, **kwargs), True
-            elif behind:
-                value = part(value)
+                continue
+            given = first_tensor(value) if behind else value_at(args, kwargs, self.slot)
+            if name in self.twins:
+                own, named = with_value(args, kwargs, self.slot, given)
+                output = part(*own, **named)
             else:
-                args = (part(args[0]), *args[1:])
+                output = with_first(value, part(given)) if behind else part(given)
+            if behind:
+                value = output
+            else:
+                args, kwargs = with_value(args, kwargs, self.slot, first_tensor(output))
         return value
 
     def __getattr__(self, name: str) -> Any:

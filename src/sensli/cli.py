@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,9 @@ _EXAMPLES = """\
 examples:
   sensli demo                                         three networks on two spirals, under a minute
   sensli sites mymodels:make_cnn --input 1x3x32x32    where your own model could grow
+  sensli report history.json                          the film of your own training, as one HTML file
   sensli paper run 2                                  an experiment of the paper, with table and figure
+  sensli sites saved/model --text notes.txt           where a language model would gain most
   sensli bench                                        the figures we promise, measured on this machine
 """
 
@@ -58,31 +61,66 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("sensli-demo"), help="folder for the picture (default: %(default)s)"
     )
     demo.add_argument("--seed", type=int, default=4, help="of the initial weights (default: %(default)s)")
+    demo.add_argument("--json", action="store_true", help="print results and decisions as JSON, and nothing else")
     demo.set_defaults(run=_demo)
 
     sites = commands.add_parser(
         "sites",
-        help="list where your own model could grow",
-        description="List the places of a model where a layer could go, what it would cost, and what was skipped and why.",
-        epilog="example: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128",
+        help="list where your own model could grow, and with data, where it would help most",
+        description="List the places of a model where a layer could go, what it would cost, and what was skipped and why. With data, rank "
+        "them by what a layer there would be worth, beside the choices people make without measuring. The model is only read.",
+        epilog="example: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128; "
+        "sensli sites path/to/saved/model --text notes.txt --count 4",
     )
     sites.add_argument(
         "model",
-        metavar="MODULE:FACTORY",
-        help="a module or .py file and a function or class in it that gives the model",
+        metavar="MODEL",
+        help="MODULE:FACTORY, a module or .py file and a function or class in it that gives the model; or a directory that "
+        "save_pretrained of the transformers library wrote",
     )
-    sites.add_argument(
+    data = sites.add_mutually_exclusive_group(required=True)
+    data.add_argument(
         "--input",
         metavar="SHAPE",
         action="append",
-        required=True,
-        help="such as 1x3x32x32; repeat for several arguments",
+        help="such as 1x3x32x32; repeat for several arguments; lists, does not rank",
+    )
+    data.add_argument(
+        "--batch",
+        metavar="FILE",
+        type=Path,
+        help="a dict of keyword arguments or a pair (input, target), or a list of them, from torch.save; or a .safetensors file",
+    )
+    data.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="a text, read with the tokenizer in the model's directory or byte by byte",
+    )
+    sites.add_argument("--length", type=int, default=128, help="tokens in a window of the text (default: %(default)s)")
+    sites.add_argument(
+        "--count", type=int, default=1, help="layers to be placed, for the choices (default: %(default)s)"
     )
     sites.add_argument(
         "--layer", choices=("auto", *FORMS), default="auto", help="the form of the new layer (default: %(default)s)"
     )
     sites.add_argument("--where", choices=KINDS, help="only sites of this kind")
+    sites.add_argument("--json", action="store_true", help="print the places and their costs as JSON")
     sites.set_defaults(run=_sites)
+
+    report = commands.add_parser(
+        "report",
+        help="write the film of a training as one HTML file",
+        description="Write the growth page of a training: the network, every decision with all merits, the metric. "
+        "The file is what grower.history.save(path) wrote, or a checkpoint that holds grower.state_dict().",
+        epilog="example: sensli report history.json --out growth.html",
+    )
+    report.add_argument("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON, or a file of torch.save")
+    report.add_argument("--out", type=Path, help="where to write the page (default: beside the file, ending in .html)")
+    report.add_argument("--title", default="A network grows", help="the heading of the page (default: %(default)s)")
+    report.add_argument("--metric", default="metric", help="what the metric is, such as 'validation loss'")
+    report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
+    report.set_defaults(run=_report)
 
     paper.add_parser(commands)
 
@@ -103,15 +141,51 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> None:
     from sensli.demo import demo
 
-    demo(args.out, seed=args.seed)
+    demo(args.out, seed=args.seed, as_json=args.json)
 
 
 def _sites(args: argparse.Namespace) -> None:
     from sensli.finding import find_sites
     from sensli.loading import load_model, parse_input
 
-    example = tuple(parse_input(text) for text in args.input)
-    print(find_sites(load_model(args.model), example, layer=args.layer, where=args.where).explain())
+    if args.count < 1 or args.length < 1:
+        raise SensliError("--count and --length are whole numbers from 1.")
+    model = load_model(args.model)
+    if args.input:
+        example = tuple(parse_input(text) for text in args.input)
+        sites = find_sites(model, example, layer=args.layer, where=args.where)
+        print(json.dumps(sites.to_dict(), indent=1) if args.json else sites.explain())
+        return
+    from sensli.data_files import loss_for, read_batches, text_batches
+    from sensli.measuring import measure
+    from sensli.ranking import compare_choices
+
+    directory = Path(args.model) if Path(args.model).is_dir() else None
+    batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, length=args.length)
+    first = batches[0]
+    sites = find_sites(model, first if isinstance(first, dict) else first[0], layer=args.layer, where=args.where)
+    if not sites:
+        print(sites.explain())
+        return
+    merits = measure(model, sites, batches, loss_for(batches))
+    print(merits, compare_choices(merits, min(args.count, len(merits))), sep="\n\n")
+    for path, reason in sites.skipped:
+        print(f"skipped {path or 'the model'}: {reason}")
+
+
+def _report(args: argparse.Namespace) -> None:
+    from sensli.page import page_data, read_history, write_page
+    from sensli.terminal import paint_decision
+
+    history = read_history(args.file)
+    data = page_data(history, title=args.title, measure=args.metric)
+    page = write_page(args.out or args.file.with_suffix(".html"), data)
+    if args.json:
+        print(json.dumps({"page": str(page), "looks": [look.to_dict() for look in history.record.looks]}, indent=1))
+        return
+    for look in history.record.looks:
+        print(paint_decision(look))
+    print(f"the film of it: {page}   (open it in a browser)")
 
 
 def _bench(args: argparse.Namespace) -> None:

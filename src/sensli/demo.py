@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,13 @@ from sensli.errors import SensliError
 from sensli.finding import find_sites
 from sensli.flops import count_flops
 from sensli.grower import Grower
+from sensli.history import History
+from sensli.page import Curve, Film, page_data, write_page
 from sensli.tables import text_table
-from sensli.terminal import Advance, progress, require_plots
+from sensli.terminal import Advance, paint_decision, progress, require_plots
 
-WIDTH, EPOCHS, LOOKS, RATE = 6, 2000, (200, 600), 0.2
+WIDTH, EPOCHS, LOOKS, RATE, TAU = 6, 2000, (200, 600), 0.2, 1.0
+FRAMES = 70  # pictures of the film, besides those of the decisions
 
 
 @dataclass
@@ -29,8 +34,12 @@ class Arm:
     model: nn.Sequential
     looks: tuple[int, ...] = ()
     losses: list[float] = field(default_factory=list)
-    growths: list[int] = field(default_factory=list)
+    history: History = field(default_factory=History)
     flops: int = 0  # per training sample, over all epochs
+    film: Film = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.film = Film(self.name)
 
 
 def spirals(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -54,8 +63,8 @@ def network(hidden: int, seed: int) -> nn.Sequential:
         return nn.Sequential(*layers, nn.Linear(WIDTH, 2))
 
 
-def demo(out: Path, *, seed: int) -> None:
-    """Train the three networks, print every decision and a table, draw a picture."""
+def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
+    """Train the three networks, print every decision and a table, draw a picture, write the growth page."""
     require_plots()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -71,36 +80,50 @@ def demo(out: Path, *, seed: int) -> None:
         Arm("grown", network(1, seed), LOOKS),
         Arm("extended", network(1 + len(LOOKS), seed)),
     ]
-    print(
-        f"Two spirals, {len(x)} points. The growing network starts with one hidden layer of {WIDTH} units; its places now:"
-    )
-    print(find_sites(arms[1].model, x[:1]).explain(), end="\n\n")
+    if not as_json:
+        print(
+            f"Two spirals, {len(x)} points. The growing network starts with one hidden layer of {WIDTH} units; its places now:"
+        )
+        print(find_sites(arms[1].model, x[:1]).explain(), end="\n\n")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small are many times faster on one thread
     try:
         with progress("training", EPOCHS * len(arms)) as advance:
             for arm in arms:
-                _train(arm, x, y, advance)
+                _train(arm, x, y, advance, quiet=as_json)
     finally:
         torch.set_num_threads(threads)
-    rows = []
-    for arm in arms:
-        with torch.no_grad():
-            loss = cross_entropy(arm.model(x), y).item()
-            wrong = (arm.model(x_test).argmax(dim=1) != y_test).float().mean().item()
-        parameters = sum(p.numel() for p in arm.model.parameters())
-        rows.append([arm.name, f"{parameters}", f"{arm.flops:,}", f"{loss:.4f}", f"{wrong:.1%}"])
-    print(text_table(["network", "parameters", "FLOPs per sample", "training loss", "test error"], rows))
-    picture = out / "demo.png"
+    results = [_result(arm, x, y, x_test, y_test) for arm in arms]
+    rows = [
+        [
+            str(result["network"]),
+            f"{result['parameters']}",
+            f"{result['FLOPs per sample']:,}",
+            f"{result['training loss']:.4f}",
+            f"{result['test error']:.1%}",
+        ]
+        for result in results
+    ]
+    header = list(results[0])
+    picture, page = out / "demo.png", out / "growth.html"
     _draw(arms, x, y, picture)
-    print(f"\npicture: {picture}")
+    write_page(page, _page(arms, [dict(zip(header, row, strict=True)) for row in rows], x, y))
+    arms[1].history.save(out / "history.json")
+    if as_json:
+        looks = [look.to_dict() for look in arms[1].history.record.looks]
+        print(json.dumps({"results": results, "looks": looks, "page": str(page), "picture": str(picture)}, indent=1))
+        return
+    print("\n" + text_table(header, rows))
+    print(f"\nthe film of it: {page}   (open it in a browser)\npicture: {picture}")
     print("One run of many: another one with --seed. FLOPs count all training steps and both measurements.")
 
 
-def _train(arm: Arm, x: Tensor, y: Tensor, advance: Advance) -> None:
+def _train(arm: Arm, x: Tensor, y: Tensor, advance: Advance, *, quiet: bool) -> None:
     """Full-batch gradient descent; growing is two lines of it."""
     optimizer = torch.optim.SGD(arm.model.parameters(), lr=RATE)
-    grower = Grower(arm.model, optimizer, example=x[:1], trigger=triggers.At(*arm.looks or (EPOCHS + 1,)), tau=0)
+    grower = Grower(arm.model, optimizer, example=x[:1], trigger=triggers.At(*arm.looks or (EPOCHS + 1,)), tau=TAU)
+    frames = _frames()
+    arm.film.take(0, arm.model)
     forward = count_flops(arm.model, x[:1])
     for epoch in range(1, EPOCHS + 1):
         optimizer.zero_grad()
@@ -109,15 +132,58 @@ def _train(arm: Arm, x: Tensor, y: Tensor, advance: Advance) -> None:
         optimizer.step()
         arm.losses.append(loss.item())
         arm.flops += 3 * forward
-        growth = grower.step([(x, y)], cross_entropy)
-        if growth is not None:
-            assert grower.last_merits is not None
-            arm.growths.append(epoch)
+        grower.step([(x, y)], cross_entropy, metric=arm.losses[-1])
+        if epoch in arm.looks:
+            look = grower.history.record.looks[-1]
             # by the paper's rule a measurement costs one step of the network with a layer at every place
-            arm.flops += 3 * (forward + sum(merit.site.flops for merit in grower.last_merits))
+            arm.flops += 3 * (forward + sum(merit.flops for merit in look.merits))
             forward = count_flops(arm.model, x[:1])
-            print(f"epoch {epoch}: a look at all places\n{grower.last_merits}\ninserted: {growth.site}\n")
+            if not quiet:
+                print(paint_decision(look))
+        if epoch in frames:
+            arm.film.take(epoch, arm.model)
         advance(1, f"{arm.name}, loss {arm.losses[-1]:.3f}")
+    arm.history = grower.history
+
+
+def _frames() -> set[int]:
+    """Epochs of the film: dense at first, where most happens, and both sides of every look."""
+    early = min(EPOCHS, LOOKS[-1] + LOOKS[0])
+    frames = set(range(0, early, max(1, early * 3 // (2 * FRAMES)))) | set(
+        range(early, EPOCHS, max(1, (EPOCHS - early) * 3 // FRAMES))
+    )
+    return frames | {EPOCHS} | {look + step for look in LOOKS for step in (-1, 0)}
+
+
+def _result(arm: Arm, x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor) -> dict[str, Any]:
+    with torch.no_grad():
+        loss = cross_entropy(arm.model(x), y).item()
+        wrong = (arm.model(x_test).argmax(dim=1) != y_test).float().mean().item()
+    parameters = sum(p.numel() for p in arm.model.parameters())
+    return {
+        "network": arm.name,
+        "parameters": parameters,
+        "FLOPs per sample": arm.flops,
+        "training loss": loss,
+        "test error": wrong,
+    }
+
+
+def _page(arms: list[Arm], results: list[dict[str, Any]], x: Tensor, y: Tensor) -> dict[str, Any]:
+    epochs = list(range(1, EPOCHS + 1))
+    looks = " and ".join(map(str, LOOKS))
+    return page_data(
+        arms[1].history,
+        title="A network grows on two spirals",
+        intro=f"It starts with one hidden layer of {WIDTH} units. At epochs {looks} it measures what a new layer would "
+        "be worth at each place and inserts the best one as an identity. Beside it: the same network that never grows (baseline), and "
+        "one that has the full size from the start (extended).",
+        measure="training loss",
+        curves=[Curve(arm.name, epochs, arm.losses, arm.name) for arm in arms],
+        films=[arm.film for arm in arms],
+        results=results,
+        points=[(round(a, 3), round(b, 3), int(label)) for (a, b), label in zip(x.tolist(), y.tolist(), strict=True)],
+    )
 
 
 def _draw(arms: list[Arm], x: Tensor, y: Tensor, path: Path) -> None:
@@ -149,7 +215,7 @@ def _draw(arms: list[Arm], x: Tensor, y: Tensor, path: Path) -> None:
         panel.set_title(f"{arm.name}: {layers}, loss {arm.losses[-1]:.3f}", fontsize=11)
         panel.set(xticks=[], yticks=[], aspect="equal")
         axes["loss"].plot(arm.losses, label=arm.name, color=colours[arm.name], linewidth=1.8)
-    for epoch in arms[1].growths:
+    for epoch in (growth.details["epoch"] for growth in arms[1].history):
         axes["loss"].axvline(epoch, linestyle=":", color=colours["grown"])
         axes["loss"].annotate(
             "layer inserted",

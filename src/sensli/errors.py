@@ -45,6 +45,14 @@ class HistoryError(SensliError):
     """A growth cannot be undone or replayed on this model."""
 
 
+class CheckpointError(SensliError):
+    """A checkpoint cannot be written, or a file cannot be used as one."""
+
+
+class DistributedError(SensliError):
+    """The processes of a job do not agree, or one of them failed or is gone."""
+
+
 class MissingExtra(SensliError):
     """A feature needs a package that is not installed."""
 

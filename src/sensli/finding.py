@@ -15,11 +15,15 @@ from torch import nn
 
 from sensli.errors import SensliError, one_of
 from sensli.flow import Call, Flow, Seen, record
-from sensli.graph import channels, nearest_parameters, operation, origin
+from sensli.graph import Channels, channels, nearest_parameters, operation, origin
 from sensli.layers import FORMS, RELU, TANH, Activation, Layer, grouped_like, same_size_kernel
+from sensli.lists import ListPlace
 from sensli.sites import Ref, Site, Sites, Skipped
 from sensli.stacks import Stack, find_stacks
+from sensli.twinning import TwinFinder
+from sensli.twins import INITS
 from sensli.wrappers import bare
+from sensli.zeroing import NoTwin
 
 KINDS = ("conv", "linear", "block")
 
@@ -49,20 +53,24 @@ def find_sites(
     layer: str = "auto",
     where: str | Callable[[Site], bool] | None = None,
     kernel_size: int | None = None,
+    init: str = "copy",
 ) -> Sites:
     """Find the places where an identity layer can be inserted without changing the function.
 
     ``example`` is a tensor, a tuple of arguments or a dict of keyword arguments; it runs once through a copy of the model, which
     is only read. ``layer`` is ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"`` or ``"auto"``; ``where`` a kind (``"conv"``,
     ``"linear"``, ``"block"``) or a callable on `Site`; ``kernel_size`` that of new convolutions (default: the neighbour's if odd, else 3).
+    ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew, equally spread (``"fresh"``).
     """
     check_request(layer, where)
+    if init not in INITS:
+        raise ValueError(one_of("init", init, INITS))
     if kernel_size is not None and (kernel_size < 1 or kernel_size % 2 == 0):
         raise ValueError(
             f"kernel_size={kernel_size}: a new convolution keeps the size of its map, so its kernel must be odd."
         )
     model = bare(model)
-    finder = _Finder(model, record(model, example), layer, kernel_size)
+    finder = _Finder(model, record(model, example), layer, kernel_size, TwinFinder(model, example, init))
     sites, skipped = finder.find()
     if callable(where):
         chosen = where
@@ -79,8 +87,9 @@ class _Refused(SensliError):
 class _Finder:
     """One search: the run of the example, what was asked for, what was found so far."""
 
-    def __init__(self, model: nn.Module, flow: Flow, layer: str, kernel_size: int | None) -> None:
+    def __init__(self, model: nn.Module, flow: Flow, layer: str, kernel_size: int | None, twins: TwinFinder) -> None:
         self.model = model
+        self.twins = twins
         self.flow = flow
         self.layer = layer
         self.kernel_size = kernel_size
@@ -90,33 +99,67 @@ class _Finder:
         # Forms that stand anywhere an activation does look into blocks too; the others respect them as units.
         self.stacks = find_stacks(flow) if layer in ("auto", "residual", "twin") else []
         self.blocks = [block.path for stack in self.stacks for block in stack.blocks]
+        # What stands among blocks is a block too, if not an equal one: a stage begins with one that changes the size.
+        for stack in self.stacks:
+            if stack.residual and stack.container:
+                container = flow.model.get_submodule(stack.container)
+                if isinstance(container, (nn.Sequential, nn.ModuleList)):
+                    blocks = [
+                        f"{stack.container}.{n}"
+                        for n, child in container.named_children()
+                        if len(list(child.children())) > 1
+                    ]
+                    self.blocks += [path for path in blocks if not any(b.startswith(f"{path}.") for b in self.blocks)]
 
     def find(self) -> tuple[list[Site], list[Skipped]]:
-        for path in self.flow.opaque:
-            self.skipped[path] = "is a scripted module, which can be neither read nor changed"
+        self._visit_refused()
+        if self.layer in ("auto", "twin"):
+            # All twins before any other form: between two blocks the one may have a twin where the other has none.
+            for stack in sorted(self.stacks, key=lambda stack: -len(stack.blocks)):
+                self._visit_stack(stack, twins=True)
         if self.layer != "twin":
             self._visit_activations()
-        for stack in self.stacks:
-            self._visit_stack(stack)
-        if self.layer != "twin":
+            for stack in self.stacks:
+                self._visit_stack(stack, twins=False)
             self._visit_functional_activations()
             if not self.found and self.layer != "relu":
                 self._visit_layers()
+        if not self.found and not self.skipped:
+            what = "no stack of blocks" if self.layer == "twin" else "no activation and no layer with weights"
+            self.skipped[""] = f"{what} was met by the example, so there is no place to choose"
         self.found.sort(key=lambda entry: entry[0])
         return [site for _, site in self.found], [Skipped(path, reason) for path, reason in self.skipped.items()]
 
     # --- the points ---
 
-    def _visit_stack(self, stack: Stack) -> None:
+    def _visit_refused(self) -> None:
+        """Modules that could not be grown beside or into, said at once."""
+        for path in self.flow.opaque:
+            self.skipped[path] = "is a scripted module, which can be neither read nor changed"
+        for path, module in self.flow.model.named_modules():
+            calls = len(self.flow.calls_of(path))
+            if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+                self.skipped[path] = (
+                    "is recurrent: its steps and layers run inside one call, so there is no place between them"
+                )
+            elif "quantized" in type(module).__module__:
+                self.skipped[path] = "is quantised: its weights are whole numbers, and no gradient passes"
+            elif isinstance(module, _LAYERS) and calls > 1 and not self._in_block(path):
+                self.skipped[path] = (
+                    f"is used {calls} times in one forward pass, so a layer beside it would not be one place"
+                )
+
+    def _visit_stack(self, stack: Stack, *, twins: bool) -> None:
         first = stack.blocks[0]
         # In a plain chain of equal blocks the first one's input is a place only if it is an activation's output.
-        opens = stack.residual or _functional(first.inputs[0]) is not None
-        if opens and first.inputs[0].node not in self.taken:
-            self._try(first, "before", first.inputs[0])
+        assert first.given is not None
+        opens = stack.residual or _functional(first.given) is not None
+        if opens and first.given.node not in self.taken:
+            self._try(first, "before", first.given, block=True, twins=twins)
         for block in stack.blocks:
-            assert block.output is not None
-            if block.output.node not in self.taken:
-                self._try(block, "after", block.output)
+            assert block.result is not None
+            if block.result.node not in self.taken:
+                self._try(block, "after", block.result, block=True, twins=twins)
 
     def _visit_activations(self) -> None:
         for path, module in self.flow.model.named_modules():
@@ -163,11 +206,22 @@ class _Finder:
 
     # --- one point ---
 
-    def _try(self, call: Call, side: str, seen: Seen, activation: Activation | None = None) -> None:
+    def _try(
+        self,
+        call: Call,
+        side: str,
+        seen: Seen,
+        activation: Activation | None = None,
+        *,
+        block: bool = False,
+        twins: bool = False,
+    ) -> None:
         """A site at a point, or the reason why there is none."""
         try:
-            site = self._site(call, side, seen, activation)
+            site = self._site(call, side, seen, activation, block, twins)
         except _Refused as refusal:
+            if twins and self.layer == "auto":
+                return  # another form may do
             self.skipped[call.path] = str(refusal)
             self.taken.add(seen.node)  # one reason per point is enough
             return
@@ -177,12 +231,12 @@ class _Finder:
         moment = call.ended if side == "after" else call.began
         self.found.append((moment, site))
 
-    def _site(self, call: Call, side: str, seen: Seen, activation: Activation | None) -> Site:
+    def _site(self, call: Call, side: str, seen: Seen, activation: Activation | None, block: bool, twins: bool) -> Site:
         if seen.node is None or not seen.reached:
             raise _Refused(
                 "no gradient arrives there (the forward pass detaches it, or the output does not depend on it)"
             )
-        if side == "before" and not call.positional:
+        if side == "before" and not block and not call.positional:
             raise _Refused(
                 "takes its input by keyword or in a nest, and a layer before it needs it as the first argument"
             )
@@ -193,10 +247,14 @@ class _Finder:
         source = origin(seen.node)
         # The graph does not say what a padding was filled with, so the values have a say too.
         from_relu = source is not None and operation(source) == "Relu" and not seen.negative
-        form = self._form(from_relu, activation or _functional(seen))
         neighbours = self._neighbours(call, seen)
-        layer = self._plan(form, call, seen, neighbours, activation)
         path, module = call.path, self.model.get_submodule(call.path)
+        layer, place = None, None
+        if twins:
+            layer, place = self._twin(call, seen)
+        else:
+            form = self._form(from_relu, activation or _functional(seen))
+            layer = self._plan(form, call, seen, neighbours, activation)
         return Site(
             anchor=Ref.to(path, module),
             side=side,
@@ -206,7 +264,17 @@ class _Finder:
             chained=self._chained(path),
             overwritten=seen.overwritten
             or self._overwritten_in_training(seen, call.ended if side == "after" else call.began),
+            slot=call.slot if block and call.slot is not None else 0,
+            first_part=side == "after" and call.output is None,
+            place=place,
         )
+
+    def _twin(self, call: Call, seen: Seen) -> tuple[Layer, ListPlace | None]:
+        """A twin of the block, and its place in the list."""
+        try:
+            return self.twins.find(self.flow, call, seen, chained=self._chained(call.path))
+        except NoTwin as refusal:
+            raise _Refused(str(refusal)) from refusal
 
     def _form(self, from_relu: bool, activation: Activation | None) -> str:
         if self.layer == "auto":
@@ -216,8 +284,6 @@ class _Finder:
             raise _Refused(
                 f'is not idempotent: an identity layer + ReLU behind {behind} would change the function; use layer="residual"'
             )
-        if self.layer == "twin":
-            raise _Refused('twins of blocks are not supported yet; use layer="residual"')
         return self.layer
 
     def _plan(self, form: str, call: Call, seen: Seen, neighbours: list[str], activation: Activation | None) -> Layer:
@@ -226,9 +292,10 @@ class _Finder:
             raise _Refused(
                 f"its values have shape {shape} and type {seen.tensor.dtype}: no batch of floating-point features"
             )
-        lies = channels(seen.node, shape)
-        if lies is None and call.path in self.blocks and call.output is not None:
-            lies = channels(call.output.node, shape)  # a block maps a space into itself
+        # A matrix of samples and features leaves no choice, whatever its features were before they were flattened.
+        lies = channels(seen.node, shape) if len(shape) > 2 else Channels(1, False)
+        if lies is None and call.path in self.blocks and call.result is not None:
+            lies = channels(call.result.node, shape)  # a block maps a space into itself
         if lies is None:
             raise _Refused(f"it cannot be told along which dimension of its shape {shape} the features lie")
         if lies.dim not in (1, len(shape) - 1):

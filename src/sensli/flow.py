@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.arguments import Slot, first_tensor, value_at, value_slot
+from sensli.copies import copied_model
 from sensli.errors import BadExample, UnsupportedModel
-from sensli.running import describe, device_of, forked_random_state, run, tensors, to_device
+from sensli.fsdp import is_sharded, unsharded
+from sensli.running import describe, device_of, forked_random_state, mapped, run, tensors, to_device
+from sensli.wrappers import eager
 
 
 @dataclass
@@ -55,6 +58,12 @@ class Call:
     ended: int = -1
     output: Seen | None = None  # None if it did not return a single tensor
     returned: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    # For a module that maps a space into itself, possibly as the first part of a tuple: where the value came in, and both its ends.
+    slot: Slot | None = None
+    given: Seen | None = None
+    result: Seen | None = None
 
 
 @dataclass
@@ -79,15 +88,25 @@ class Flow:
 
 def record(model: nn.Module, example: Any) -> Flow:
     """Run the example once, in eval mode, through a copy; the model itself is only read."""
+    on_meta = next(
+        (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), None
+    )
+    if on_meta is not None:
+        raise UnsupportedModel(
+            f"'{on_meta}' of {type(model).__name__} is on the meta device: it has a shape and no values, so there is nothing to run or "
+            "to measure. Load the weights first (model.to_empty(device='cpu') gives memory, load_state_dict values)."
+        )
     if isinstance(example, tuple | list | dict) and not any(True for _ in tensors(example)):
         raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
     try:
         with torch.inference_mode(False), torch.no_grad():
-            twin = copy.deepcopy(model)
+            twin = unsharded(model) if is_sharded(model) else copied_model(model)
+    except UnsupportedModel:
+        raise
     except Exception as error:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and sites are looked for on a copy so "
-            "that the model stays as it is. Remove what cannot be copied (open files, cached tensors that carry a graph)."
+            "that the model stays as it is. Remove what cannot be copied (open files, locks, handles of other processes)."
         ) from error
     twin.eval()
     flow = Flow(twin, parameter_names={id(p): name for name, p in twin.named_parameters()})
@@ -102,7 +121,8 @@ def record(model: nn.Module, example: Any) -> Flow:
     def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             seen = [Seen.of(t) for t in tensors((args, kwargs))]
-            call = Call(path, module, next(clock), seen, bool(args) and isinstance(args[0], Tensor))
+            first = bool(args) and isinstance(args[0], Tensor)
+            call = Call(path, module, next(clock), seen, first, args=args, kwargs=kwargs)
             flow.calls.append(call)
             open_calls.append(call)
 
@@ -116,6 +136,12 @@ def record(model: nn.Module, example: Any) -> Flow:
         call.returned = type(output).__name__
         if isinstance(output, Tensor):
             call.output = Seen.of(output)
+        value = first_tensor(output)
+        call.slot = None if value is None else value_slot(call.args, call.kwargs, value)
+        if value is not None and call.slot is not None:
+            given = value_at(call.args, call.kwargs, call.slot)
+            call.given = next(seen for seen in call.inputs if seen.tensor is given)
+            call.result = call.output or Seen.of(value)
 
     for path, module in twin.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -125,7 +151,7 @@ def record(model: nn.Module, example: Any) -> Flow:
         handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after))
     try:
-        with forked_random_state(model), torch.inference_mode(False), torch.enable_grad():
+        with forked_random_state(model), torch.inference_mode(False), torch.enable_grad(), eager():
             output = run(twin, to_device(_with_node(example), device_of(model)))
             for handle in handles:  # a checkpointed part runs again in the backward pass, which is no second call
                 handle.remove()
@@ -144,15 +170,11 @@ def record(model: nn.Module, example: Any) -> Flow:
     return flow
 
 
-def _with_node(value: Any) -> Any:
+def _with_node(example: Any) -> Any:
     """A copy of an example that does not share memory with the user's and has a graph node of its own, to be recognised by."""
-    if isinstance(value, Tensor):
-        fresh = value.detach().clone()
+
+    def copied(tensor: Tensor) -> Tensor:
+        fresh = tensor.detach().clone()
         return fresh.requires_grad_().clone() if fresh.is_floating_point() else fresh
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_with_node(part) for part in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_node(part) for part in value)
-    if isinstance(value, dict):
-        return {key: _with_node(part) for key, part in value.items()}
-    return value
+
+    return mapped(example, copied)

@@ -187,16 +187,17 @@ def leaves(node: Any) -> list[Any]:
     return found
 
 
-def reaches(node: Any, target: Any, through: frozenset[str], limit: int = 256) -> bool:
-    """Whether a path leads back from a node to a target node along the named operations only."""
-    frontier, seen = [node], set()
+def reaches(node: Any, target: Any, through: frozenset[str], needed: str, limit: int = 512) -> bool:
+    """Whether a path leads back from a node to a target node along the named operations only, and along the needed one at least once."""
+    frontier, seen = [(node, False)], set()
     while frontier and limit > 0:
         limit -= 1
-        current = frontier.pop()
-        if current is target:
+        current, met = frontier.pop()
+        if current is target and met:
             return True
-        if current is None or current in seen or operation(current) not in through:
+        if current is None or (current, met) in seen or operation(current) not in through:
             continue
-        seen.add(current)
-        frontier.extend(source for source, _ in current.next_functions)
+        seen.add((current, met))
+        met = met or operation(current) == needed
+        frontier.extend((source, met) for source, _ in current.next_functions)
     return False

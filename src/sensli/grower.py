@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from sensli.averaging import Averaged, check_alike, follow
+from sensli.distributed import mean_metric
 from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
 from sensli.finding import check_request, find_sites
 from sensli.flops import count_flops
 from sensli.history import Growth, History
+from sensli.logs import Log, check_log, tell
 from sensli.measuring import LossFunction, measure
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
 from sensli.optim import Optimizers
+from sensli.outline import outline
 from sensli.rates import Schedulers
+from sensli.record import Look, reason_of
 from sensli.sites import Site
 from sensli.surgery import insert, undo
 from sensli.triggers import Moment, Trigger
@@ -55,6 +60,9 @@ class Grower:
     ``tau`` times the mean over the existing weights. ``select`` names which: ``"largest"``, or as controls ``"smallest"``
     and ``"random"`` (whether to insert is then still the largest merit's decision), or a callable on `Merits`; ``count``
     layers at once at most. ``lr_scale`` multiplies the learning rates after each growth.
+    ``log`` is told every decision, also not to insert: a callable on `Look` (``print`` gives one line each), or a TensorBoard writer.
+    ``averaged`` is a `torch.optim.swa_utils.AveragedModel` of the model (or several) that grows with it. ``model`` may be wrapped in
+    DistributedDataParallel: then all processes call `step`, each with its own batches, and all insert the same layer.
     """
 
     def __init__(
@@ -73,7 +81,9 @@ class Grower:
         confidence: float | None = None,
         lr_scale: float = 1.0,
         scheduler: Schedulers = None,
+        averaged: Averaged = None,
         seed: int = 0,
+        log: Log = None,
     ) -> None:
         if not isinstance(trigger, Trigger):
             raise TypeError(
@@ -93,15 +103,19 @@ class Grower:
             raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
         choose(norm, ())
         check_request(layer, where)
+        check_log(log)
         bare(model)
         self.model = model
         self.history = History()
         self.last_merits: Merits | None = None  # of the last look, also where nothing was inserted
         self.calls = 0
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self._scheduler, self._averaged = optimizer, scheduler, averaged
+        check_alike(model, averaged)
         self._example, self._layer, self._where = example, layer, where
         self._trigger, self._tau, self._norm, self._select = trigger, tau, norm, select
         self._count, self._confidence, self._lr_scale = count, confidence, lr_scale
+        self._log = log
+        self._look: Look | None = None  # of the call that runs
         self._generator = torch.Generator().manual_seed(
             seed
         )  # of its own: growing leaves the global random state alone
@@ -116,14 +130,20 @@ class Grower:
         """
         trigger = self._trigger.state_dict()
         self.calls += 1
+        self._look = None
         try:
-            return self._step(batches, loss_fn, metric)
+            if not self.history.record:
+                self.history.record.draw(0, outline(bare(self.model)))
+            growth = self._step(batches, loss_fn, metric)
         except BaseException:
             self.calls -= 1
             self._trigger.load_state_dict(trigger)
             raise
+        self._keep(metric)
+        return growth
 
     def _step(self, batches: Iterable[Any], loss_fn: LossFunction | None, metric: float | None) -> Growth | None:
+        metric = mean_metric(self.model, metric)
         if not self._trigger.fires(self._moment(metric)):
             return None
         sites = find_sites(self.model, self._example, layer=self._layer, where=self._where)
@@ -134,20 +154,25 @@ class Grower:
             )
         fitting = [site for site in sites if self._trigger.allows(site, self._moment(metric))]
         if not fitting:
+            self._saw("the trigger's limits leave no room for a layer at any site")
             return None
+        parameters = self._moment(metric).sizes["parameters"]
         try:
             self.last_merits = merits = measure(
                 self.model, fitting, batches, loss_fn, norm=self._norm, confidence=self._confidence, ratio=True
             )
         except ZeroMerits as nothing:
             warnings.warn(f"call {self.calls}: nothing inserted, because {nothing}", stacklevel=3)
+            self._saw("all merits are zero", parameters=parameters)
             return None
         grown: list[Growth] = []
+        taken: list[Merit] = []
         try:
             for merit in self._chosen(merits):
                 moment = self._moment(metric)
                 if len(grown) < self._count and self._trigger.allows(merit.site, moment):
                     grown.append(self._insert(merit, factor=self._lr_scale if not grown else 1.0))
+                    taken.append(merit)
         except BaseException:  # all layers of a call go in, or none
             for growth in reversed(grown):
                 undo(self.model, growth, optimizer=self._optimizer, scheduler=self._scheduler)
@@ -155,10 +180,55 @@ class Grower:
             raise
         if grown:
             self._trigger.grown()
+        reason = reason_of(merits, taken, select=self._select_name, tau=self._tau)
+        self._saw(reason, merits, taken, grown, parameters=parameters)
         return grown[0] if grown else None
 
+    def _saw(
+        self,
+        reason: str,
+        merits: Merits | None = None,
+        taken: Sequence[Merit] = (),
+        grown: Sequence[Growth] = (),
+        *,
+        parameters: int | None = None,
+    ) -> None:
+        """Note a look: what the page and the log show. FLOPs are counted after a growth only."""
+        self._look = Look.of(
+            merits,
+            taken,
+            call=self.calls,
+            tau=self._tau,
+            select=self._select_name,
+            reason=reason,
+            inserted=tuple(growth.number for growth in grown),
+            parameters=parameters,
+            flops=self._flops_without(taken) if taken else None,
+        )
+
+    def _flops_without(self, taken: Sequence[Merit]) -> int | None:
+        """FLOPs of the model before it grew; None where they cannot be counted, because no decision depends on them."""
+        try:
+            return int(count_flops(bare(self.model), self._example)) - sum(merit.site.flops for merit in taken)
+        except Exception:
+            return None
+
+    def _keep(self, metric: float | None) -> None:
+        record = self.history.record
+        record.count(self.calls, metric)
+        if self._look is not None:
+            record.looks.append(self._look)
+            record.draw(self.calls, outline(bare(self.model)))
+            tell(self._log, self._look)
+
+    @property
+    def _select_name(self) -> str:
+        return self._select if isinstance(self._select, str) else getattr(self._select, "__name__", "a callable")
+
     def _insert(self, merit: Merit, factor: float) -> Growth:
+        check_alike(self.model, self._averaged)
         growth = insert(self.model, merit.site, optimizer=self._optimizer, scheduler=self._scheduler, lr_scale=factor)
+        follow(self._averaged, growth)
         growth = replace(growth, details={"epoch": self.calls, "merit": merit.value, "ratio": merit.ratio})
         self.history.append(growth)
         return growth

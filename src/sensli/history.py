@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, overload
 
 from sensli.errors import HistoryError
+from sensli.html_tables import html_table
+from sensli.own_rate import OwnRate
 from sensli.rates import RateScaling
+from sensli.record import Record
 from sensli.sites import Site
 
 FORMAT = 1
@@ -27,6 +30,8 @@ class Growth:
     renames: Mapping[str, str] = field(default_factory=dict)  # old to new, for names that the container could not keep
     beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the neighbours' parameters
     rates: RateScaling | None = None  # what the learning-rate factor changed
+    own_rate: OwnRate | None = None  # the groups of its own
+    frozen: tuple[str, ...] = ()  # names of the parameters that were trained before and rest since
     details: Mapping[str, Any] = field(default_factory=dict)  # why it was chosen: epoch, merit, ratio, ...
 
     def __str__(self) -> str:
@@ -42,6 +47,8 @@ class Growth:
             "renames": dict(self.renames),
             "beside": {name: list(shape) for name, shape in self.beside.items()},
             "rates": self.rates.to_dict() if self.rates else None,
+            "own_rate": self.own_rate.to_dict() if self.own_rate else None,
+            "frozen": list(self.frozen),
             "details": dict(self.details),
         }
 
@@ -56,15 +63,18 @@ class Growth:
             renames=dict(data["renames"]),
             beside={name: tuple(shape) for name, shape in data.get("beside", {}).items()},
             rates=RateScaling.from_dict(data["rates"]) if data["rates"] else None,
+            own_rate=OwnRate.from_dict(data["own_rate"]) if data.get("own_rate") else None,
+            frozen=tuple(data.get("frozen", ())),
             details=dict(data["details"]),
         )
 
 
 class History(Sequence[Growth]):
-    """The growths of a model, oldest first."""
+    """The growths of a model, oldest first, and in `record` what a `Grower` saw on its way."""
 
-    def __init__(self, growths: Iterable[Growth] = ()) -> None:
+    def __init__(self, growths: Iterable[Growth] = (), *, record: Record | None = None) -> None:
         self._growths = list(growths)
+        self.record = Record() if record is None else record
 
     @overload
     def __getitem__(self, index: int) -> Growth: ...
@@ -80,7 +90,8 @@ class History(Sequence[Growth]):
         return iter(self._growths)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, History) and self.to_dict() == other.to_dict()
+        # the growths make the model; what was seen on the way does not
+        return isinstance(other, History) and [g.to_dict() for g in self] == [g.to_dict() for g in other]
 
     __hash__ = None  # type: ignore[assignment]  # it grows
 
@@ -89,6 +100,21 @@ class History(Sequence[Growth]):
 
     def __str__(self) -> str:
         return "\n".join(str(growth) for growth in self) or "no growth yet"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        header = ["growth", "epoch", "merit", "ratio", "+parameters"]
+        rows = [
+            [
+                f"{growth.number}: {growth.site}, as {growth.name}",
+                str(growth.details.get("epoch", "")),
+                f"{growth.details['merit']:.3e}" if "merit" in growth.details else "",
+                f"{growth.details['ratio']:.2f}" if growth.details.get("ratio") is not None else "",
+                f"{growth.site.parameters:,}",
+            ]
+            for growth in self
+        ]
+        return html_table(header, rows, caption=repr(self))
 
     def append(self, growth: Growth) -> None:
         """Add the newest growth."""
@@ -100,7 +126,8 @@ class History(Sequence[Growth]):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"format": FORMAT, "growths": [growth.to_dict() for growth in self]}
+        record = {"record": self.record.to_dict()} if self.record else {}
+        return {"format": FORMAT, "growths": [growth.to_dict() for growth in self], **record}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> History:
@@ -115,7 +142,8 @@ class History(Sequence[Growth]):
                 f"the history has format {version!r}, and {FORMAT} is the newest known here. Update sensli, or use an intact copy."
             )
         try:
-            return cls(Growth.from_dict(entry) for entry in data["growths"])
+            record = Record.from_dict(data["record"]) if "record" in data else None
+            return cls((Growth.from_dict(entry) for entry in data["growths"]), record=record)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise HistoryError(
                 f"the history is damaged: {type(error).__name__}: {error}. Use an intact copy."

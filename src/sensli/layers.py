@@ -4,9 +4,10 @@ Form        new layer                          starts with             measured 
 relu        ``relu(W x + b)``, x >= 0          W = I, b = 0            W
 residual    ``x + W2 s(W1 x + b)``             W1 = 0.8 I, b, W2 = 0   W2
 parametric  ``(1 - a) z + a s(z)``, z = W x+b  W = I, b = 0, a = 0     W
+twin        a copy of the block beside it      some maps zero          those maps
 
 ``W`` is a matrix (``kind="linear"``) or a convolution (``kind="conv"``) that keeps the shape. What a layer at a place would be
-worth needs no layer there: `weight_gradient` is the vector-Jacobian product through the virtual layer alone.
+worth needs no layer there: `weight_gradient` is the vector-Jacobian product through the virtual layer alone (for twins see `vjp`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from sensli.errors import one_of
 from sensli.norms import Geometry
+from sensli.twins import Twin
 
 FORMS = ("relu", "residual", "parametric", "twin")
 
@@ -118,13 +120,16 @@ class Layer:
     """What would be inserted: a plan that prints as one phrase, goes to JSON and builds the module when it is wanted."""
 
     form: str
-    kind: str  # "linear" (features last) or "conv" (channels at dimension 1)
-    width: int  # features or channels
+    kind: str  # "linear" (features last), "conv" (channels at dimension 1) or "block" (a twin)
+    width: int = 0  # features or channels
     kernel: tuple[int, ...] = ()
     groups: int = 1
     activation: Activation = RELU
+    twin: Twin | None = None
 
     def __str__(self) -> str:
+        if self.twin is not None:
+            return f"Twin({self.twin.block})"
         if self.kind == "conv":
             size = str(self.kernel[0]) if len(set(self.kernel)) == 1 else str(self.kernel)
             groups = f", groups={self.groups}" if self.groups > 1 else ""
@@ -145,6 +150,8 @@ class Layer:
     @property
     def measured(self) -> tuple[str, ...]:
         """Names, within the built module, of the parameters whose gradient is the merit."""
+        if self.twin is not None:
+            return self.twin.measured
         return (
             {"relu": f"{self.kind}.weight", "residual": "second.weight", "parametric": f"{self.kind}.weight"}[
                 self.form
@@ -159,19 +166,34 @@ class Layer:
     @property
     def parameters(self) -> int:
         """How many parameters the layer would add."""
+        if self.twin is not None:
+            return self.twin.parameters
         own = sum(p.numel() for p in self.activation.build().parameters())
         return self.weights * math.prod(self.weight_shape) + self.width + own + (1 if self.form == "parametric" else 0)
 
     def flops(self, positions: int) -> int:
         """Forward FLOPs per sample by the rule: two per multiply-add, at so many positions (pixels, tokens)."""
+        if self.twin is not None:
+            return self.twin.flops
         return 2 * self.weights * math.prod(self.weight_shape) * positions
 
     def geometry(self, shape: Sequence[int]) -> Geometry:
         """How the measured weight acts on an activation of this shape: what the operator norms need."""
         return Geometry(size=tuple(shape[2:]), groups=self.groups) if self.kind == "conv" else Geometry()
 
-    def build(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Module:
-        """The module, an identity on its domain. Draws no random number."""
+    def build(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        source: nn.Module | None = None,
+        outside: nn.Module | None = None,
+    ) -> nn.Module:
+        """The module, an identity on its domain. Draws no random number. A twin is built from its ``source`` in the model ``outside``."""
+        if self.twin is not None:
+            if source is None:
+                raise ValueError(f"{self} is a copy of a block: give source=, the block that it stands beside.")
+            return self.twin.build(source, outside)
 
         device = torch.get_default_device() if device is None else device  # skip_init would leave it on "meta"
 
@@ -235,7 +257,10 @@ class Layer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self)
+        data = asdict(self)
+        if self.twin is None:
+            del data["twin"]
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layer:
@@ -243,6 +268,8 @@ class Layer:
         activation = data["activation"]
         if data["form"] not in FORMS:
             raise ValueError(one_of("layer form", data["form"], FORMS))
+        if data["form"] == "twin":
+            return cls("twin", "block", twin=Twin.from_dict(data["twin"]))
         if activation["name"] not in ACTIVATIONS:
             raise ValueError(one_of("activation", activation["name"], ACTIVATIONS))
         unknown = {key for key, _ in activation["arguments"]} - set(ACTIVATIONS[activation["name"]])

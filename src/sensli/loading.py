@@ -11,11 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sensli.errors import BadExample, UnsupportedModel
+from sensli.errors import BadExample, MissingExtra, UnsupportedModel
+from sensli.terminal import how_to_get
 
 
 def load_model(name: str) -> nn.Module:
-    """The model that ``MODULE:FACTORY`` names: an importable module or a .py file, and a function, class or model in it."""
+    """The model that a name means: a directory of the transformers library, or ``MODULE:FACTORY``.
+
+    MODULE is an importable module or a .py file, FACTORY a function, class or model in it.
+    """
+    if Path(name).is_dir():
+        return _from_directory(Path(name))
     module_name, colon, factory_name = name.rpartition(":")
     if not colon or not module_name or not factory_name:
         raise UnsupportedModel(
@@ -36,6 +42,29 @@ def load_model(name: str) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"{name} gave {type(model).__name__}, not an nn.Module.")
+    return model
+
+
+def _from_directory(path: Path) -> nn.Module:
+    """The model that ``save_pretrained`` wrote there; nothing is downloaded."""
+    if not (path / "config.json").is_file():
+        raise UnsupportedModel(
+            f"'{path}' is a directory without config.json, so it holds no model of the transformers library. Give one that "
+            "save_pretrained wrote, or MODULE:FACTORY."
+        )
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtra(
+            f"reading the model in '{path}' needs the package transformers. Get it with: {how_to_get('transformers')}"
+        ) from None
+    try:
+        configuration = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        names = configuration.architectures or ["AutoModelForCausalLM"]
+        model = getattr(transformers, names[0]).from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise UnsupportedModel(f"the model in '{path}' cannot be loaded: {type(error).__name__}: {error}.") from error
+    assert isinstance(model, nn.Module)
     return model
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sensli.confidence import GROUPS, is_clear, next_look, pseudo_values
+from sensli.distributed import Together, reduce_sums, same_values
 from sensli.errors import MeasurementError
+from sensli.fsdp import is_sharded, readable
 from sensli.graph import leaves
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
@@ -42,7 +44,13 @@ def measure(
     is in; its buffers, gradients and the random state are put back. ``ratio=False`` saves the gradients of the existing weights.
     ``confidence`` stops as soon as the best site is clear at that level.
     """
+    together = Together(model, "measure the merits")
     model = bare(model)
+    if confidence is not None and together.group is not None:
+        raise ValueError(
+            "confidence= looks at the sums while they grow, which several processes do not share before the end. Use max_batches=, or "
+            "leave both out for the exact merits."
+        )
     if not sites:
         raise MeasurementError(
             "there are no sites to measure. find_sites(...).explain() says which places were skipped and why."
@@ -52,7 +60,8 @@ def measure(
     if confidence is not None and not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
     norm = choose(norm, [site.kind for site in sites])
-    catch = Catch(model, sites, weights=ratio, groups=1 if confidence is None else GROUPS)
+    model, places = readable(model, sites)
+    catch = Catch(model, places, weights=ratio, groups=1 if confidence is None else GROUPS)
     # Without weights that train, only the activations at the sites are asked for.
     catch.keeps_activations = not catch.weights
     sizes = [0.0] * (1 if confidence is None else GROUPS)
@@ -60,7 +69,7 @@ def measure(
     known = _length(batches)
     exhausted = False
 
-    with untouched(model), torch.inference_mode(False), torch.enable_grad(), catch.hooked():
+    with together, untouched(model), torch.inference_mode(False), torch.enable_grad(), catch.hooked():
         for batch in batches:
             size = _backward(model, catch, batch, loss_fn, count, unit)
             unit = unit or size
@@ -77,6 +86,7 @@ def measure(
                 break
         else:
             exhausted = True
+        sizes, unit, count = reduce_sums(together, catch, sizes, unit, count)
     if count == 0:
         raise MeasurementError(
             "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
@@ -84,8 +94,9 @@ def measure(
     whole = confidence is None or exhausted or count == known
     values = [_value(site, norm, sizes[:count], exact=whole) for site in catch.sites]
     mean = _mean_of_weights(catch, norm, sizes[:count], exact=whole)
+    values, mean = same_values(together, values, mean)
     return _merits(
-        catch, values, mean, norm=norm, batches=count, samples=round(sum(sizes) * unit), confidence=confidence,
+        sites, catch, values, mean, norm=norm, batches=count, samples=round(sum(sizes) * unit), confidence=confidence,
         clear=clear if confidence is not None else None,
     )  # fmt: skip
 
@@ -94,22 +105,41 @@ class Probe:
     """The same from the user's own step, without a pass of its own.
 
     Inside the context every backward pass of the model adds to the merits what it adds to the gradients, so accumulation over
-    several batches means the same as for ``.grad``. Nothing of the step changes. ::
+    several batches means the same as for ``.grad``. Nothing of the step changes. ``scaler`` is the `torch.amp.GradScaler` that scales the
+    loss of the step: the merits are those of the loss itself. ::
 
         with Probe(model, sites) as probe:
             loss_fn(model(x), y).backward()
         merits = probe.merits()
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[Site], *, norm: str = "auto", ratio: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        *,
+        norm: str = "auto",
+        ratio: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._together = Together(model, "read the probe")
         self._model = bare(model)
         if not sites:
             raise MeasurementError(
                 "there are no sites to probe. find_sites(...).explain() says which places were skipped and why."
             )
         self._norm = choose(norm, [site.kind for site in sites])
+        if ratio and is_sharded(self._model):
+            raise MeasurementError(
+                "the gradients of sharded weights pass by where a probe could see them, so there is no ratio. Give ratio=False, or use "
+                "measure(...)."
+            )
+        self._sites = sites
         self._catch = Catch(self._model, sites, weights=ratio)
         self._open: ExitStack | None = None
+        self._scaler = scaler
+        if scaler is not None:
+            self._catch.scale = scaler.get_scale
 
     def __enter__(self) -> Probe:
         if self._open is not None:
@@ -133,32 +163,42 @@ class Probe:
     def _arrived(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             # A copy: the tensor becomes the user's .grad, which the next backward pass or step may overwrite.
-            self._catch.weights[index].sum.add(gradient.clone(), 0)
+            self._catch.weights[index].sum.add(self._catch.unscaled(gradient.clone()), 0)
 
         return hook
 
     def merits(self) -> Merits:
-        """The merits of all backward passes since the probe was made."""
-        if self._catch.caught == 0:
+        """The merits of all backward passes since the probe was made; with several processes, all of them must ask for it."""
+        with self._together as together:
+            if self._catch.caught == 0:
+                raise MeasurementError(
+                    "the probe saw no backward pass. Call loss.backward() inside `with Probe(...)`, on the output of the model "
+                    "it was made for."
+                )
+            passes = max(1, self._catch.caught // len(self._catch.sites))
+            # As DistributedDataParallel does with the gradients: the mean over the processes.
+            sizes, _, passes = reduce_sums(together, self._catch, [1.0], 1.0, passes)
+        values = [site.merit(self._norm, sum(sizes)) for site in self._catch.sites]
+        if self._scaler is not None and not all(map(math.isfinite, values)):
             raise MeasurementError(
-                "the probe saw no backward pass. Call loss.backward() inside `with Probe(...)`, on the output of the model it was made for."
+                f"the scaled gradients of the probed pass overflowed at the scale {self._scaler.get_scale():g}; the scaler skips such a "
+                "step and lowers its scale. Probe the next step."
             )
-        values = [site.merit(self._norm, 1.0) for site in self._catch.sites]
-        mean = _mean_of_weights(self._catch, self._norm, [1.0], exact=True)
-        passes = max(1, self._catch.caught // len(self._catch.sites))
-        return _merits(self._catch, values, mean, norm=self._norm, batches=passes)
+        mean = _mean_of_weights(self._catch, self._norm, sizes, exact=True)
+        values, mean = same_values(together, values, mean)
+        return _merits(self._sites, self._catch, values, mean, norm=self._norm, batches=passes)
 
 
-def _merits(catch: Catch, values: Sequence[float], mean: float | None, **facts: Any) -> Merits:
+def _merits(sites: Sequence[Site], catch: Catch, values: Sequence[float], mean: float | None, **facts: Any) -> Merits:
     if mean is not None and not math.isfinite(mean):
         raise MeasurementError(
             f"the mean over the existing weights is {mean}: one of their gradients is not finite although the loss is. "
             "Lower the learning rate, clip gradients, or measure with ratio=False."
         )
     records = []
-    for site, value in zip(catch.sites, values, strict=True):
+    for site, caught, value in zip(sites, catch.sites, values, strict=True):
         quotient = None if mean is None else (value / mean if mean > 0 else math.inf)
-        records.append(Merit(site.site, value, quotient, site.dead))
+        records.append(Merit(site, value, quotient, caught.dead))
     return Merits(records, **facts).check()
 
 

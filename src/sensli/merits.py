@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import overload
 
 from sensli.errors import MeasurementError, ZeroMerits
+from sensli.html_tables import html_table
 from sensli.sites import Site
 from sensli.tables import short_number, text_table
+
+_HEADER = ["site", "merit", "ratio", "+parameters", "+FLOPs", "dead units"]
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,15 @@ class Merits(Sequence[Merit]):
         return f"Merits({len(self)} sites, norm={self.norm!r}, best: {self.best})"
 
     def __str__(self) -> str:
-        header = ["site", "merit", "ratio", "+parameters", "+FLOPs", "dead units"]
-        rows = [
+        return text_table(_HEADER, self._rows) + f"\n{self._measured}"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        return html_table(_HEADER, self._rows, caption=self._measured)
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        return [
             [
                 str(merit.site),
                 f"{merit.value:.3e}",
@@ -87,7 +97,6 @@ class Merits(Sequence[Merit]):
             ]
             for merit in self.ranked
         ]
-        return text_table(header, rows) + f"\n{self._measured}"
 
     @property
     def _measured(self) -> str:

@@ -23,7 +23,7 @@ from sensli.optim import Optimizers, as_list, as_optimizers, called, unwrapped
 
 Schedulers: TypeAlias = LRScheduler | Sequence[LRScheduler] | None
 
-_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three come from OneCycleLR and SWALR
+GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three come from OneCycleLR and SWALR
 _SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
 
 
@@ -67,7 +67,7 @@ class RateScaling:
         return cls(data["factor"], tuple(RateChange(**change) for change in data["changes"]))
 
     def _holders(self, optimizers: Optimizers, schedulers: Schedulers) -> Holders:
-        holders: Holders = {"optimizer": as_optimizers(optimizers), "scheduler": _as_schedulers(schedulers)}
+        holders: Holders = {"optimizer": as_optimizers(optimizers), "scheduler": as_schedulers(schedulers)}
         for change in self.changes:
             try:
                 _read(holders, change)
@@ -86,7 +86,7 @@ def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: fl
     """Check that the factor reaches every rate, and list what it changes; nothing has changed before `apply`."""
     if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
         raise OptimizerError(f"learning rates cannot be scaled by {factor!r}: the factor must be a positive number.")
-    known, drivers = as_optimizers(optimizers), _as_schedulers(schedulers)
+    known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
     driven = [unwrapped(scheduler.optimizer) for scheduler in drivers]
     for scheduler, optimizer in zip(drivers, driven, strict=True):
         if not any(optimizer is each for each in known):
@@ -120,7 +120,7 @@ def _rate_changes(
 
     for index, optimizer in enumerate(optimizers):
         for i, group in enumerate(optimizer.param_groups):
-            for key in _GROUP_RATES:
+            for key in GROUP_RATES:
                 yield from change("optimizer", index, key, i, group.get(key))
     for index, scheduler in enumerate(schedulers):
         for key in (*_SCHEDULER_RATES, *(("eps",) if isinstance(scheduler, ReduceLROnPlateau) else ())):
@@ -132,7 +132,7 @@ def _rate_changes(
                 yield from change("scheduler", index, key, None, value)
 
 
-def _as_schedulers(given: Schedulers) -> tuple[LRScheduler, ...]:
+def as_schedulers(given: Schedulers) -> tuple[LRScheduler, ...]:
     """One scheduler, several, or none, each followed by those nested in it (SequentialLR, ChainedScheduler)."""
     flat: list[LRScheduler] = []
     for each in as_list(given):
@@ -144,7 +144,7 @@ def _as_schedulers(given: Schedulers) -> tuple[LRScheduler, ...]:
                     "none, so its base rates are unknown. Pass the scheduler itself, or a list of them."
                 )
             scheduler = scheduler.scheduler
-        flat += [scheduler, *_as_schedulers(getattr(scheduler, "_schedulers", None))]
+        flat += [scheduler, *as_schedulers(getattr(scheduler, "_schedulers", None))]
     return tuple(flat)
 
 

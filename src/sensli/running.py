@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 def run(model: nn.Module, example: Any) -> Any:
@@ -46,19 +48,27 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(getattr(value, entry.name, None))
 
 
-def to_device(value: Any, device: torch.device | None) -> Any:
-    """The same nest of tensors on a device; other values as they are."""
-    if device is None:
-        return value
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest of tuples, lists and dicts with every tensor changed; other values as they are."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(part, device) for part in value))
+        return type(value)(*(mapped(part, change) for part in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(to_device(part, device) for part in value)
+        return type(value)(mapped(part, change) for part in value)
     if isinstance(value, dict):
-        return {key: to_device(part, device) for key, part in value.items()}
+        return {key: mapped(part, change) for key, part in value.items()}
     return value
+
+
+def to_device(value: Any, device: torch.device | None) -> Any:
+    """The same nest of tensors on a device."""
+    return value if device is None else mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def widened(value: Any) -> Any:
+    """The same nest with half precision turned into single."""
+    return mapped(value, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
 
 
 def device_of(model: nn.Module) -> torch.device | None:

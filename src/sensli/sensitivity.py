@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.arguments import first_tensor, value_at, with_first, with_value
 from sensli.errors import MeasurementError
 from sensli.norms import Geometry, squared_norm
+from sensli.running import widened
 from sensli.sites import Site
+from sensli.vjp import VirtualTwin, split
+from sensli.wrappers import eager
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -63,15 +67,22 @@ class Sum:
 class SiteCatch:
     """What was caught at one site: the virtual layer's gradient, which units were ever alive, the size of the map."""
 
-    def __init__(self, site: Site, groups: int) -> None:
+    def __init__(self, site: Site, groups: int, anchor: nn.Module, model: nn.Module) -> None:
         self.site = site
         self.sum = Sum(groups)
         self.shape: tuple[int, ...] = (1, *site.shape)
         self.alive: Tensor | None = None
         self._activation = site.layer.activation.build().eval()  # a random one (RReLU) by its mean: no number is drawn
+        twin = site.layer.twin
+        self._twin = VirtualTwin(twin, anchor, model, site.slot) if twin is not None else None
 
-    def add(self, x: Tensor, cotangent: Tensor, group: int) -> None:
+    def add(self, x: Tensor, cotangent: Tensor, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One pass: the activation, the cotangent that came back to it, and the arguments of the anchor's call."""
         self.shape = tuple(x.shape)
+        if self._twin is not None:
+            self.sum.add(self._twin.gradient(x, cotangent, args, kwargs), group)
+            return
+        x = widened(x)
         if any(True for _ in self._activation.parameters()):
             self._activation.to(x)
         self.sum.add(self.site.layer.weight_gradient(x, cotangent, self._activation), group)
@@ -90,6 +101,8 @@ class SiteCatch:
         total = self.sum.total(without)
         if total is None:
             return 0.0
+        if self._twin is not None:
+            return sum(squared_norm(part, norm, Geometry()) for part in split(total, self._twin.shapes)) / samples**2
         return squared_norm(total, norm, self.site.layer.geometry(self.shape)) / samples**2
 
 
@@ -126,7 +139,7 @@ class Catch:
     def __init__(self, model: nn.Module, sites: Sequence[Site], *, weights: bool, groups: int = 1) -> None:
         places = [site.find(model)[1] for site in sites]
         self.model = model
-        self.sites = [SiteCatch(site, groups) for site in sites]
+        self.sites = [SiteCatch(site, groups, place, model) for site, place in zip(sites, places, strict=True)]
         # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
         self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
         self.group = 0
@@ -136,6 +149,7 @@ class Catch:
         self.others = False  # whether tensors ask for a gradient that are no parameters
         self.caught = 0
         self.active = False
+        self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
         self._places = places
 
     @contextmanager
@@ -144,48 +158,60 @@ class Catch:
         try:
             for catch, place in zip(self.sites, self._places, strict=True):
                 if catch.site.side == "after":
-                    handles.append(place.register_forward_hook(self._behind(catch)))
+                    handles.append(place.register_forward_hook(self._behind(catch), with_kwargs=True))
                 else:  # before the user's own hooks, as the layer would be
-                    handles.append(place.register_forward_pre_hook(self._before(catch), prepend=True))
+                    hook = self._before(catch)
+                    handles.append(place.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             for weight in self.weights:
                 if isinstance(weight.owner, _CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_size_of(weight)))
             self.active = True
-            yield self
+            with eager():
+                yield self
         finally:
             self.active = False
             for handle in handles:
                 handle.remove()
 
-    def _behind(self, catch: SiteCatch) -> Callable[..., Tensor | None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+    def _behind(self, catch: SiteCatch) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not torch.is_grad_enabled():
                 return None
-            if not isinstance(output, Tensor):
+            value = first_tensor(output)
+            if value is None or isinstance(output, Tensor) == catch.site.first_part:
                 raise MeasurementError(
                     f"'{catch.site.path}' returned {type(output).__name__} instead of the tensor that find_sites saw, so its merit "
                     "cannot be measured. Find the sites with an example like the training data."
                 )
-            watched = self._asking(output, catch)
-            self._watch(catch, watched)
-            return None if watched is output else watched
+            watched = self._asking(value, catch)
+            self._watch(catch, watched, args, kwargs)
+            return None if watched is value else with_first(output, watched)
 
         return hook
 
     def _before(self, catch: SiteCatch) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return None
-            if not args or not isinstance(args[0], Tensor):
+            value = value_at(args, kwargs, catch.site.slot)
+            if not isinstance(value, Tensor):
+                slot = catch.site.slot
+                what = (
+                    f"argument {slot!r}"
+                    if isinstance(slot, str)
+                    else f"argument {slot + 1}"
+                    if slot
+                    else "first argument"
+                )
                 raise MeasurementError(
-                    f"'{catch.site.path}' was not called with a tensor as its first argument, as find_sites saw it, so its merit "
+                    f"'{catch.site.path}' was not called with a tensor as its {what}, as find_sites saw it, so its merit "
                     "cannot be measured. Find the sites with an example like the training data."
                 )
             # A view of its own: the tensor may go elsewhere too, and only what this module sends back counts.
-            watched = self._asking(args[0], catch)
+            watched = self._asking(value, catch)
             watched = watched.view_as(watched)
-            self._watch(catch, watched)
-            return (watched, *args[1:])
+            self._watch(catch, watched, args, kwargs)
+            return with_value(args, kwargs, catch.site.slot, watched)
 
         return hook
 
@@ -197,7 +223,7 @@ class Catch:
         self.leaves.append(leaf)
         return leaf.clone() if catch.site.overwritten else leaf
 
-    def _watch(self, catch: SiteCatch, watched: Tensor) -> None:
+    def _watch(self, catch: SiteCatch, watched: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = watched.detach().clone() if catch.site.overwritten else watched.detach()
         version = x._version
 
@@ -209,13 +235,20 @@ class Catch:
                     f"the activation of '{catch.site}' was overwritten in place before its gradient arrived, which find_sites did not "
                     "see with its example in eval mode. Find the sites with an example like the training data, or leave out inplace=True."
                 )
-            with torch.no_grad():
-                catch.add(x, cotangent.detach(), self.group)
+            # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                catch.add(x, self.unscaled(cotangent.detach()), self.group, args, kwargs)
             self.caught += 1
 
         watched.register_hook(back)
         if self.keeps_activations:
             self.watched.append(watched)
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""
+        scale = self.scale()
+        wide: Tensor = widened(gradient)
+        return wide if scale == 1.0 else wide / scale
 
     def forget_pass(self) -> None:
         """Let go of the activations of a pass that is over."""

@@ -10,9 +10,12 @@ from typing import Any, overload
 
 from torch import nn
 
+from sensli.arguments import Slot
 from sensli.chain import Chain
 from sensli.errors import UnknownSite, one_of
+from sensli.html_tables import html_table
 from sensli.layers import Layer
+from sensli.lists import ListPlace
 
 SIDES = ("after", "before")
 
@@ -61,6 +64,9 @@ class Site:
     neighbours: tuple[Ref, ...] = ()  # modules whose parameters are nearest, whose optimizer groups the new ones join
     chained: bool = False  # the container is an nn.Sequential that is called as a whole: the layer goes into it
     overwritten: bool = False  # a later operation works in place on the activation: a measurement must copy it
+    slot: Slot = 0  # the argument of the anchor that the value is, for a site before it and for twins
+    first_part: bool = False  # the value is the first part of a tuple that the anchor returns
+    place: ListPlace | None = None  # the container is an nn.ModuleList that takes the layer, and what must follow
 
     def __str__(self) -> str:
         return f"{self.layer} {self.side} {self.path or 'the model'}"
@@ -106,6 +112,9 @@ class Site:
             "neighbours": [ref.path for ref in self.neighbours],
             "chained": self.chained,
             "overwritten": self.overwritten,
+            "slot": self.slot,
+            "first_part": self.first_part,
+            "place": self.place.to_dict() if self.place else None,
         }
 
     @classmethod
@@ -121,6 +130,9 @@ class Site:
             neighbours=tuple(Ref(path) for path in data["neighbours"]),
             chained=data["chained"],
             overwritten=data["overwritten"],
+            slot=data.get("slot", 0),
+            first_part=data.get("first_part", False),
+            place=ListPlace.from_dict(data["place"]) if data.get("place") else None,
         )
 
 
@@ -158,6 +170,23 @@ class Sites(Sequence[Site]):
 
     def __str__(self) -> str:
         return "\n".join(str(site) for site in self) or "no sites"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: the sites with their costs, and the places skipped with their reasons."""
+        return {
+            "model": self._model_name,
+            "sites": [
+                {"site": str(s), "path": s.path, "side": s.side, "kind": s.kind, "parameters": s.parameters, "flops": s.flops}
+                for s in self
+            ],
+            "skipped": [{"path": path, "reason": reason} for path, reason in self.skipped],
+        }  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        rows = [[str(site), f"{site.parameters:,}", f"{site.flops:,}"] for site in self]
+        rows += [[f"{path or 'the model'}: skipped, {reason}", "", ""] for path, reason in self.skipped]
+        return html_table(["site", "+parameters", "+FLOPs"], rows, caption=repr(self))
 
     def explain(self) -> str:
         """All places in words: what could go where and what it would cost, and what was skipped and why."""

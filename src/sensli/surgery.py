@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,34 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.arguments import Slot
 from sensli.chain import Chain
-from sensli.errors import FunctionChanged, HistoryError, SensliError
+from sensli.copies import copied_model
+from sensli.distributed import Changing
+from sensli.errors import FunctionChanged, HistoryError, SensliError, UnsupportedModel
 from sensli.history import Growth, History
+from sensli.lists import ListPlace, list_renames, put_into_list, take_from_list
 from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
+from sensli.outline import GROWTH
+from sensli.own_rate import plan_own_rate
 from sensli.rates import Schedulers, plan_rate_scaling
 from sensli.running import device_of, run, tensors, to_device, untouched
 from sensli.sites import Ref, Site
 from sensli.wrappers import bare
 
-_NUMBER = "sensli_growth"  # attribute of an inserted module: which growth of the model it was
+_NUMBER = GROWTH  # attribute of an inserted module: which growth of the model it was
 _GROWN = re.compile(r"grown\d+")
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where exactly a layer goes: into a container that runs its children in order, or around the anchor."""
+    """Where exactly a layer goes: into a container that runs its children in order, into a list, or around the anchor."""
 
     parent: str
     key: str  # the anchor's key in its parent
     side: str
-    wrap: bool
+    way: str  # "sequence", "list" or "wrap"
     new: str  # key of the new layer
+    slot: Slot = 0
+    twin: bool = False
+    place: ListPlace | None = None
 
     @property
     def path(self) -> str:
         """The path of the new module."""
-        place = _join(self.parent, self.key) if self.wrap else self.parent
-        return _join(place, self.new)
+        return _join(_join(self.parent, self.key) if self.way == "wrap" else self.parent, self.new)
 
 
 def insert(
@@ -50,14 +57,32 @@ def insert(
     lr_scale: float = 1.0,
     check: Any = None,
     group: int | dict[str, Any] | None = None,
+    freeze_rest: bool = False,
+    own_rate: float | None = None,
 ) -> Growth:
     """Insert the site's layer into the model in place; the function does not change, and training goes on.
 
     The new parameters join the optimizer's groups of their neighbours (``group`` decides where those are in none); moments and
     schedule stay. ``lr_scale`` multiplies all learning rates from then on. ``check`` is a batch, ``(input, target)`` or an input, on
-    which the output must not move; if it does, everything is put back and `FunctionChanged` is raised.
+    which the output must not move; if it does, everything is put back and `FunctionChanged` is raised. ``freeze_rest`` lets only the new
+    layer train from then on. ``own_rate`` is a factor to the neighbours' learning rate for the new layer, which then has its own groups.
     """
-    model = bare(model)
+    with Changing(model, f"insert {site}") as together:
+        return _insert(bare(model), site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
+
+
+def _insert(
+    model: nn.Module,
+    site: Site,
+    together: Changing,
+    optimizer: Optimizers,
+    scheduler: Schedulers,
+    lr_scale: float,
+    check: Any,
+    group: int | dict[str, Any] | None,
+    freeze_rest: bool,
+    own_rate: float | None,
+) -> Growth:
     path, anchor = site.find(model)
     cut = _plan_cut(model, site, path)
     around = [found for found in (ref.find(model) for ref in site.neighbours) if found is not None]
@@ -68,30 +93,39 @@ def insert(
         for name, p in module.named_parameters(recurse=False)
     }
     like = _example_parameter(model, [*neighbours, anchor])
-    layer = site.layer.build(
-        dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
-    )
-    layer.train(anchor.training)
-    renames = _renames(model, path) if cut.wrap else {}
+    layer = _built(model, site, anchor, like, neighbours)
+    together.prepare(layer, path)
+    renames = _renames(model, cut)
+    # The nearest relative of a twin's parameter is the one it is a copy of.
+    originals = dict(anchor.named_parameters()) if cut.twin else {}
     newcomers = [
-        Newcomer(_join(cut.path, name), parameter, _near(parameter, neighbours), beside=_near_paths(site))
+        Newcomer(
+            _join(cut.path, name),
+            parameter,
+            (*((originals[name],) if name in originals else ()), *_near(parameter, neighbours)),
+            beside=_near_paths(site),
+        )
         for name, parameter in layer.named_parameters()
     ]
     joining = plan_joining(optimizer, newcomers, group=group, renames=renames)
     rates = plan_rate_scaling(optimizer, scheduler, lr_scale)
+    own = plan_own_rate(optimizer, scheduler, joining, own_rate) if own_rate is not None else None
     number = 1 + max((n for n, _, _ in _grown(model)), default=0)
     before = _outputs(model, check) if check is not None else None
 
     setattr(layer, _NUMBER, number)
     _apply_cut(model, cut, layer)
-    if before is not None:
-        try:
+    try:
+        if before is not None:
             _compare(site, before, _outputs(model, check))
-        except BaseException:
-            _remove(model, cut.path)
-            raise
-    joining.apply()
+        together.agree_on(f"growth {number}: {site}, as {cut.path}")
+    except BaseException:
+        _remove(model, cut.path, cut.place)
+        raise
+    if own is None:
+        joining.apply()
     rates.apply(optimizer, scheduler)
+    groups = own.apply() if own is not None else None  # after the factor, so that both hold for the new layer
     return Growth(
         site=replace(site, anchor=Ref.to(path, anchor), neighbours=tuple(Ref.to(*found) for found in around)),
         number=number,
@@ -100,7 +134,21 @@ def insert(
         renames=renames,
         beside=beside,
         rates=rates if rates.changes else None,
+        own_rate=groups,
+        frozen=_freeze(model, layer) if freeze_rest else (),
     )
+
+
+def _freeze(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
+    """Let only the new layer train; the names of those that did before."""
+    own = {id(parameter) for parameter in layer.parameters()}
+    frozen: list[str] = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in own and parameter.requires_grad:
+            parameter.requires_grad_(False)
+            parameter.grad = None  # an optimizer would go on stepping, and decaying, by what is left of it
+            frozen.append(name)
+    return tuple(frozen)
 
 
 def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> None:
@@ -108,7 +156,11 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
     If no step was taken since, model and optimizer are to the bit what they were. Otherwise the function changes as it must.
     """
-    model = bare(model)
+    with Changing(model, f"undo {growth.name}") as together:
+        _undo(bare(model), growth, together, optimizer, scheduler)
+
+
+def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optimizers, scheduler: Schedulers) -> None:
     grown = list(_grown(model))
     last = max(grown, key=lambda entry: entry[0], default=None)
     if last is None:
@@ -122,80 +174,112 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
             f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
+    gone = list(layer.parameters())
+    if growth.own_rate is not None and optimizer is not None:
+        growth.own_rate.check(optimizer, scheduler, gone)
+    trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
+    together.agree_on(f"growth {number}")
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
-    gone = list(layer.parameters())
-    _remove(model, path)
+    _remove(model, path, growth.site.place)
+    for parameter in trained:
+        parameter.requires_grad_(True)
     leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
+    if growth.own_rate is not None and optimizer is not None:
+        growth.own_rate.remove(optimizer, scheduler)
 
 
 def replay(model: nn.Module, history: History) -> nn.Module:
     """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
-    model = bare(model)
+    with Changing(model, "replay a history") as together:
+        together.agree_on(f"{len(history)} growths")
+        _replay(bare(model), history)
+    return model
+
+
+def _replay(model: nn.Module, history: History) -> None:
     if any(True for _ in _grown(model)):
         raise HistoryError(f"this {type(model).__name__} has grown already; replay starts from a fresh model.")
-    trial = copy.deepcopy(model)  # a history that does not fit must leave the model as it was
+    trial = copied_model(model)  # a history that does not fit must leave the model as it was
     for target in (trial, model):
         for growth in history:
-            site = replace(
-                growth.site,
-                anchor=Ref(growth.site.path),
-                neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
+            repeat(target, growth)
+
+
+def repeat(model: nn.Module, growth: Growth) -> None:
+    """Insert the same layer at the same place of another model, found by its path."""
+    site = replace(
+        growth.site,
+        anchor=Ref(growth.site.path),
+        neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
+    )
+    try:
+        again = insert(model, site)
+    except (SensliError, ValueError, TypeError, RuntimeError) as error:
+        raise HistoryError(
+            f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
+            "The factory must build the architecture that the history began with."
+        ) from error
+    if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
+        raise HistoryError(
+            f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
+            f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
+            "missing from the history."
+        )
+    for name, shape in growth.beside.items():
+        if again.beside.get(name) != shape:
+            raise HistoryError(
+                f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
+                f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
+                "the history began with."
             )
-            try:
-                again = insert(target, site)
-            except (SensliError, ValueError, TypeError, RuntimeError) as error:
-                raise HistoryError(
-                    f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
-                    "The factory must build the architecture that the history began with."
-                ) from error
-            if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
-                raise HistoryError(
-                    f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
-                    f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
-                    "missing from the history."
-                )
-            for name, shape in growth.beside.items():
-                if again.beside.get(name) != shape:
-                    raise HistoryError(
-                        f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
-                        f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
-                        "the history began with."
-                    )
-    return model
+
+
+def count_growths(model: nn.Module) -> int:
+    """How many inserted layers the model has."""
+    return sum(1 for _ in _grown(model))
 
 
 # --- the cut ---
 
 
 def _plan_cut(model: nn.Module, site: Site, path: str) -> _Cut:
+    if path == "":
+        raise HistoryError(
+            "a layer cannot go around the whole model, because the caller holds it; use a site inside it."
+        )
     parent_path, _, key = path.rpartition(".")
-    chained = site.chained
+    chained, twin = site.chained, site.layer.twin is not None
     if site.side == "after":
         # Behind the last module of an inserted layer means behind that layer: names stay short however often a place grows.
         while _GROWN.fullmatch(parent_path.rpartition(".")[2]) and _is_last(model.get_submodule(parent_path), key):
             parent_path, _, key = parent_path.rpartition(".")
             chained = True
+    if site.place is not None:
+        # A block that was wrapped since stands in its list as a chain; the list takes the twin beside that.
+        while isinstance(model.get_submodule(parent_path), Chain):
+            parent_path, _, key = parent_path.rpartition(".")
+        number = int(key) + (site.side == "after")
+        return _Cut(parent_path, key, site.side, "list", str(number), site.slot, twin, site.place)
     parent = model.get_submodule(parent_path)
-    wrap = not (chained and isinstance(parent, nn.Sequential)) and not isinstance(parent, Chain)
-    if path == "":
-        raise HistoryError(
-            "a layer cannot go around the whole model, because the caller holds it; use a site inside it."
-        )
-    taken = set() if wrap else set(parent._modules)
+    into = isinstance(parent, Chain) or (chained and isinstance(parent, nn.Sequential))
     number = 1
-    while f"grown{number}" in taken:
+    while into and f"grown{number}" in parent._modules:
         number += 1
-    return _Cut(parent_path, key, site.side, wrap, f"grown{number}")
+    return _Cut(parent_path, key, site.side, "sequence" if into else "wrap", f"grown{number}", site.slot, twin)
 
 
 def _apply_cut(model: nn.Module, cut: _Cut, layer: nn.Module) -> None:
     container = model.get_submodule(cut.parent)
     key = cut.key
-    if cut.wrap:
+    if cut.way == "list":
+        assert cut.place is not None
+        put_into_list(model, cut.parent, cut.place, int(cut.new), int(cut.key), layer)
+        return
+    if cut.way == "wrap":
         anchor = container._modules[cut.key]
         assert anchor is not None
-        chain = Chain(anchor)
+        chain = Chain(anchor, cut.slot)
         chain.training = anchor.training
         container._modules[cut.key] = chain
         container, key = chain, "anchor"
@@ -206,16 +290,23 @@ def _apply_cut(model: nn.Module, cut: _Cut, layer: nn.Module) -> None:
             pair.insert(0 if cut.side == "before" else 1, (cut.new, layer))
         entries += pair
     _reorder(container, entries)
+    if isinstance(container, Chain) and cut.twin:
+        container.twins.add(cut.new)
 
 
-def _remove(model: nn.Module, path: str) -> None:
+def _remove(model: nn.Module, path: str, place: ListPlace | None) -> None:
     """Take a module out; a chain that is left with its anchor alone goes too."""
     parent_path, _, key = path.rpartition(".")
     parent = model.get_submodule(parent_path)
+    if place is not None:
+        take_from_list(model, parent_path, place, int(key))
+        return
     _reorder(parent, [(name, module) for name, module in parent._modules.items() if name != key])
-    if isinstance(parent, Chain) and len(parent._modules) == 1:
-        above, _, place = parent_path.rpartition(".")
-        model.get_submodule(above)._modules[place] = parent._modules["anchor"]
+    if isinstance(parent, Chain):
+        parent.twins.discard(key)
+        if len(parent._modules) == 1:
+            above, _, place_key = parent_path.rpartition(".")
+            model.get_submodule(above)._modules[place_key] = parent._modules["anchor"]
 
 
 def _reorder(container: nn.Module, entries: list[tuple[str, nn.Module | None]]) -> None:
@@ -224,11 +315,38 @@ def _reorder(container: nn.Module, entries: list[tuple[str, nn.Module | None]]) 
     container._modules.update(entries)
 
 
-def _renames(model: nn.Module, path: str) -> dict[str, str]:
-    """Names that change when the module at a path goes into a chain: its parameters and buffers move one level down."""
+def _renames(model: nn.Module, cut: _Cut) -> dict[str, str]:
+    """Names that change: a wrapped module's parameters and buffers move one level down, a list's blocks behind move on by one."""
+    if cut.way == "list":
+        return list_renames(model, cut.parent, int(cut.new))
+    if cut.way == "sequence":
+        return {}
+    path = _join(cut.parent, cut.key)
     anchor = model.get_submodule(path)
     names = [name for name, _ in (*anchor.named_parameters(), *anchor.named_buffers())]
     return {_join(path, name): _join(path, f"anchor.{name}") for name in names}
+
+
+def _built(
+    model: nn.Module, site: Site, anchor: nn.Module, like: Tensor | None, neighbours: list[nn.Module]
+) -> nn.Module:
+    """The site's layer, ready to go in: type, device, memory layout and mode of what stands around it."""
+    if like is not None and like.is_meta:
+        raise UnsupportedModel(
+            f"{type(model).__name__} is on the meta device: it has shapes and no values, so an identity layer would have none either. "
+            "Load the weights first, then insert."
+        )
+    if site.layer.twin is not None:
+        return site.layer.build(source=anchor, outside=model)  # a copy has all of that already
+    layer = site.layer.build(
+        dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
+    )
+    layer.train(anchor.training)
+    weights = [p for module in neighbours for p in module.parameters(recurse=False) if p.ndim in (4, 5)]
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if any(w.ndim == dims and w.is_contiguous(memory_format=layout) and not w.is_contiguous() for w in weights):
+            layer.to(memory_format=layout)  # type: ignore[call-overload]
+    return layer
 
 
 def _grown(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sensli.errors import MissingExtra
+from sensli.record import Look
 
 Advance = Callable[..., None]
 
@@ -27,13 +29,31 @@ def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Advance
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # What is printed meanwhile goes above the bar, but only if it would go to the terminal anyway: a redirected output stays redirected.
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(title, total=total, note="")
 
         def advance(done: int = 1, note: str = "") -> None:
             bar.update(task, advance=done, note=note)
 
         yield advance
+
+
+_STYLES = {"bold": "1", "dim": "2", "green": "32"}
+
+
+def paint(text: str, style: str) -> str:
+    """The text in a style such as ``"bold green"``, where the output is a terminal with colours and NO_COLOR is not set."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{';'.join(_STYLES[word] for word in style.split())}m{text}\x1b[0m"
+
+
+def paint_decision(look: Look) -> str:
+    """The line of a decision and its reason, the line in colour where the terminal has any."""
+    if not look.inserted:
+        return paint(str(look), "dim")
+    return f"{paint(str(look), 'bold green')}\n  because {look.reason}"
 
 
 def how_to_get(extra: str) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,33 +13,64 @@ from sensli.errors import UnsupportedModel
 
 # By class name, because some of them live in modules that are costly to import or absent from a build of torch.
 _ENGINES = {
-    "DistributedDataParallel": "DistributedDataParallel does not synchronise a layer inserted behind its back",
-    "DataParallel": "DataParallel copies the model at every step",
-    "FullyShardedDataParallel": "FullyShardedDataParallel keeps flat parameters that a new layer is not part of",
-    "FSDPModule": "fully_shard keeps a state per module that a new layer is not part of",
+    "DistributedDataParallel": "inside of a model, DistributedDataParallel cannot be renewed when a layer comes in. Wrap the whole model",
+    "DataParallel": "DataParallel copies the model at every step. Use DistributedDataParallel, or grow its .module before wrapping it",
+    "FullyShardedDataParallel": "it keeps flat parameters that a new layer is not part of. Use fully_shard (FSDP2)",
 }
 
 
+def around(model: nn.Module) -> list[nn.Module]:
+    """The wrappers around the user's own module, the outermost first, and that module last."""
+    chain = [model]
+    while True:
+        inner = getattr(chain[-1], "_orig_mod", None)  # torch.compile
+        if not isinstance(inner, nn.Module) and is_a(chain[-1], "DistributedDataParallel"):
+            inner = chain[-1].module
+        if not isinstance(inner, nn.Module):
+            return chain
+        chain.append(inner)
+
+
 def bare(model: nn.Module) -> nn.Module:
-    """The user's own module: a compiled model is looked through, an engine that would go wrong silently is refused."""
+    """The user's own module: torch.compile and DistributedDataParallel are looked through, what would go wrong silently is refused."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected an nn.Module, got {type(model).__name__}; give the model itself")
-    if isinstance(model, torch.jit.ScriptModule):
+    own = around(model)[-1]
+    if isinstance(own, torch.jit.ScriptModule):
         raise UnsupportedModel(
-            f"{type(model).__name__} is scripted, and a scripted module can be neither read nor changed. "
+            f"{type(own).__name__} is scripted, and a scripted module can be neither read nor changed. "
             "Grow the Python module and script it afterwards."
         )
-    for module in model.modules():
-        for base in type(module).__mro__:
-            if base.__module__.startswith("torch.") and base.__name__ in _ENGINES:
-                raise UnsupportedModel(
-                    f"the model is wrapped in {base.__name__}: {_ENGINES[base.__name__]}. "
-                    "Grow the bare module (before wrapping it, or its .module on every process alike) and wrap it again."
-                )
-    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+    for path, module in own.named_modules():
+        for name, reason in _ENGINES.items():
+            if is_a(module, name):
+                place = f"'{path}'" if path else "the model"
+                raise UnsupportedModel(f"{place} is wrapped in {name}: {reason}.")
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own.parameters()):
         raise UnsupportedModel(
-            f"{type(model).__name__} has lazy layers without parameters yet. Run one batch through it first; a growing model needs to "
+            f"{type(own).__name__} has lazy layers without parameters yet. Run one batch through it first; a growing model needs to "
             "know its shapes."
         )
-    compiled = getattr(model, "_orig_mod", None)
-    return compiled if isinstance(compiled, nn.Module) else model
+    return own
+
+
+def is_a(module: nn.Module, name: str) -> bool:
+    """Whether the module is of this class of torch, by name: the classes live where an import is costly or may fail."""
+    return any(base.__name__ == name and base.__module__.startswith("torch.") for base in type(module).__mro__)
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Compiled modules run as they are written, because compiled code does not call the hooks that a measurement sets."""
+    # Whoever compiles has imported dynamo; for the others the import would cost seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """Compiled code of a model that has changed is dropped, so that it compiles once more at its next call.
+
+    torch.compile would notice by itself, but counts each change, and after eight it silently stops compiling.
+    """
+    chain = around(model)
+    inside = chain[-1].modules()
+    if any("_orig_mod" in each._modules or each.__dict__.get("_compiled_call_impl") for each in (*chain, *inside)):
+        torch.compiler.reset()

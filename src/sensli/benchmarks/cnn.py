@@ -100,7 +100,12 @@ def look_cost() -> list[Figure]:
         looks = len(settings.insert_at) * layers  # a look at a larger network costs more in the same proportion
         detail = f"{source}; step {seconds['step'] * 1e3:.0f} ms, four half batches {seconds['short'] * 1e3:.0f} ms; computed"
         figures.append(
-            Figure(f"looking with confidence / training, {name}", looks * seconds["short"] / training, bars[0], detail)
+            Figure(
+                f"looking with confidence, at best / training, {name}",
+                looks * seconds["short"] / training,
+                bars[0],
+                detail,
+            )
         )
         if len(bars) > 1:
             exact = seconds["exact"] / len(whole) * settings.data.train / settings.batch

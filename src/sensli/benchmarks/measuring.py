@@ -32,7 +32,7 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _interleaved(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def interleaved(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median seconds of each, taken in turn, so that a busy moment of the machine hits all alike."""
     for work in works.values():
         work()
@@ -64,7 +64,7 @@ def measure_against_extended() -> list[Figure]:
             assert parameter.grad is not None
             squared_norm(parameter.grad, "operator", site.layer.geometry((1, *site.shape)))
 
-    seconds = _interleaved(
+    seconds = interleaved(
         {
             "extended": extended_pass,
             "ratio": lambda: measure(model, sites, [(x, y)], cross_entropy),
@@ -139,7 +139,7 @@ def probe() -> list[Figure]:
         with Probe(model, sites):
             step()
 
-    seconds = _interleaved({"step": step, "probed": probed}, rounds=9)
+    seconds = interleaved({"step": step, "probed": probed}, rounds=9)
     how = "paper's CNN, batch 128, 3 sites, median of 9 interleaved rounds"
     return [Figure("step with Probe / step", seconds["probed"] / seconds["step"], 2.0, how)]
 
@@ -154,7 +154,7 @@ def linear_cost() -> list[Figure]:
         model = deep_network(hidden)
         sites = find_sites(model, x[:1])
         works[str(hidden)] = partial(measure, model, sites, [(x, y)], cross_entropy)
-    seconds = _interleaved(works, rounds=15)
+    seconds = interleaved(works, rounds=15)
     per_site = {hidden: taken / int(hidden) * 1e3 for hidden, taken in seconds.items()}
     detail = "ms per site: " + ", ".join(f"{hidden} layers {ms:.2f}" for hidden, ms in per_site.items())
     return [Figure("time per site, largest / smallest", max(per_site.values()) / min(per_site.values()), 1.5, detail)]

@@ -1,0 +1,52 @@
+"""Make the pictures of the growth page that the documentation shows: run `python docs/make_pictures.py` from the repository.
+
+Needs Chromium and the extra `dev`. Writes docs/assets/growth.png (a still) and growth.gif (the film).
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+from browser import chromium, opened  # noqa: E402
+from sensli.demo import demo  # noqa: E402
+
+STILL, SIZE, FRAMES = 1500, {"width": 1080, "height": 1090}, 24
+
+
+def main() -> None:
+    assets = ROOT / "docs" / "assets"
+    with tempfile.TemporaryDirectory() as folder, chromium() as browser:
+        demo(Path(folder), seed=4, as_json=True)
+        with opened(browser, Path(folder) / "growth.html", viewport=SIZE, reduced_motion="reduce") as page:
+            last = int(page.get_attribute("#slider", "max") or 0)
+            frames, times = [], []
+            for step in range(FRAMES):
+                where = round(step * last / (FRAMES - 1))
+                page.evaluate(
+                    f"(() => {{ const s = document.getElementById('slider'); s.value = {where}; s.dispatchEvent(new Event('input')); }})()"
+                )
+                picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+                frames.append(
+                    picture.resize((640, 646), Image.Resampling.LANCZOS).quantize(40, dither=Image.Dither.NONE)
+                )
+                times.append(200)
+            times[0], times[-1] = 700, 2500
+            frames[0].save(
+                assets / "growth.gif", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True
+            )
+        with opened(browser, Path(folder) / "growth.html", place=f"epoch={STILL}", viewport=SIZE) as page:
+            Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(128).save(
+                assets / "growth.png", optimize=True
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""`save_checkpoint` and `load_checkpoint`: a grown network comes back from the user's own factory, and training goes on to the bit.
+
+The file holds no code and no module: the factory builds the small network, the history is replayed on it, then the tensors go in.
+Parameters of the optimizer are known by name, because an optimizer built anew holds them in another order than one that followed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from sensli import random_state, storage
+from sensli.distributed import Together
+from sensli.errors import CheckpointError
+from sensli.fsdp import distributed_like, reshard, whole
+from sensli.grower import Grower
+from sensli.history import History
+from sensli.optim import as_optimizers
+from sensli.surgery import count_growths, replay
+from sensli.wrappers import bare
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load_checkpoint` brought back; None where no factory was given or nothing was saved."""
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    grower: Grower | None = None
+    history: History = field(default_factory=History)
+    extra: Any = None
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    grower: Grower | None = None,
+    history: History | None = None,
+    extra: Any = None,
+) -> None:
+    """Write all that training needs to go on as if nothing had happened, in one file that is replaced only when complete.
+
+    ``optimizer`` and ``scheduler`` may be several; ``history`` is for models grown by `insert` without a `Grower`; ``extra`` is the
+    user's own: numbers, strings, tensors, nested in lists and dicts. Random states of torch, Python and numpy are included.
+    Call it between two steps (gradients are not saved), and with several processes on all of them: rank 0 writes.
+    """
+    together = Together(model, "save a checkpoint")
+    with together:
+        content = _content(model, optimizer, scheduler, grower, history, extra)
+        content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
+    with Together(model, "write a checkpoint") as together:
+        if together.rank == 0:
+            storage.write(path, content)
+        together.agree()
+
+
+def _content(
+    model: nn.Module, optimizer: Any, scheduler: Any, grower: Grower | None, history: History | None, extra: Any
+) -> dict[str, Any]:
+    network = bare(model)
+    reshard(network)
+    history = _history_of(network, grower, history)
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    return {
+        "history": history.to_dict(),
+        "model": {name: _whole(value) for name, value in network.state_dict().items()},
+        "evaluating": [name for name, module in network.named_modules() if not module.training],
+        "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
+        "optimizers": [
+            {"names": _names_in(each, names), "state": _whole(each.state_dict())} for each in as_optimizers(optimizer)
+        ],
+        "schedulers": [each.state_dict() for each in _several(scheduler)],
+        "grower": None if grower is None else grower.state_dict(),
+        "extra": extra,
+    }
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[Any], Any] | None = None,
+    *,
+    make_scheduler: Callable[[Any], Any] | None = None,
+    make_grower: Callable[[Any, Any, Any], Grower] | None = None,
+    wrap: Callable[[nn.Module], Any] | None = None,
+    random: bool = True,
+) -> Checkpoint:
+    """Rebuild what `save_checkpoint` saw, from the factories that the training script has anyway.
+
+    ``make_model()`` builds the network that growing began with; ``make_optimizer(model)``, ``make_scheduler(optimizer)`` and
+    ``make_grower(model, optimizer, scheduler)`` are called on the grown one. ``wrap(model)``, such as ``DistributedDataParallel`` or a
+    function that calls ``fully_shard``, comes after the weights and before the optimizer. ``random=False`` leaves the random states alone.
+    """
+    content = storage.read(path)
+    history = History.from_dict(content["history"])
+    model: Any = make_model()
+    network = bare(replay(model, history))
+    _load_model(network, content, path)
+    if wrap is not None:
+        model = wrap(model)
+        network = bare(model)
+    optimizer = make_optimizer(model) if make_optimizer is not None else None
+    scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
+    # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
+    _load_each("optimizer", as_optimizers(optimizer), content["optimizers"], lambda o, s: load_optimizer(o, s, network))
+    _load_each("scheduler", _several(scheduler), content["schedulers"], lambda s, state: s.load_state_dict(state))
+    grower = make_grower(model, optimizer, scheduler) if make_grower is not None else None
+    if grower is not None:
+        if content["grower"] is None:
+            raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to go on from.")
+        grower.load_state_dict(content["grower"])
+    if random:
+        states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        random_state.restore(states[rank] if rank < len(states) else states[0])
+    return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
+
+
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], network: nn.Module) -> None:
+    """Bring the optimizer's groups into the saved order, parameter by parameter and by name, then load its state.
+
+    Groups that the factory filled otherwise (a rule by name may put a new layer elsewhere than its neighbour) become as they were.
+    """
+    names, parameters = saved["names"], dict(network.named_parameters())
+    groups = optimizer.param_groups
+    if len(groups) != len(names):
+        raise CheckpointError(
+            f"make_optimizer built a {type(optimizer).__name__} with {len(groups)} groups, but {len(names)} were saved. "
+            "Build the optimizer as the saved one was built."
+        )
+    held = {id(p) for group in groups for p in group["params"]}
+    wanted = {name for group in names for name in group}
+    unknown = sorted(wanted - parameters.keys())
+    missing = sorted(name for name in wanted & parameters.keys() if id(parameters[name]) not in held)
+    new = sorted(name for name, p in parameters.items() if id(p) in held and name not in wanted)
+    for what, which in (
+        ("is not in the model", unknown),
+        ("is not in the new optimizer", missing),
+        ("was not saved", new),
+    ):
+        if which:
+            raise CheckpointError(
+                f"the optimizer does not fit the saved one: {which[0]} {what} ({len(which)} such). "
+                "make_optimizer must take the same parameters as the optimizer that was saved."
+            )
+    for group, its_names in zip(groups, names, strict=True):
+        group["params"] = [parameters[name] for name in its_names]
+        if "param_names" in group:
+            group["param_names"] = list(its_names)
+    state = dict(saved["state"])
+    ordered = [parameter for group in groups for parameter in group["params"]]
+    state["state"] = {index: _spread(its, ordered[index]) for index, its in state["state"].items()}
+    optimizer.load_state_dict(state)
+
+
+def _whole(value: Any) -> Any:
+    """A nest of tensors with each of them whole, where they are sharded."""
+    if isinstance(value, dict):
+        return {key: _whole(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_whole(part) for part in value]
+    return whole(value) if isinstance(value, torch.Tensor) else value
+
+
+def _spread(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """The inverse, for the state of one parameter."""
+    return {key: distributed_like(v, parameter) if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+
+
+def _load_model(network: nn.Module, content: Mapping[str, Any], path: Any) -> None:
+    try:
+        network.load_state_dict(content["model"])
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the weights in {path} do not fit the {type(network).__name__} that make_model built: {error} "
+            "The factory must build the network that growing began with."
+        ) from error
+    evaluating, frozen = set(content["evaluating"]), set(content["frozen"])
+    for name, module in network.named_modules():
+        module.training = name not in evaluating
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def _load_each(what: str, made: Iterable[Any], saved: list[Any], load: Callable[[Any, Any], None]) -> None:
+    made = list(made)
+    if not made:
+        return  # not asked for
+    if len(made) != len(saved):
+        raise CheckpointError(
+            f"make_{what} gave {len(made)}, but the checkpoint holds {len(saved)}. Save and load the same {what}s, in the same order."
+        )
+    for each, state in zip(made, saved, strict=True):
+        load(each, state)
+
+
+def _history_of(network: nn.Module, grower: Grower | None, history: History | None) -> History:
+    if grower is not None and history is not None and grower.history != history:
+        raise CheckpointError("the grower has a history of its own; give grower= or history=, not both.")
+    found = grower.history if grower is not None else history if history is not None else History()
+    grown = count_growths(network)
+    if grown != len(found):
+        raise CheckpointError(
+            f"this {type(network).__name__} has grown {grown} times, but the history tells of {len(found)}: it could not be rebuilt. "
+            "Give grower=, or history= with every Growth that insert returned."
+        )
+    return found
+
+
+def _names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"group {index} of {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not part "
+                    "of the model, so it has no name to be found by again. Make it a parameter of the model."
+                )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _several(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]

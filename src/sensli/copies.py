@@ -1,0 +1,67 @@
+"""Copies of a user's modules: of the whole model to try things on, of one block to be its twin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def copied_model(model: nn.Module) -> nn.Module:
+    """A deep copy; tensors that a module has cached together with their graph, which torch refuses to copy, lose the graph."""
+    return copy.deepcopy(model, _without_graphs(model))
+
+
+def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: bool = False) -> nn.Module:
+    """A copy of one block that carries none of the user's hooks and no mark of a growth.
+
+    What the block has in common with modules around it in the model ``outside`` (a configuration, a table) it goes on having in common.
+    ``share``: the parameters too are the block's own, not copies of them: a twin to be measured costs no memory.
+    """
+    memo = _without_graphs(block)
+    inner = {id(module) for module in block.modules()}
+    if outside is not None:
+        around = {id(v) for m in outside.modules() if id(m) not in inner for v in vars(m).values() if _is_object(v)}
+        for module in block.modules():
+            memo.update({id(v): v for v in vars(module).values() if id(v) in around})
+    for module in block.modules():
+        for name in _HOOKS:
+            hooks = getattr(module, name, None)
+            if hooks is not None:
+                memo[id(hooks)] = _hooks_of_torch(module, name)
+    if share:
+        memo.update({id(p): p for p in block.parameters()})
+    twin = copy.deepcopy(block, memo)
+    for module in twin.modules():
+        module.__dict__.pop("sensli_growth", None)
+    return twin
+
+
+def _without_graphs(module: nn.Module) -> dict[int, Any]:
+    values: Iterable[Any] = (
+        value for part in module.modules() for value in (*vars(part).values(), *part._buffers.values())
+    )
+    return {id(v): v.detach().clone() for v in values if isinstance(v, Tensor) and not v.is_leaf}
+
+
+def _is_object(value: Any) -> bool:
+    skipped = (nn.Module, Tensor, type, dict, list, tuple, set)
+    return hasattr(value, "__dict__") and not isinstance(value, skipped) and not callable(value)
+
+
+def _hooks_of_torch(module: nn.Module, name: str) -> Any:
+    """The hooks that are part of how the module works (weight norm of the old kind); the user's stay with the user's module."""
+    hooks = getattr(module, name)
+    base = getattr(module, name.replace("_with_kwargs", "").replace("_always_called", ""))
+    kept = type(hooks)()
+    for key, value in hooks.items():
+        if type(base.get(key)).__module__.startswith("torch."):
+            kept[key] = value
+    return kept

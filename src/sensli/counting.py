@@ -1,0 +1,347 @@
+"""What counts and numbers the blocks of a list, found by trial on a copy, so that an insertion can make it true.
+
+A model that is built from a configuration object is the strictest judge: built anew from the changed configuration it must have exactly
+the parameters, and inside its modules the numbers and names, of the model that has grown. Other lists are judged by a run of the example:
+the new block is called once and the output stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from sensli.copies import copied_model
+from sensli.lists import Fact, Index, ListPlace, put_into_list, take_from_list
+from sensli.running import device_of, forked_random_state, run, tensors, to_device
+from sensli.twins import Twin
+
+# How people call a number of blocks; used only where nothing can be built anew to tell.
+_COUNTS = frozenset(
+    f"{prefix}{number}_{what}" for prefix in ("", "_") for number in ("num", "n") for what in ("layers", "layer", "blocks", "block")
+) | {"depth", "num_hidden_layers"}  # fmt: skip
+_NUMBERS = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
+_SMALL = 200_000_000  # parameters: what may be built with values where the meta device does not do
+
+
+def plan_list(model: nn.Module, example: Any, container: str, source: int, twin: Twin) -> ListPlace | None:
+    """What must follow when the list takes a twin behind the block ``source``; None where no trial confirms any plan."""
+    try:
+        trial = copied_model(model)
+    except Exception:
+        return None
+    # Never chained: somebody's eval() returns None.
+    trial.eval()
+    blocks = list(trial.get_submodule(container).children())
+    count, position = len(blocks), source + 1
+    before = _made_general(trial, example)
+    layer = twin.build(blocks[source], trial)
+    layer.eval()
+    indices = tuple(_indices(blocks))
+
+    def holds(place: ListPlace) -> bool:
+        """Whether the grown copy runs the new block once and gives the same output; the copy is put back."""
+        put_into_list(trial, container, place, position, source, layer)
+        try:
+            after, calls = _outputs(trial, example, layer)
+        except Exception:
+            return False
+        finally:
+            take_from_list(trial, container, place, position)
+        return calls == 1 and len(after) == len(before) and all(map(torch.equal, before, after))
+
+    built = _built_from(trial, container)
+    if built is not None:
+        owner, name = built
+        for facts in _facts_of_built(trial, owner, name, container, position, source, layer, indices):
+            place = ListPlace(facts, indices)
+            if holds(place):
+                put_into_list(trial, container, place, position, source, layer)
+                if _runs_alike(trial, owner, name, example, before):
+                    return place
+                take_from_list(trial, container, place, position)
+        return None
+    named = tuple(fact for fact in _numbers(trial, container, count) if fact.name in _COUNTS)
+    for guess in (named, *((*named, fact) for fact in _numbers(trial, container, count) if fact not in named)):
+        if holds(ListPlace(guess, indices)):
+            return ListPlace(guess, indices)
+    return None
+
+
+def _outputs(model: nn.Module, example: Any, watched: nn.Module | None) -> tuple[list[Tensor], int]:
+    """The outputs on the example, and how often a module was called."""
+    calls: list[None] = []
+    handle = watched.register_forward_pre_hook(lambda *_: calls.append(None)) if watched is not None else None
+    try:
+        with forked_random_state(model), torch.no_grad():
+            output = run(model, copy.deepcopy(to_device(example, device_of(model))))
+            return [t for t in tensors(_comparable(output)) if t.dim() > 0], len(calls)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _comparable(output: Any) -> Any:
+    """The parts of an output that do not grow with the number of blocks: a record without its lists of all blocks' states."""
+    if isinstance(output, dict):
+        return {key: value for key, value in output.items() if isinstance(value, Tensor)}
+    return output
+
+
+def _made_general(trial: nn.Module, example: Any) -> list[Tensor]:
+    """Move the copy's weights away from their small beginnings, where a block hardly shows in the output; its outputs then."""
+    kept = [parameter.detach().clone() for parameter in trial.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trial.parameters():
+            if parameter.is_floating_point():
+                noise = 0.2 * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+        outputs = _outputs(trial, example, None)[0]
+        if not all(torch.isfinite(output).all() for output in outputs):
+            for parameter, value in zip(trial.parameters(), kept, strict=True):
+                parameter.copy_(value)
+            outputs = _outputs(trial, example, None)[0]
+    return outputs
+
+
+# --- numbers inside the blocks ---
+
+
+def _indices(blocks: list[nn.Module]) -> Iterator[Index]:
+    """Attributes that are the block's position, plus the same offset, in all blocks of the list."""
+    for path, module in blocks[0].named_modules():
+        for name, first in vars(module).items():
+            if not _is_number(first) or (len(blocks) == 1 and not name.endswith(_NUMBERS)):
+                continue
+            values = [_attribute(block, path, name) for block in blocks]
+            if all(_is_number(value) and value == first + i for i, value in enumerate(values)):
+                yield Index(path, name, first)
+
+
+def _attribute(block: nn.Module, path: str, name: str) -> Any:
+    try:
+        return vars(block.get_submodule(path)).get(name)
+    except AttributeError:
+        return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, (list, tuple))
+
+
+# --- numbers around the blocks ---
+
+
+def _objects(model: nn.Module, path: str, module: nn.Module) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Configuration-like objects that a module holds, and those that they hold."""
+    for name, value in vars(module).items():
+        if _is_object(value):
+            yield path, (name,), value
+            for inner, part in vars(value).items():
+                if _is_object(part):
+                    yield path, (name, inner), part
+
+
+def _is_object(value: Any) -> bool:
+    skipped = (nn.Module, Tensor, type, dict, list, tuple, set, torch.device, torch.dtype, torch.Generator)
+    return hasattr(value, "__dict__") and not isinstance(value, skipped) and not callable(value)
+
+
+def _ancestors(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]:
+    parts = container.split(".")
+    for length in range(len(parts)):
+        path = ".".join(parts[:length])
+        yield path, model.get_submodule(path)
+
+
+def _numbers(model: nn.Module, container: str, count: int) -> list[Fact]:
+    """Numbers around a list that equal its length: of the modules that contain it, and of objects that they hold."""
+    found: list[Fact] = []
+    seen: set[int] = set()
+    for path, module in _ancestors(model, container):
+        for where, through, holder in [(path, (), module), *_objects(model, path, module)]:
+            if id(holder) not in seen:
+                seen.add(id(holder))
+                found += _counting(Fact(where, through, "", "count"), holder, count)
+    return found
+
+
+def _counting(like: Fact, holder: Any, count: int) -> Iterator[Fact]:
+    for name, value in vars(holder).items():
+        if _is_number(value) and value == count:
+            yield replace(like, name=name, kind="count")
+        elif isinstance(value, (list, tuple)):
+            for item, entry in enumerate(value):
+                if _is_number(entry) and entry == count:
+                    yield replace(like, name=name, kind="item", item=item)
+
+
+# --- models that are built from a configuration ---
+
+
+def _built_from(model: nn.Module, container: str) -> tuple[str, str] | None:
+    """The outermost module around the list that its class can build again from an object that it holds: its path, the object's name."""
+    count = len(list(model.get_submodule(container).children()))
+    for path, module in _ancestors(model, container):
+        for name, value in vars(module).items():
+            held = [value, *(part for part in vars(value).values() if _is_object(part))] if _is_object(value) else []
+            if any(True for holder in held for _ in _counting(Fact(path, (name,), "", "count"), holder, count)):
+                again = _build(module, value)
+                if again is not None and _shapes(again) == _shapes(module):
+                    return path, name
+    return None
+
+
+def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: list[Tensor]) -> bool:
+    """Whether what the class builds from the configuration now, loaded with the weights, gives the same output: what saving relies on."""
+    module = trial.get_submodule(owner)
+    if _is_large(module):
+        return True  # the numbers and words inside were compared, and another copy might not fit
+    built = _build(module, getattr(module, name), devices=("cpu",))
+    if built is None:
+        return False
+    parent, _, key = owner.rpartition(".")
+    like = next(module.parameters())
+    try:
+        built.load_state_dict(module.state_dict())
+        built.to(like.device, like.dtype)
+        built.eval()
+        if owner:
+            trial.get_submodule(parent)._modules[key] = built
+        after = _outputs(trial if owner else built, example, None)[0]
+    except Exception:
+        return False
+    finally:
+        if owner:
+            trial.get_submodule(parent)._modules[key] = module
+    return len(after) == len(before) and all(map(torch.equal, before, after))
+
+
+def _is_large(module: nn.Module) -> bool:
+    return sum(p.numel() for p in module.parameters()) > _SMALL
+
+
+def _build(like: nn.Module, configuration: Any, devices: tuple[str, ...] = ("meta", "cpu")) -> nn.Module | None:
+    """A module of the same class from a copy of a configuration, without values where that works."""
+    for device in devices:
+        if device == "cpu" and _is_large(like):
+            return None
+        try:
+            with warnings.catch_warnings(), forked_random_state(like), torch.device(device):
+                warnings.simplefilter("ignore")
+                return type(like)(copy.deepcopy(configuration))
+        except Exception:
+            continue
+    return None
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _facts_of_built(
+    trial: nn.Module,
+    owner: str,
+    name: str,
+    container: str,
+    position: int,
+    source: int,
+    layer: nn.Module,
+    indices: tuple[Index, ...],
+) -> Iterator[tuple[Fact, ...]]:
+    """Changes of the configuration from which the class builds what the list has become, the simplest that do."""
+    module = trial.get_submodule(owner)
+    configuration = getattr(module, name)
+    count = len(list(trial.get_submodule(container).children()))
+    quiet = _disagreeing(module, _build(module, configuration))
+    put_into_list(trial, container, ListPlace((), indices), position, source, layer)
+    try:
+        shapes = _shapes(module)
+
+        def matches(facts: Iterable[Fact]) -> nn.Module | None:
+            changed = copy.deepcopy(configuration)
+            for fact in facts:
+                holder = changed
+                for step in fact.through[1:]:
+                    holder = getattr(holder, step)
+                fact.inserted(holder, position, source)
+            built = _build(module, changed)
+            good = built is not None and _shapes(built) == shapes and _disagreeing(module, built) <= quiet
+            return built if good else None
+
+        found: list[tuple[Fact, ...]] = []
+        holders = [(through, holder) for _, through, holder in _objects(trial, owner, module) if through[0] == name]
+        for through, holder in holders:
+            for counted in _counting(Fact(owner, through, "", "count"), holder, count):
+                lists = [fact for fact in _per_block(owner, through, holder, count) if fact.name != counted.name]
+                facts: list[Fact] = [counted, *lists]
+                if matches(facts) is None:
+                    facts = [counted]
+                    if matches(facts) is None:
+                        continue
+                # A list that is as long by chance should stay as it is; whether one is read only later, a run will tell.
+                needed = [
+                    f for f in facts if f is counted or matches([other for other in facts if other is not f]) is None
+                ]
+                for guess in (needed, facts) if len(needed) < len(facts) else (facts,):
+                    built = matches(guess)
+                    if built is not None:
+                        known = {id(holder) for _, holder in holders}
+                        found.append((*guess, *_copies(trial, owner, module, built, known)))
+    finally:
+        take_from_list(trial, container, ListPlace((), indices), position)
+    yield from found
+
+
+def _per_block(owner: str, through: tuple[str, ...], holder: Any, count: int) -> Iterator[Fact]:
+    for name, value in vars(holder).items():
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            yield Fact(owner, through, name, "list")
+
+
+def _copies(trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, known: set[int]) -> Iterator[Fact]:
+    """Further configuration objects and counts inside the model, as the newly built one has them."""
+    there = dict(built.named_modules())
+    for path, part in module.named_modules():
+        full = f"{owner}.{path}" if owner and path else owner or path
+        if path not in there:
+            continue
+        own = [((), part), *((through, holder) for _, through, holder in _objects(trial, path, part))]
+        for through, holder in own:
+            if id(holder) in known:
+                continue
+            known.add(id(holder))
+            other: Any = there[path]
+            for step in through:
+                other = getattr(other, step, None)
+            for name, value in vars(holder).items():
+                target = getattr(other, name, None)
+                if _is_number(value) and _is_number(target) and target == value + 1 and (through or name in _COUNTS):
+                    yield Fact(full, tuple(through), name, "count")
+                elif through and _is_list(value) and _is_list(target) and len(target) == len(value) + 1:
+                    yield Fact(full, tuple(through), name, "list")
+
+
+def _disagreeing(module: nn.Module, built: nn.Module | None) -> set[tuple[str, str]]:
+    """Numbers and words inside two models that differ: block numbers, kinds of attention. Keyed by class and name, not by place."""
+    if built is None:
+        return set()
+    there = dict(built.named_modules())
+    different: set[tuple[str, str]] = set()
+    for path, part in module.named_modules():
+        other = vars(there[path]) if path in there else {}
+        for name, value in vars(part).items():
+            plain = (_is_number(value) or isinstance(value, str)) and name != "sensli_growth" and name not in _COUNTS
+            if plain and other.get(name) != value:
+                different.add((type(part).__name__, name))
+    return different

@@ -1,0 +1,200 @@
+"""Several processes do the same: what fails on one fails on all, sums are taken over all, and every rank decides alike.
+
+Whoever changes or measures a model opens a `Together`. Without several processes it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sensli import fsdp
+from sensli.errors import DistributedError
+from sensli.running import device_of
+from sensli.sensitivity import Catch, Sum
+from sensli.wrappers import around, forget_compiled, is_a
+
+
+def process_group(model: nn.Module) -> Any:
+    """The processes that train this model together, or None if there is one only."""
+    for each in around(model):
+        if is_a(each, "DistributedDataParallel"):
+            group: Any = each.process_group
+            return group if dist.get_world_size(group) > 1 else None
+    own = around(model)[-1]
+    return fsdp.process_group(own) if isinstance(own, nn.Module) and fsdp.is_sharded(own) else None
+
+
+class Together:
+    """A piece of work that all ranks do at once. ``agree`` is the point of no return: it passes on all ranks or on none.
+
+    Work before it may fail on some ranks only; then all of them raise, so that none waits for another in vain.
+    """
+
+    def __init__(self, model: nn.Module, what: str) -> None:
+        self.group = process_group(model)
+        self.what = what
+        self._agreed = False
+
+    @property
+    def rank(self) -> int:
+        """This process among those that train the model; 0 if there is one only."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if value is not None and not self._agreed and self.group is not None and isinstance(value, Exception):
+            self._agreed = True
+            gather(self.group, (f"{type(value).__name__}: {value}", None), self.what)
+
+    def agree(self, fact: Any = None) -> list[Any]:
+        """Wait for all ranks; raise if one failed or if ``str`` of the facts differ. Returns the facts of all ranks, by rank."""
+        self._agreed = True
+        if self.group is None:
+            return [fact]
+        answers = gather(self.group, (None, fact), self.what)
+        for rank, (error, _) in enumerate(answers):
+            if error is not None:
+                raise DistributedError(
+                    f"could not {self.what}, because rank {rank} failed: {error} Nothing was changed on any rank."
+                )
+        return [its for _, its in answers]
+
+    def agree_on(self, fact: str) -> None:
+        """As `agree`, and all ranks must have come with the same fact."""
+        facts = self.agree(fact)
+        for rank, its in enumerate(facts):
+            if its != facts[0]:
+                raise DistributedError(
+                    f"the ranks do not {self.what} alike: rank 0 has {facts[0]}, rank {rank} has {its}. All must hold the same model "
+                    "and take the same decision; nothing was changed."
+                )
+
+
+def gather(group: Any, value: Any, what: str) -> list[Any]:
+    """Each rank's value, by rank. A rank that is gone makes the others raise instead of waiting."""
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(answers, value, group=group)
+    except RuntimeError as error:
+        raise DistributedError(
+            f"could not {what}, because another process of the job is gone or does not answer ({error}). "
+            "Start the job again from its last checkpoint."
+        ) from error
+    return answers
+
+
+def mean_metric(model: nn.Module, metric: float | None) -> float | None:
+    """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
+    together = Together(model, "step the grower")
+    if together.group is None:
+        return metric
+    metrics = together.agree(None if metric is None else float(metric))
+    if any((value is None) != (metric is None) for value in metrics):
+        raise DistributedError(
+            "some ranks call grower.step with metric= and others without; give it on all ranks or on none."
+        )
+    return None if metric is None else sum(metrics) / len(metrics)
+
+
+def reduce_sums(
+    together: Together, catch: Catch, sizes: Sequence[float], unit: float, count: int
+) -> tuple[list[float], float, int]:
+    """Add up over all ranks what each of them caught: gradients (never their norms), sizes, counts, units alive.
+
+    Sizes are in units of a rank's first batch; all are brought to the first rank's that had any.
+    """
+    device = device_of(catch.model)
+    sums = [*(site.sum for site in catch.sites), *(weight.sum for weight in catch.weights)]
+    told = together.agree((unit, list(sizes), count, [_forms(each) for each in sums]))
+    if together.group is None:
+        return list(sizes), unit, count
+    common = next((its for its, _, _, _ in told if its), 0.0)
+    if not common:
+        return list(sizes), unit, 0  # no rank had data
+    for index, each in enumerate(sums):
+        for j in range(len(each.groups)):
+            form = next((forms[index][j] for _, _, _, forms in told if forms[index][j]), None)
+            if form is not None:
+                each.groups[j] = _summed(each.groups[j], form, unit / common, device, together.group)
+    for site in catch.sites:
+        site.alive = _any_alive(site.alive, site.site.layer.width, device, together.group)
+    totals = [sum(its_sizes[j] * its_unit / common for its_unit, its_sizes, _, _ in told) for j in range(len(sizes))]
+    return totals, common, sum(its for _, _, its, _ in told)
+
+
+def same_values(together: Together, values: list[float], mean: float | None) -> tuple[list[float], float | None]:
+    """Rank 0's numbers on all ranks: machines of different make may differ in the last bit, and a decision hangs on it."""
+    if together.group is None:
+        return values, mean
+    first: tuple[list[float], float | None] = gather(together.group, (values, mean), together.what)[0]
+    return first
+
+
+def _forms(each: Sum) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+    return [None if part is None else (tuple(part.shape), part.dtype) for part in each.groups]
+
+
+def _summed(
+    part: Tensor | None, form: tuple[tuple[int, ...], torch.dtype], factor: float, device: Any, group: Any
+) -> Tensor:
+    shape, dtype = form
+    # A copy: what was caught may be somebody's gradient, and may be expanded.
+    total = torch.zeros(shape, dtype=dtype, device=device) if part is None else (part * factor).contiguous()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _any_alive(alive: Tensor | None, width: int, device: Any, group: Any) -> Tensor:
+    found = torch.zeros(width, dtype=torch.int32, device=device) if alive is None else alive.to(torch.int32)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found > 0
+
+
+class Changing(Together):
+    """A change of a model that all ranks make at once; when it is over, what stands around the model follows."""
+
+    def __init__(self, model: nn.Module, what: str) -> None:
+        super().__init__(model, what)
+        self._model = model
+        self._sharded = isinstance(model, nn.Module) and fsdp.is_sharded(model)
+
+    def __enter__(self) -> Changing:
+        if self._sharded:
+            fsdp.check(around(self._model)[-1])
+            fsdp.reshard(self._model)
+        for wrapper in self._ddps():
+            from sensli import ddp
+
+            ddp.check(wrapper)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, value, trace)
+        if value is None:
+            forget_compiled(self._model)
+            if self._sharded:
+                fsdp.look_again(self._model)
+            for wrapper in self._ddps():
+                from sensli import ddp
+
+                ddp.rebuild(wrapper)
+
+    def prepare(self, layer: nn.Module, path: str) -> None:
+        """Make a new layer like what stands around its place, before its parameters are handed to anybody."""
+        if self._sharded:
+            fsdp.shard_like(layer, around(self._model)[-1], path)
+
+    def _ddps(self) -> Iterable[Any]:
+        return [each for each in around(self._model) if is_a(each, "DistributedDataParallel")]

@@ -1,0 +1,8 @@
+"""The growth page: a training as a film in one HTML file that needs neither a network nor a server."""
+
+from sensli.page.data import Curve, page_data
+from sensli.page.film import Film
+from sensli.page.reading import read_history
+from sensli.page.writing import write_page
+
+__all__ = ["Curve", "Film", "page_data", "read_history", "write_page"]

@@ -1,0 +1,115 @@
+// What holds at a position of the slider, and the network as it is then.
+// --- what holds at a position of the slider ---
+const slider = at("slider");
+const call = () => data.frames[Number(slider.value)];
+const lookAt = (epoch) => data.looks[last(data.looks, (look) => look.call <= epoch)];
+const unitsAt = (epoch) => { const found = data.outlines[last(data.outlines, (o) => o.call <= epoch)]; return found ? found.units : []; };
+const valueAt = (curve, epoch) => { const index = last(curve.calls, (c) => c <= epoch); return index < 0 ? null : curve.values[index]; };
+const bornAt = (number) => { const look = data.looks.find((l) => l.inserted.includes(number)); return look ? look.call : null; };
+
+// --- the network: boxes for any model, units and weights for a small one ---
+let shown = new Map(); // box or column -> where it stands now, so that a change can be seen moving
+let moving = 0;
+const move = (wanted, paint) => {
+  cancelAnimationFrame(moving);
+  const known = [...wanted.keys()].every((key) => shown.has(key)) && shown.size === wanted.size;
+  if (known || shown.size === 0 || still.matches) { shown = wanted; paint(wanted); return; }
+  const from = new Map([...wanted].map(([key, to]) => [key, shown.get(key) || { ...to, grow: 0 }]));
+  const began = performance.now();
+  const step = (now) => {
+    const part = Math.min(1, (now - began) / 450), ease = part * part * (3 - 2 * part);
+    const mixed = new Map([...wanted].map(([key, to]) => {
+      const start = from.get(key), mix = (name) => start[name] + (to[name] - start[name]) * ease;
+      return [key, { ...to, place: mix("place"), grow: mix("grow") }];
+    }));
+    shown = mixed;
+    paint(mixed);
+    if (part < 1) moving = requestAnimationFrame(step);
+  };
+  moving = requestAnimationFrame(step);
+};
+const marks = (look, units, epoch) => { // unit index -> merit of the site behind (or before) it, at the look itself
+  const found = new Map();
+  if (!look || look.call !== epoch) return found;
+  look.merits.forEach((entry, index) => {
+    if (look.chosen.includes(index)) return;
+    const unit = last(units, (u) => inside(entry.path, u.path));
+    if (unit >= 0 && !found.has(unit)) found.set(unit, entry);
+  });
+  return found;
+};
+const describe = (units) => units.map((u) => `${u.path || "model"} ${u.label}${u.growth ? ` (inserted at epoch ${bornAt(u.growth)})` : ""}`).join(", ");
+const boxes = (epoch) => {
+  const units = unitsAt(epoch), width = room("network").clientWidth;
+  const high = Math.max(20, Math.min(34, 440 / Math.max(units.length, 1))), gap = Math.min(8, high / 4);
+  const most = Math.log10(10 + Math.max(...units.map((u) => u.parameters), 10));
+  const left = Math.min(150, width * 0.3), wide = width - left - 74;
+  const wanted = new Map(units.map((unit, i) => [`${unit.path}|${unit.growth || ""}`, { unit, place: i * (high + gap), grow: 1 }]));
+  const height = units.length * (high + gap);
+  const open = marks(lookAt(epoch), units, epoch);
+  const paint = (now) => {
+    const svg = drawing(width, height, `The network at epoch ${epoch}: ${describe(units)}`);
+    let index = 0;
+    for (const { unit, place, grow } of now.values()) {
+      const young = unit.growth !== null, part = unit.parameters ? Math.max(0.34, Math.log10(10 + unit.parameters) / most) : 0.34;
+      const full = wide * part, y = place + (high * (1 - grow)) / 2;
+      const name = unit.path || "model", fits = Math.floor(left / 7.5);
+      svg.append(draw("text", { x: left - 10, y: place + high / 2 + 4, "text-anchor": "end", class: "soft", opacity: grow }, name.length > fits ? `…${name.slice(1 - fits)}` : name));
+      svg.append(draw("rect", {
+        x: left + (wide - full) / 2, y, width: full, height: high * grow, rx: 5, "data-unit": name,
+        fill: young ? colour("new") : colour("page"), stroke: young ? colour("grown") : colour("line"), "stroke-width": young ? 2 : 1,
+      }));
+      const letters = Math.floor(full / 6.6), label = unit.label.length > letters ? `${unit.label.slice(0, letters - 1)}…` : unit.label;
+      svg.append(draw("text", { x: left + wide / 2, y: place + high / 2 + 4, "text-anchor": "middle", opacity: grow }, label));
+      const note = young ? `epoch ${bornAt(unit.growth)}` : unit.parameters ? whole(unit.parameters) : "";
+      svg.append(draw("text", { x: width, y: place + high / 2 + 4, "text-anchor": "end", class: young ? "" : "soft", opacity: grow, fill: young ? colour("grown") : "" }, note));
+      if (open.has(index)) svg.append(draw("circle", { cx: left + wide / 2, cy: place + high + gap / 2, r: 4, fill: colour("baseline") }));
+      index += 1;
+    }
+    room("network").replaceChildren(svg);
+  };
+  move(wanted, paint);
+};
+const graph = (film, frame, epoch) => {
+  const units = unitsAt(epoch), layers = film.weights[frame], width = room("network").clientWidth, height = 330, bottom = 52;
+  const columns = [{ key: "input", size: layers[0].weight[0].length, name: "input" }].concat(layers.map((layer, i) => {
+    const unit = units.find((u) => inside(layer.path, u.path)) || { growth: null, path: layer.path };
+    const from = units.indexOf(unit), until = units.findIndex((u, k) => k > from && u.parameters > 0);
+    const names = units.slice(from, until < 0 ? units.length : until).map((u) => u.path);
+    return { key: layer.path, size: layer.weight.length, growth: unit.growth, name: i === layers.length - 1 ? `${names.join(", ")} (output)` : names.join(", ") };
+  }));
+  const edge = Math.min(60, width * 0.1), wanted = new Map(columns.map((c, i) => [c.key, { ...c, place: edge + (i * (width - 2 * edge)) / (columns.length - 1), grow: 1 }]));
+  const node = (column, k) => (height - bottom) / 2 + (k - (column.size - 1) / 2) * Math.min(40, (height - bottom - 24) / Math.max(column.size, 1));
+  const paint = (now) => {
+    const svg = drawing(width, height, `The network at epoch ${epoch}: ${describe(units)}`);
+    const list = [...now.values()];
+    layers.forEach((layer, i) => layer.weight.forEach((row, to) => row.forEach((value, from) => {
+      const size = Math.min(Math.abs(value), 3);
+      if (size < 0.05) return;
+      svg.append(draw("line", {
+        x1: list[i].place, y1: node(list[i], from), x2: list[i + 1].place, y2: node(list[i + 1], to),
+        stroke: colour(value > 0 ? "class1" : "class0"), "stroke-width": 0.4 + 1.6 * size, opacity: Math.min(0.9, 0.15 + 0.4 * size) * list[i + 1].grow,
+      }));
+    })));
+    for (const column of list) {
+      const young = Boolean(column.growth);
+      for (let k = 0; k < column.size; k += 1) {
+        svg.append(draw("circle", {
+          cx: column.place, cy: node(column, k), r: 8 * column.grow, "data-column": column.key, "stroke-width": 2,
+          fill: young ? colour("new") : colour("page"), stroke: young ? colour("grown") : colour("soft"),
+        }));
+      }
+      svg.append(draw("text", { x: column.place, y: height - 26, "text-anchor": "middle", opacity: column.grow }, column.name));
+      if (young) svg.append(draw("text", { x: column.place, y: height - 10, "text-anchor": "middle", fill: colour("grown"), opacity: column.grow }, width > 520 ? `inserted at ${bornAt(column.growth)}` : `at ${bornAt(column.growth)}`));
+    }
+    room("network").replaceChildren(svg);
+  };
+  move(wanted, paint);
+};
+const network = (frame, epoch) => {
+  const units = unitsAt(epoch);
+  at("size").textContent = units.length ? `${whole(units.reduce((sum, u) => sum + u.parameters, 0))} parameters` : "";
+  const film = data.films.find((f) => f.name === "grown");
+  if (film) graph(film, frame, epoch);
+  else if (units.length) boxes(epoch);
+};

@@ -1,0 +1,58 @@
+"""The history in a file, whatever the file is: a history, the state of a Grower, or a checkpoint that holds one."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sensli.errors import HistoryError
+from sensli.history import History
+
+_ZIP = b"PK\x03\x04"  # what torch.save writes begins so; a text may stand before it
+
+
+def read_history(path: Path) -> History:
+    """Read a file that `History.save`, `json.dump` or `torch.save` wrote. Runs no code from it."""
+    content = path.read_bytes()
+    start = content.find(_ZIP)
+    try:
+        if content.lstrip()[:1] in (b"{", b"["):
+            data = json.loads(content)
+        elif start >= 0:
+            data = torch.load(io.BytesIO(content[start:]), map_location="cpu", weights_only=True)
+        else:
+            raise HistoryError(
+                f"'{path}' is neither JSON nor a file of torch.save. Give what History.save(path) wrote."
+            )
+    except HistoryError:
+        raise
+    except Exception as error:
+        raise HistoryError(
+            f"'{path}' cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}). Give what History.save(path) wrote, "
+            "or a checkpoint of plain data and tensors."
+        ) from error
+    found = _find(data)
+    if found is None:
+        raise HistoryError(
+            f"'{path}' holds no history. Give what History.save(path) wrote, or a checkpoint with grower.state_dict() in it."
+        )
+    return History.from_dict(found)
+
+
+def _find(data: Any, depth: int = 4) -> Mapping[str, Any] | None:
+    """The first mapping with growths in it, at any name, not deep."""
+    if not isinstance(data, Mapping) or depth == 0:
+        return None
+    if "growths" in data:
+        return data
+    # the grower's own first: a checkpoint may hold the history twice, and that one has the record
+    for name in sorted(data, key=lambda name: name != "grower"):
+        found = _find(data[name], depth - 1)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,62 @@
+"""The training in words: what the film shows, for readers who do not see it, and where no script runs."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from sensli.html_tables import html_table
+from sensli.tables import short_number
+
+
+def words(data: dict[str, Any]) -> tuple[str, str]:
+    """The heading and the text of the page, as HTML."""
+    heading = f"<h1>{escape(data['title'])}</h1>"
+    if data["intro"]:
+        heading += f"<p>{escape(data['intro'])}</p>"
+    parts = [_summary(data)]
+    if data["results"]:
+        header = list(data["results"][0])
+        rows = [[str(row[name]) for name in header] for row in data["results"]]
+        parts.append(f'<h3>Result</h3><div class="wide">{html_table(header, rows)}</div>')
+    for look in data["looks"]:
+        parts.append(_look(look))
+    return heading, "\n".join(parts)
+
+
+def _summary(data: dict[str, Any]) -> str:
+    looks = data["looks"]
+    growths = sum(len(look["inserted"]) for look in looks)
+    text = f"{data['calls']:,} epochs, {_count(len(looks), 'look')} at all sites, {_count(growths, 'layer')} inserted."
+    for curve in data["curves"]:
+        known = [
+            (call, value) for call, value in zip(curve["calls"], curve["values"], strict=True) if value is not None
+        ]
+        if known:
+            (first, start), (last, end) = known[0], known[-1]
+            text += f" {data['measure'].capitalize()} of {curve['name']}: {start:.4g} at epoch {first:,}, {end:.4g} at epoch {last:,}."
+    return f"<p>{escape(text)}</p>"
+
+
+def _look(look: dict[str, Any]) -> str:
+    title = f"Epoch {look['call']:,}: " + ("a layer inserted" if look["inserted"] else "nothing inserted")
+    lines = "".join(f"<p class='line'>{escape(line)}</p>" for line in look["line"].splitlines())
+    undone = "<p>Undone later.</p>" if look["undone"] else ""
+    reason = f"<p>Why: {escape(look['reason'])}.</p>" if look["inserted"] else ""
+    rows = [
+        [
+            merit["site"],
+            f"{merit['value']:.3e}",
+            "" if merit["ratio"] is None else f"{merit['ratio']:.2f}",
+            short_number(merit["parameters"]),
+            short_number(merit["flops"]),
+            "yes" if index in look["chosen"] else "",
+        ]
+        for index, merit in enumerate(look["merits"])
+    ]
+    table = html_table(["site", "merit", "ratio", "+parameters", "+FLOPs", "inserted"], rows) if rows else ""
+    return f'<h3>{escape(title)}</h3>{lines}{reason}{undone}<div class="wide">{table}</div>'
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")

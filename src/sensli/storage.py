@@ -1,0 +1,139 @@
+"""One file of tensors and plain data: complete or absent, checked when it is read, and never able to run code.
+
+Layout: a line of text that says what the file is, one line of JSON (format, length and SHA-256 of the rest), then what `torch.save`
+writes. The text comes first so that a file of a newer format is recognised before anything in it is interpreted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from sensli.errors import CheckpointError
+
+FORMAT = 1
+_MAGIC = b"sensli checkpoint\n"
+_ROOM = 160  # bytes of the JSON line, padded: it is filled in when the rest has been written
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class _Hashed:
+    """A file that sums up what is written to it, so that a large checkpoint is not held in memory twice."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.digest, self.length = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.length += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Write the file under a temporary name, force it to the disk, then rename: a kill at any moment leaves the old or the new one."""
+    content = {name: check_plain(value, name) for name, value in content.items()}
+    target = Path(path)
+    scratch = target.with_name(target.name + ".part")
+    with open(scratch, "wb") as file:
+        file.write(_MAGIC + b" " * _ROOM + b"\n")
+        body = _Hashed(file)
+        torch.save(content, body)  # type: ignore[arg-type]
+        header = json.dumps({"format": FORMAT, "length": body.length, "sha256": body.digest.hexdigest()})
+        file.seek(len(_MAGIC))
+        file.write(header.ljust(_ROOM).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, target)
+    if os.name == "posix":  # the rename itself reaches the disk with the folder
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check a file that `write` made. Tensors come back on the CPU."""
+    try:
+        with open(path, "rb") as file:
+            magic, header, body = file.read(len(_MAGIC)), file.read(_ROOM + 1), file.read()
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}.") from error
+    if magic != _MAGIC:
+        short = _MAGIC.startswith(magic)
+        what = "is cut short" if short else "is no sensli checkpoint: it does not begin like one"
+        raise CheckpointError(f"{path} {what}. Give a file that save_checkpoint wrote, or an earlier intact one.")
+    try:
+        facts = json.loads(header)
+        version, length, digest = int(facts["format"]), int(facts.get("length", -1)), facts.get("sha256")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is cut short or altered: its header cannot be read. {_REMEDY}") from None
+    if version > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version}, newer than {FORMAT}, the newest known here. Update sensli to read it."
+        )
+    if len(body) != length:
+        raise CheckpointError(
+            f"{path} is {'cut short' if len(body) < length else 'too long'}: {len(body):,} of {length:,} bytes. {_REMEDY}"
+        )
+    if hashlib.sha256(body).hexdigest() != digest:
+        raise CheckpointError(f"{path} was altered after it was written: its checksum does not match. {_REMEDY}")
+    try:
+        content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain data, and was not loaded because that could run code: {error}"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} instead of the parts of a checkpoint. {_REMEDY}"
+        )
+    return content
+
+
+_REMEDY = "Use an intact copy, or an earlier checkpoint."
+
+
+def check_plain(value: Any, place: str) -> Any:
+    """The value with its tensors detached, or an error that names what could not be read back without running code.
+
+    Types are compared exactly: a numpy number is an instance of float, but is stored as an object that has to be rebuilt by code.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if isinstance(value, Tensor):
+        return value.detach()
+    if kind in (list, tuple):
+        return kind(check_plain(part, f"{place}[{index}]") for index, part in enumerate(value))
+    if kind is set:
+        return {check_plain(part, f"an element of {place}") for part in value}
+    if kind in (dict, OrderedDict, Counter):
+        pairs = [
+            (check_plain(key, f"a key of {place}"), check_plain(part, f"{place}[{key!r}]"))
+            for key, part in value.items()
+        ]
+        return Counter(dict(pairs)) if kind is Counter else kind(pairs)
+    hint = (
+        "float(...) or int(...) of it"
+        if isinstance(value, (int, float))
+        else "its state_dict(), or numbers, strings and tensors"
+    )
+    raise CheckpointError(
+        f"{place} is a {kind.__module__}.{kind.__qualname__}, which only code could rebuild, and loading a checkpoint runs none. "
+        f"Store {hint}."
+    )

@@ -1,0 +1,58 @@
+"""For a block of a stack: its twin, and where the twin would go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from sensli.chain import Chain
+from sensli.counting import plan_list
+from sensli.flow import Call, Flow, Seen
+from sensli.layers import Layer
+from sensli.lists import ListPlace
+from sensli.stacks import signature
+from sensli.twins import Twin
+from sensli.zeroing import NoTwin, find_twin
+
+
+class TwinFinder:
+    """Finds twins in one model; what was learned on a block is tried first on its equals."""
+
+    def __init__(self, model: nn.Module, example: Any, init: str) -> None:
+        self._model, self._example, self._init = model, example, init
+        self._plans: dict[object, Twin] = {}
+        self._refused: dict[object, str] = {}
+        self._places: dict[tuple[str, object], ListPlace | None] = {}
+
+    def find(self, flow: Flow, call: Call, seen: Seen, *, chained: bool) -> tuple[Layer, ListPlace | None]:
+        """The layer and, where it goes into a list, what must follow. Raises `NoTwin` with the reason."""
+        kind = signature(call.module)
+        side = seen is call.given
+        if (kind, side) in self._refused:
+            raise NoTwin(self._refused[kind, side])
+        try:
+            twin = find_twin(flow, call, seen, self._plans.get((kind, side)))
+        except NoTwin as refusal:
+            self._refused[kind, side] = str(refusal)
+            raise
+        self._plans[kind, side] = twin
+        place = None if chained else self._place(call, kind, twin)
+        if twin.remembers and place is None:
+            raise NoTwin(
+                "takes an object with a memory, such as a key-value cache, and its list cannot take a twin with a number of its own "
+                "(no trial confirmed it): two blocks would write to the same entry"
+            )
+        return Layer("twin", "block", twin=replace(twin, init=self._init)), place
+
+    def _place(self, call: Call, kind: object, twin: Twin) -> ListPlace | None:
+        container, _, key = call.path.rpartition(".")
+        parent = self._model.get_submodule(container)
+        if not isinstance(parent, nn.ModuleList) or isinstance(self._model.get_submodule(call.path), Chain):
+            return None
+        if any(isinstance(child, Chain) for child in parent.children()):
+            return None  # numbering goes through the blocks themselves, and a stand-in hides them
+        if (container, kind) not in self._places:
+            self._places[container, kind] = plan_list(self._model, self._example, container, int(key), twin)
+        return self._places[container, kind]

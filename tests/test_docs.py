@@ -1,0 +1,84 @@
+"""The documentation's code runs and prints what it says, its error texts are those of the code, and it builds strictly."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+# a block of code and, where one follows at once, the block of its output
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.S)
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_prints_what_the_page_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All blocks of a page run one after another, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    with torch.random.fork_rng():
+        for code, output in BLOCK.findall(page.read_text()):
+            exec(compile(code, str(page), "exec"), names)
+            printed = capsys.readouterr().out
+            if not output:
+                continue
+            # Words to the letter; numbers after training to some per cent, because processors round differently.
+            assert NUMBER.sub("#", printed) == NUMBER.sub("#", output)
+            found, promised = (list(map(float, NUMBER.findall(text))) for text in (printed, output))
+            assert found == pytest.approx(promised, rel=0.1)
+
+
+def test_every_method_and_task_has_code_that_runs() -> None:
+    cards = {page for folder in ("methods", "tasks") for page in (DOCS / folder).glob("*.md")}
+    assert len(cards) >= 10 and cards <= set(PAGES)
+
+
+def _texts() -> Iterator[str]:
+    """All texts of the source; what an f-string fills in becomes a sign of its own."""
+    for file in (ROOT / "src" / "sensli").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def _is_raised(heading: str, texts: list[str]) -> bool:
+    pattern = ".+?".join(re.escape(part) for part in heading.split("…"))
+    return any(re.search(pattern, text, re.S) for text in texts)
+
+
+def test_error_texts_are_those_of_the_code() -> None:
+    texts = list(_texts())
+    headings = re.findall(r"^### (.+)$", (DOCS / "errors.md").read_text(), re.M)
+    quoted = [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
+    # built from a registry by one_of
+    unknown = {text for text in quoted if text.startswith("unknown ")}
+    assert len(quoted) > 25
+    missing = [text for text in quoted if text not in unknown and not _is_raised(text, texts)]
+    assert missing == []
+    assert _is_raised("unknown … …. Known: …", texts) and unknown
+
+
+def test_it_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is missing. Get it with: pip install 'sensli[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "api" / "index.html").read_text()
+    for name in ("find_sites", "Grower", "Plateau", "Look"):
+        assert f'id="sensli.{name}"' in page or f".{name}" in page
+    # nothing is loaded from another server
+    front = (tmp_path / "site" / "index.html").read_text()
+    assert "fonts.googleapis" not in front

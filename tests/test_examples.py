@@ -1,0 +1,37 @@
+"""The examples of the engines run, each in a process of its own, and none is over 40 lines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(script: str, folder: Path, command: list[str] | None = None) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    full = [*(command or [sys.executable]), str(EXAMPLES / script)]
+    done = subprocess.run(full, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(script: Path) -> None:
+    assert len(script.read_text().splitlines()) <= 40
+
+
+def test_resume_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    assert "from call 0, 0 growths" in run("10_resume.py", tmp_path)
+    assert "from call 30, 3 growths" in run("10_resume.py", tmp_path)
+
+
+def test_ddp(tmp_path: Path) -> None:
+    printed = run("11_ddp.py", tmp_path, TORCHRUN)
+    assert "all 2 processes: growth 2" in printed
+    assert "weights the same on all ranks: True" in printed

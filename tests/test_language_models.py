@@ -1,0 +1,181 @@
+"""After an insertion a language model is what its library expects: configuration, cache, saving, tied embeddings."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from architectures import TRANSFORMERS
+from sensli import find_sites, insert, measure, replay, undo
+from sensli.history import History
+from test_architectures import assert_same, build, outputs
+
+pytest.importorskip("transformers")
+CAUSAL = [
+    "gpt2",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "phi",
+    "opt",
+    "gpt_neox",
+    "bloom",
+    "falcon",
+    "mixtral",
+    "mamba",
+]
+
+
+def trained_a_little(model: nn.Module, batch: Any, growth: Any) -> None:
+    """Steps that make the new block do something, so that a wrong place in the cache shows."""
+    model.train()
+    new = [p for name, p in model.named_parameters() if name in growth.parameters]
+    optimizer = torch.optim.SGD(new, lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    model.eval()
+
+
+def tokens(model: Any, batch: Any, cache: bool) -> torch.Tensor:
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            use_cache=cache,
+        )
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generate_with_and_without_cache(name: str) -> None:
+    model, batch = build(name)
+    model.eval()
+    before = tokens(model, batch, True)
+    sites = find_sites(model, batch)
+    for site in (sites[1], sites[-1]):
+        growth = insert(model, site)
+        assert torch.equal(tokens(model, batch, True), before)
+        assert torch.equal(tokens(model, batch, False), before)
+        trained_a_little(model, batch, growth)
+        assert torch.equal(tokens(model, batch, True), tokens(model, batch, False))
+        undo(model, growth)
+        assert torch.equal(tokens(model, batch, True), before)
+
+
+FRESH = """
+import sys, torch, transformers
+assert "sensli" not in sys.modules
+for folder, name in zip(sys.argv[1::2], sys.argv[2::2]):
+    model = getattr(transformers, name).from_pretrained(folder)
+    model.eval()
+    data = torch.load(folder + "/batch.pt")
+    with torch.no_grad():
+        logits = model(**data["batch"]).logits
+    assert (logits - data["logits"]).abs().max() <= 1e-6 * data["logits"].abs().max(), name
+    print(name, "same")
+assert "sensli" not in sys.modules
+"""
+
+
+def test_saved_and_loaded_where_sensli_is_unknown(tmp_path: Path) -> None:
+    arguments, count = [], 0
+    for name in ("gpt2", "llama", "qwen2", "gemma2", "mamba", "vit", "convnext", "t5"):
+        model, batch = build(name)
+        sites = [site for site in find_sites(model, batch) if site.place is not None]
+        layers = len(sites)
+        history = History()
+        for site in (sites[0], sites[-1]):  # two growths, the first of which moves the place of the second
+            history.append(insert(model, site))
+            trained_a_little(model, batch, history[-1])
+        assert len(find_sites(model, batch)) >= layers + 1
+        again = replay(build(name)[0], history)
+        again.load_state_dict(model.state_dict())
+        again.eval()
+        assert_same(outputs(model, batch), outputs(again, batch), 1e-6)
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        torch.save({"batch": batch, "logits": outputs(model, batch)[0]}, folder / "batch.pt")
+        arguments += [str(folder), type(model).__name__]
+        count += 1
+    command = [sys.executable, "-c", FRESH, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "", "HF_HUB_OFFLINE": "1"})
+    assert done.stdout.count("same") == count, done.stderr
+
+
+def test_the_configuration_tells_the_truth_and_undo_takes_it_back() -> None:
+    model, batch = build("qwen2")
+    before = copy.deepcopy(model.config.to_dict())
+    growths = [insert(model, find_sites(model, batch)[1]) for _ in range(2)]
+    assert model.config.num_hidden_layers == 5 and len(model.config.layer_types) == 5
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2, 3, 4]
+    assert all(
+        layer.self_attn.config is model.config for layer in model.model.layers
+    )  # one configuration, not a copy each
+    for growth in reversed(growths):
+        undo(model, growth)
+    assert model.config.to_dict() == before
+
+    stages, batch = build("convnext")
+    insert(stages, next(site for site in find_sites(stages, batch) if "stages.1" in site.path))
+    assert stages.config.depths == [2, 4]
+
+    both, batch = build("t5")
+    insert(both, next(site for site in find_sites(both, batch) if "decoder" in site.path and site.place))
+    assert (both.config.num_layers, both.config.num_decoder_layers, both.decoder.config.num_layers) == (3, 3, 3)
+
+
+def test_tied_embeddings_stay_tied() -> None:
+    for name in ("gpt2", "llama"):
+        model, batch = build(name)
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        table = model.get_input_embeddings().weight
+        assert model.get_output_embeddings().weight is table
+        growth = insert(model, find_sites(model, batch)[0])
+        assert model.get_input_embeddings().weight is table and model.get_output_embeddings().weight is table
+        undo(model, growth)
+        assert model.get_output_embeddings().weight is table
+
+
+def test_batches_are_dicts_and_the_loss_is_the_model_s() -> None:
+    model, batch = build("llama")
+    sites = find_sites(model, batch)
+    model.eval()
+    own = measure(model, sites, [batch, batch])
+    given = measure(model, sites, [batch], lambda output, batch: output.loss)
+    assert [m.value for m in own] == pytest.approx([m.value for m in given], rel=1e-5)
+
+
+def test_a_block_that_depends_on_its_number_is_not_renumbered() -> None:
+    """Attention that is divided by the number of its block: a list that takes a block would change all blocks behind it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=3, n_embd=8, n_head=2, vocab_size=29, bos_token_id=0, eos_token_id=1, scale_attn_by_inverse_layer_idx=True
+    )  # fmt: skip
+    model, ids = GPT2LMHeadModel(config), torch.randint(0, 29, (2, 7))
+    model.eval()
+    sites = find_sites(model, {"input_ids": ids})
+    assert sites and all(site.place is None for site in sites)
+    assert {site.layer.form for site in sites} == {"residual"}
+    reasons = [reason for _, reason in find_sites(model, {"input_ids": ids}, layer="twin").skipped]
+    assert reasons and all("memory" in reason for reason in reasons)
+
+
+def test_every_model_of_the_table_has_a_class_here() -> None:
+    assert set(CAUSAL) | {"vit", "convnext", "t5", "resnet", "bert", "roberta"} == set(TRANSFORMERS)

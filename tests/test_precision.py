@@ -1,0 +1,237 @@
+"""Mixed precision, compiled models, averages and gradient clipping go on working when a model grows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from sensli import Grower, Probe, find_sites, insert, measure, triggers, undo
+from sensli.errors import MeasurementError, UnsupportedModel
+
+X = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] * X[:, 1] > 0).long()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+class Own(nn.Module):
+    """A module of the user's own: torch does not compile the forward of nn.Sequential in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def values(merits: Any) -> Tensor:
+    return torch.tensor([[merit.value, merit.ratio] for merit in merits], dtype=torch.float64)
+
+
+def test_with_a_gradient_scaler_the_merits_are_those_of_the_loss_itself() -> None:
+    model = make_model(torch.float64)
+    x, sites = X.double(), find_sites(model, X.double())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**13)
+    expected = values(measure(model, sites, [(x, Y)], cross_entropy))
+    with Probe(model, sites, scaler=scaler) as probe:
+        scaler.scale(cross_entropy(model(x), Y)).backward()
+    assert model[0].weight.grad.abs().max() > 10  # type: ignore[union-attr]  # the step's gradients stay scaled
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(values(probe.merits()), expected, rtol=1e-12, atol=0)
+    with Probe(model, sites) as probe:  # without the scaler they would be the square of the scale too large
+        scaler.scale(cross_entropy(model(x), Y)).backward()
+    assert values(probe.merits())[0, 0] > 1e6 * expected[0, 0]
+
+
+def test_a_pass_that_overflows_under_the_scaler_says_so() -> None:
+    model = make_model()
+    sites, scaler = find_sites(model, X), torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    with Probe(model, sites, scaler=scaler) as probe:
+        scaler.scale(1e10 * cross_entropy(model(X), Y)).backward()
+    with pytest.raises(MeasurementError, match=r"overflowed at the scale.*next step"):
+        probe.merits()
+
+
+def train_scaled(grow: bool) -> Tensor:
+    model = make_model(torch.float64)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.amp.GradScaler("cpu")
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(cross_entropy(model(X.double()), Y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 2 and grow:
+            insert(model, find_sites(model, X.double())[0], optimizer=optimizer)
+            model.get_submodule("grown1").requires_grad_(False)  # an identity that stays one: the run must not change
+    return torch.cat([p.detach().flatten() for name, p in model.named_parameters() if "grown" not in name])
+
+
+def test_a_scaled_run_goes_on_after_a_growth() -> None:
+    assert torch.equal(train_scaled(grow=True), train_scaled(grow=False))
+
+
+IN_BF16 = """
+import torch
+from torch.nn.functional import cross_entropy
+from test_precision import *
+torch.set_num_threads(1)
+model = make_model()
+sites = find_sites(model, X)
+exact = values(measure(model, sites, [(X, Y)], cross_entropy))
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    inside = values(measure(model, sites, [(X, Y)], cross_entropy))
+with Probe(model, sites) as probe:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy(model(X), Y)
+    loss.backward()
+for found in (inside, values(probe.merits())):
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
+    assert not torch.equal(found, exact)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+grower = Grower(model, optimizer, example=X, trigger=triggers.Every(2), tau=0.0)
+losses = []
+for _ in range(6):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy(model(X), Y)
+    loss.backward()
+    optimizer.step()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        grower.step([(X, Y)], cross_entropy)
+    losses.append(loss.item())
+assert len(grower.history) == 3 and losses[-1] < losses[0], losses
+assert all(p.dtype == torch.float32 for p in model.parameters())
+"""
+
+
+def test_bf16_autocast() -> None:
+    # In a process of its own: on some processors bf16 kernels stop with an illegal instruction unless this is set at the start.
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", IN_BF16], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_grows_compiles_once_more_and_stays_right(in_place: bool) -> None:
+    compiled_graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        compiled_graphs.append(1)
+        return graph.forward
+
+    model = Own()
+    if in_place:
+        model.compile(backend=backend)
+        called: Any = model
+    else:
+        called = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grower = Grower(called, optimizer, example=X, trigger=triggers.Every(1), tau=0.0)
+    plain = Own()
+    expected = values(measure(plain, find_sites(plain, X), [(X, Y)], cross_entropy))
+    called(X)
+    with Probe(
+        called, find_sites(called, X)
+    ) as probe:  # a step of a compiled model is seen although hooks are not compiled
+        cross_entropy(called(X), Y).backward()
+    torch.testing.assert_close(values(probe.merits()), expected)
+    for growths in range(1, 12):  # past the eight changes after which torch would stop to compile
+        before = called(X)
+        assert len(compiled_graphs) == growths
+        called(X)
+        assert len(compiled_graphs) == growths
+        grower.step([(X, Y)], cross_entropy)
+        torch.testing.assert_close(called(X), before)
+        assert len(compiled_graphs) == growths + 1
+    assert len(grower.history) == 11
+    undo(called, grower.history[-1], optimizer=optimizer)
+    torch.testing.assert_close(called(X), before)
+
+
+def test_a_compiled_run_is_the_same_run() -> None:
+    ends = []
+    for compiled in (False, True):
+        model = make_model()
+        called = torch.compile(model, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        grower = Grower(called, optimizer, example=X, trigger=triggers.At(2), tau=0.0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            cross_entropy(called(X), Y).backward()
+            optimizer.step()
+            grower.step([(X, Y)], cross_entropy)
+        ends.append(called(X).detach())
+        assert len(grower.history) == 1
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch about itself
+def test_inductor() -> None:
+    model = make_model()
+    compiled = torch.compile(model)
+    with torch.no_grad():
+        before = compiled(X)
+        insert(compiled, find_sites(compiled, X)[0])
+        torch.testing.assert_close(compiled(X), before)
+        model.get_submodule("grown1").get_parameter("linear.weight").mul_(2)
+        torch.testing.assert_close(compiled(X), model(X))
+
+
+def test_an_average_grows_with_its_model() -> None:
+    model = make_model(torch.float64)
+    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grower = Grower(model, optimizer, example=X.double(), trigger=triggers.At(2, 4), tau=0.0, averaged=average)
+    for _ in range(6):
+        optimizer.zero_grad()
+        cross_entropy(model(X.double()), Y).backward()
+        optimizer.step()
+        average.update_parameters(model)
+        kept = average(X.double())
+        grown = grower.step([(X.double(), Y)], cross_entropy)
+        assert torch.equal(average(X.double()), kept)
+        assert [n for n, _ in average.module.named_parameters()] == [n for n, _ in model.named_parameters()]
+        if grown:
+            new = average.module.get_parameter(grown.parameters[0])
+            assert new is not model.get_parameter(grown.parameters[0])
+    assert not torch.equal(new, model.get_parameter(grower.history[-1].parameters[0]))
+
+
+def test_an_average_of_another_model_is_refused() -> None:
+    average = AveragedModel(make_model())
+    model = make_model()
+    insert(model, find_sites(model, X)[0])
+    with pytest.raises(UnsupportedModel, match=r"averaged=.*not those of the model"):
+        Grower(model, example=X, trigger=triggers.Every(1), averaged=average)
+
+
+def test_clipped_training_sees_the_new_parameters() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    growth = insert(model, find_sites(model, X)[0], optimizer=optimizer)
+    cross_entropy(model(X), Y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    total = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+    torch.testing.assert_close(torch.as_tensor(total).sqrt(), torch.tensor(1e-3), rtol=1e-3, atol=0)
+    assert all(model.get_parameter(name).grad is not None for name in growth.parameters)

@@ -1,0 +1,109 @@
+"""`sensli sites` with data: the ranking and the choices beside it, on a saved model and on a user's own, read only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sensli.cli import main
+from sensli.merits import Merit, Merits
+from sensli.ranking import CHOICES, compare_choices
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5), nn.Tanh(), nn.Linear(5, 2))
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.hidden, self.head = nn.Embedding(256, 8), nn.Linear(8, 8), nn.Linear(8, 256)
+
+    def forward(self, tokens):
+        return self.head(self.hidden(self.embed(tokens)).relu())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mymodel.py").write_text(MODEL)
+    (tmp_path / "notes.txt").write_text("a text that says little, again and again. " * 40)
+    torch.save((torch.randn(6, 3, 8, 8), torch.randint(0, 2, (6,))), tmp_path / "batch.pt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def merits(values: list[float]) -> Merits:
+    sites: list[Any] = [SimpleNamespace(side="after", path=f"h.{i}") for i in range(len(values))]
+    return Merits([Merit(site, value) for site, value in zip(sites, values, strict=True)], norm="frobenius", batches=1)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (1, {"by merit": [3], "even spacing": [2], "top only": [4], "bottom only": [0]}),
+        (2, {"by merit": [3, 1], "even spacing": [1, 3], "top only": [3, 4], "bottom only": [0, 1]}),
+        (5, {"by merit": [3, 1, 2, 0, 4], "even spacing": [1, 2, 3], "top only": [0, 1, 2, 3, 4]}),
+    ],
+)
+def test_choices(count: int, expected: dict[str, list[int]]) -> None:
+    measured = merits([2.0, 4.0, 3.0, 5.0, 1.0])
+    for name, places in expected.items():
+        assert [list(measured).index(merit) for merit in CHOICES[name](measured, count)] == places
+    table = compare_choices(measured, count)
+    assert "even spacing" in table and "sum of merits" in table
+
+
+def test_a_user_s_model_on_a_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sites", "mymodel.py:make", "--batch", "batch.pt"]) == 0
+    out = capsys.readouterr().out
+    assert "merit" in out and "Conv2d(8, 8, 3) + ReLU after 1" in out and "top only" in out
+
+
+def test_a_user_s_model_on_a_text_byte_by_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sites", "mymodel.py:Reader", "--text", "notes.txt", "--length", "16"]) == 0
+    assert "Linear(8, 8) + ReLU before head" in capsys.readouterr().out
+
+
+def test_a_saved_model_on_a_text_and_on_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "saved")
+    before = {path.name: path.read_bytes() for path in (folder / "saved").iterdir()}
+    assert main(["sites", "saved", "--text", "notes.txt", "--count", "2", "--length", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "Twin(LlamaDecoderLayer) after model.layers.1" in out and "choice of 2" in out
+    ids = torch.randint(0, 256, (2, 9))
+    save_file({"input_ids": ids, "labels": ids.clone()}, folder / "batch.safetensors")
+    assert main(["sites", "saved", "--batch", "batch.safetensors"]) == 0
+    assert "even spacing" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in (folder / "saved").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["sites", ".", "--input", "1x2"], "without config.json"),
+        (["sites", "mymodel.py:make", "--batch", "mymodel.py"], "cannot be read as a batch"),
+        (["sites", "mymodel.py:make", "--batch", "none.pt"], "none.pt"),
+        (["sites", "mymodel.py:Reader", "--text", "mymodel.py", "--length", "100000"], "Give a longer text"),
+        (["sites", "mymodel.py:make", "--batch", "batch.pt", "--count", "0"], "from 1"),
+    ],
+)
+def test_mistakes_are_one_line(
+    folder: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("sensli: ") and text in said

@@ -1,0 +1,198 @@
+"""What a Grower writes down: every look, every metric, the layers; and that it comes back from JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from sensli import Grower, History, replay, triggers
+from sensli import record as record_module
+from sensli.errors import HistoryError
+from sensli.outline import outline
+from sensli.record import Look, Record
+
+X = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] * X[:, 1] > 0).long()
+BATCHES = [(X, Y)]
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def grow(calls: int = 4, **options: Any) -> Grower:
+    model = make_model()
+    grower = Grower(model, example=X[:1], **{"trigger": triggers.Every(2), "tau": 0, **options})
+    for call in range(calls):
+        grower.step(BATCHES, cross_entropy, metric=1 / (call + 1))
+    return grower
+
+
+def test_every_look_is_kept_with_all_merits() -> None:
+    grower = grow()
+    record = grower.history.record
+    assert [look.call for look in record.looks] == [2, 4]
+    assert [look.inserted for look in record.looks] == [(1,), (2,)]
+    assert [len(look.merits) for look in record.looks] == [2, 3]
+    assert record.metrics == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    for look, growth in zip(record.looks, grower.history, strict=True):
+        chosen = look.merits[look.chosen[0]]
+        assert (chosen.site, chosen.value, chosen.ratio) == (
+            str(growth.site), growth.details["merit"], growth.details["ratio"],
+        )  # fmt: skip
+
+
+def test_a_look_without_insertion_is_kept_with_its_reason() -> None:
+    looks = grow(tau=1e9).history.record.looks
+    assert len(looks) == 2 and not looks[0].inserted and len(looks[0].merits) == 2
+    assert "below tau = 1e+09" in looks[0].reason
+    assert str(looks[0]).startswith("epoch 2: nothing inserted | the best, Linear(4, 4) + ReLU after")
+    no_room = grow(trigger=triggers.Every(2) & triggers.Budget(parameters=43)).history.record.looks
+    assert [look.reason for look in no_room] == ["the trigger's limits leave no room for a layer at any site"] * 2
+
+
+def test_the_reason_of_a_control_names_the_largest_merit() -> None:
+    look = grow(calls=2, select="smallest").history.record.looks[0]
+    assert look.chosen == (1,)
+    assert look.reason.startswith("select=smallest gave it, and the largest merit, ")
+    own = grow(calls=2, select=lambda merits: merits.worst).history.record.looks[0]
+    assert own.chosen == (1,) and own.reason.startswith("select=<lambda> gave it, and ")
+
+
+def test_zero_merits_are_kept_too() -> None:
+    grower = Grower(make_model(), example=X[:1], trigger=triggers.Every(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        grower.step(BATCHES, lambda output, target: output.sum() * 0.0)
+    assert [look.reason for look in grower.history.record.looks] == ["all merits are zero"]
+
+
+def test_one_line_per_decision() -> None:
+    look = grow().history.record.looks[0]
+    merit = look.merits[0]
+    before = 2 * (2 * 4 + 4 * 4 + 4 * 2)
+    assert look.flops == before and look.parameters == 42
+    assert str(look) == (
+        f"epoch 2: +{merit.site} | merit {merit.value:.1e}, {merit.ratio:.2g} x mean | +20 parameters, +{32 / before:.0%} FLOPs"
+    ).replace("%", " %")
+    both = grow(calls=2, count=2).history.record.looks[0]
+    assert len(str(both).splitlines()) == 2 and both.inserted == (1, 2)
+    assert "(2 layers at once)" in both.reason
+
+
+def test_round_trip_and_older_files() -> None:
+    history = grow().history
+    text = history.to_json()
+    again = History.from_json(text)
+    assert again == history and again.record == history.record
+    assert again.to_json() == text
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    data = history.to_dict()
+    del data["record"]  # as written before there was one
+    older = History.from_dict(data)
+    assert older == history and not older.record
+    assert "record" not in older.to_dict()
+    replay(make_model(), older)
+
+
+def test_a_damaged_record_is_refused_with_the_reason() -> None:
+    data = grow().history.to_dict()
+    data["record"]["looks"][0].pop("merits")
+    with pytest.raises(HistoryError, match="the history is damaged: KeyError: 'merits'"):
+        History.from_dict(data)
+
+
+def test_a_resumed_grower_goes_on_writing() -> None:
+    grower = grow(calls=2)
+    model = replay(make_model(), grower.history)
+    again = Grower(model, example=X[:1], trigger=triggers.Every(2), tau=0)
+    again.load_state_dict(json.loads(json.dumps(grower.state_dict())))
+    for call in (2, 3):
+        again.step(BATCHES, cross_entropy, metric=1 / (call + 1))
+    assert [look.call for look in again.history.record.looks] == [2, 4]
+    assert [call for call, _ in again.history.record.metrics] == [1, 2, 3, 4]
+    assert len(again.history.record.outlines) == 3
+
+
+def test_a_call_that_raises_leaves_no_trace() -> None:
+    grower = grow(calls=1)
+    with pytest.raises(RuntimeError):
+        grower.step([(X[:, :1], Y)], cross_entropy, metric=7.0)
+    assert grower.history.record.metrics == [(1, 1.0)] and not grower.history.record.looks
+
+
+def test_metrics_stay_few_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "LIMIT", 10)
+    record = Record()
+    for call in range(1, 101):
+        record.count(call, math.nan if call == 96 else float(call))
+    assert len(record.metrics) <= 10 and record.calls == 100
+    assert all(call == metric for call, metric in record.metrics if metric is not None)
+    assert (96, None) in record.metrics
+
+
+def test_the_log_is_told_every_decision() -> None:
+    told: list[Look] = []
+    grower = grow(log=told.append)
+    assert told == grower.history.record.looks
+
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: dict[tuple[str, int], float] = {}
+            self.texts: list[str] = []
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.scalars[tag, step] = value
+
+        def add_text(self, tag: str, text: str, step: int) -> None:
+            self.texts.append(text)
+
+    writer = Writer()
+    grow(log=writer)
+    best = told[0].merits[0]
+    assert writer.scalars[f"sensli/merit/{best.site}", 2] == best.value
+    assert [writer.scalars["sensli/parameters", call] for call in (2, 4)] == [62, 82]
+    assert writer.texts == [str(look) for look in told]
+    with pytest.raises(TypeError, match="give a callable that takes one Look"):
+        grow(log=3)
+
+
+def test_a_log_that_fails_does_not_stop_the_training() -> None:
+    with pytest.warns(UserWarning, match="the log of the Grower failed: ZeroDivisionError"):
+        grower = grow(calls=2, log=lambda look: 1 / 0)
+    assert len(grower.history) == 1 and grower.calls == 2
+
+
+def test_outline_shows_layers_or_blocks_and_always_the_new_one() -> None:
+    units = outline(grow(calls=2).model)
+    assert [unit.growth for unit in units].count(1) == 1
+    assert [unit.label for unit in units if unit.growth] == ["Linear(4, 4) + ReLU"]
+    for layer, label in (
+        ("residual", "Residual(Linear(4, 4), ReLU)"),
+        ("parametric", "Parametric(Linear(4, 4), ReLU)"),
+    ):
+        assert [unit.label for unit in outline(grow(calls=2, layer=layer).model) if unit.growth] == [label]
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(30)))
+    assert [unit.label for unit in outline(deep)] == ["Sequential"] * 30
+    deep[3].add_module("new", nn.Linear(2, 2))
+    deep[3].get_submodule("new").sensli_growth = 1
+    assert len(outline(deep)) == 33
+    assert [unit.path for unit in outline(deep) if unit.growth] == ["3.new"]
+
+
+def test_outline_of_a_long_chain_stays_short() -> None:
+    chain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(200)))
+    chain[77].sensli_growth = 1
+    units = outline(chain)
+    assert len(units) <= 42
+    assert [unit.path for unit in units if unit.growth] == ["77"]
+    assert units[0].label == "Linear(2, 2) and 5 more"
+    assert sum(unit.parameters for unit in units) == sum(p.numel() for p in chain.parameters())

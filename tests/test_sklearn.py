@@ -1,0 +1,93 @@
+"""The scikit-learn estimators: the library's own checks, and what its users rely on."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sklearn = pytest.importorskip("sklearn")
+
+from sklearn.base import clone  # noqa: E402
+from sklearn.datasets import load_digits, load_wine, make_friedman1  # noqa: E402
+from sklearn.exceptions import SkipTestWarning  # noqa: E402
+from sklearn.model_selection import cross_val_score  # noqa: E402
+from sklearn.pipeline import make_pipeline  # noqa: E402
+from sklearn.preprocessing import StandardScaler  # noqa: E402
+from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
+
+from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor  # noqa: E402
+
+SMALL: dict[str, Any] = {"width": 16, "max_layers": 2, "max_epochs": 400, "learning_rate": 0.01, "patience": 5}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.filterwarnings("ignore")  # the checks warn on purpose, and about what is not installed
+@pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])
+def test_the_librarys_own_checks(kind: Any) -> None:
+    results = check_estimator(kind(**SMALL), on_skip=None)
+    assert len(results) > 50
+    assert {result["status"] for result in results} <= {"passed", "skipped"}
+    assert SkipTestWarning
+
+
+def test_it_grows_while_the_held_out_part_improves_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = make_friedman1(400, noise=0.1, random_state=0)
+    model = GrowingRegressor(width=32, random_state=0, learning_rate=0.01, verbose=1).fit(x, y)
+    printed = capsys.readouterr().out
+    assert model.n_layers_ == 1 + len(model.history_) >= 2
+    assert "growth 1: Linear(32, 32) + ReLU after 2" in printed
+    assert "1 hidden layers: loss" in printed
+    assert model.score(x, y) > 0.95
+    shallow = GrowingRegressor(width=32, random_state=0, learning_rate=0.01, max_layers=1).fit(x, y)
+    assert model.validation_loss_ < shallow.validation_loss_
+
+
+def test_pipeline_cross_validation_clone_and_pickle() -> None:
+    x, y = load_wine(return_X_y=True)
+    names = np.array(["a", "b", "c"])[y]
+    pipeline = make_pipeline(StandardScaler(), GrowingClassifier(**SMALL, random_state=0))
+    assert cross_val_score(pipeline, x, names, cv=3).mean() > 0.9
+    fitted = clone(pipeline).fit(x, names)
+    again = pickle.loads(pickle.dumps(fitted))
+    assert np.array_equal(again.predict_proba(x), fitted.predict_proba(x))
+    assert set(fitted.predict(x)) == {"a", "b", "c"}
+    assert np.allclose(fitted.predict_proba(x).sum(1), 1)
+
+
+def test_the_same_seed_gives_the_same_fit_and_leaves_the_users_random_state_alone() -> None:
+    x, y = load_digits(return_X_y=True)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    fits = [
+        GrowingClassifier(**{**SMALL, "max_epochs": 20}, random_state=1).fit(x, y).predict_proba(x) for _ in range(2)
+    ]
+    assert np.array_equal(fits[0], fits[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_warm_start_goes_on_with_the_grown_network() -> None:
+    x, y = load_digits(return_X_y=True)
+    model = GrowingClassifier(**{**SMALL, "max_epochs": 5}, random_state=0, warm_start=True).fit(x, y)
+    first, network = model.validation_loss_, model.model_
+    model.fit(x, y)
+    assert model.model_ is network
+    assert model.validation_loss_ < first
+    with pytest.raises(ValueError, match="goes on with the classes"):
+        model.fit(x[y < 5], y[y < 5])
+
+
+def test_sample_weights_count() -> None:
+    x, y = load_wine(return_X_y=True)
+    weight = np.where(y == 2, 1e-6, 1.0)
+    predicted = GrowingClassifier(**SMALL, random_state=0).fit(x, y, weight).predict(x)
+    assert (predicted == 2).mean() < 0.05
+    with pytest.raises(ValueError, match="all sample weights are zero"):
+        GrowingClassifier(**SMALL).fit(x, y, np.zeros(len(y)))
