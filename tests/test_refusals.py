@@ -31,7 +31,7 @@ def test_recurrent_layers_and_modules_used_twice() -> None:
             return self.head(self.fc(self.fc(x).relu()).relu())
 
     model = Twice()
-    assert "used 2 times" in reasons(model, torch.randn(3, 4))["fc"]
+    assert "times in one forward pass" in reasons(model, torch.randn(3, 4))["fc"]
     assert [site.path for site in find_sites(model, torch.randn(3, 4))] == ["head"]
 
 
