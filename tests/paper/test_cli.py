@@ -59,8 +59,9 @@ def test_what_was_run_is_what_is_stated_where_nothing_differs(call, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["run", "99"], "no experiment '99'. Known: 2, 3, 4"),
-        (["run", "5"], "experiment 5 trains on CIFAR-10"),
+        (["run", "99"], "no experiment '99'. Did you mean '9'? Known: 1, 2, 3, 4"),
+        (["run", "5", "--preset", "lap"], "no preset 'lap'. Did you mean 'laptop'? Known: day, laptop, paper, smoke."),
+        (["run", "5", "--device", "cuda"], "--device cuda: not there"),
         (["run", "wakee"], "Did you mean 'wake'?"),
         (["run", "2", "--runs", "0"], "--runs must be at least 1"),
         (["run", "2", "--epochs-scale", "-1"], "--epochs-scale must be positive"),

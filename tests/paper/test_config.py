@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sensli.paper import catalog, networks, tables
-from sensli.paper.config import Network, Options, Settings, digest, parse, plan
+from sensli.paper.config import Data, Network, Optimizer, Options, Schedule, Settings, digest, parse, plan
 from sensli.paper.engines import engine
 from sensli.paper.errors import BadExperiment
 
@@ -65,7 +65,14 @@ def test_recipes_and_arms_are_laid_over_the_settings():
         ("settings/network/widths", [4, 5], r"widths \[4, 5\] differ"),
         ("settings/network/widths", [], r"widths is empty"),
         ("settings/network/widths", [-4], r"widths must be positive"),
-        ("settings/network/kind", "cnn", r"unknown kind 'cnn'"),
+        ("settings/network/kind", "cmn", r"unknown kind 'cmn'. Did you mean 'cnn'\?"),
+        ("settings/network/channels", [4], r"channels and repeats belong to kind 'cnn'"),
+        ("settings/confidence", 2.0, r"confidence must be between 0 and 1"),
+        ("settings/schedule", {"metric": "train"}, r"unknown metric 'train'"),
+        ("settings/schedule", {}, r"follows the validation images, of which there are none"),
+        ("arms/small/from_start", True, r"from_start needs an arm above it"),
+        ("figures", ["cost"], r"'cost' needs the engine 'cnn'"),
+        ("figures", ["norms"], r"'norms' needs an arm that grows with record_norms"),
         ("settings/optimizer/lr", -1, r"lr must be positive"),
         ("arms/LI/insert_at", [5, 5], r"insert_at must increase"),
         ("arms/LI/insert_at", [20], r"insert_at must lie between 1 and 19"),
@@ -151,8 +158,10 @@ def test_toml_files_of_the_user(tmp_path):
     assert plan(catalog.find(str(path)), "stated", Options()).arms["LI"].insert_at == (3,)
 
 
-def test_the_nine_experiments_are_there_and_sound():
-    assert catalog.paper_names() == ["2", "3", "4", "6", "7", "8", "10", "11", "13"]
+def test_the_fourteen_experiments_are_there_and_sound():
+    assert catalog.paper_names() == [str(number) for number in range(1, 15)]
+    assert catalog.GROUPS["spirals"]() == ["2", "3", "4", "6", "7", "8", "10", "11", "13"]
+    assert catalog.GROUPS["cnn"]() == ["1", "5", "9", "12", "14"]
     for experiment in catalog.bundled().values():
         for recipe in experiment.recipes:
             for settings in plan(experiment, recipe, Options()).arms.values():
@@ -204,7 +213,8 @@ def test_the_documented_example_and_the_documented_settings_are_real():
     text = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text("utf-8")
     example = re.search(r"```json\n(.*?)```", text, re.DOTALL)
     assert parse(json.loads(example.group(1)), "docs").name == "wide"
-    told = set(re.findall(r"`(?:network\.|optimizer\.|data\.)?([a-z_]+)`", text))
-    fields = {f.name for kind in (Settings, Network) for f in dataclasses.fields(kind)}
-    untold = {"network", "optimizer", "data", "engine", "tau"}  # containers, and what the stacked engine has no use for
+    told = set(re.findall(r"`(?:network\.|optimizer\.|data\.|schedule\.)?([a-z_]+)`", text))
+    kinds = (Settings, Network, Data, Optimizer, Schedule)
+    fields = {f.name for kind in kinds for f in dataclasses.fields(kind)}
+    untold = {"network", "optimizer", "data", "schedule", "preset"}  # containers, and what the command line sets
     assert fields - untold <= told

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from sensli._version import __version__
-from sensli.benchmarks import measuring, resume, sklearn, transformers
+from sensli.benchmarks import cnn, measuring, resume, sklearn, transformers
 from sensli.benchmarks.figure import Figure
 from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
@@ -31,6 +31,9 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "resume": resume.resume,
     "sklearn": sklearn.growing_estimators,
     "transformer": transformers.transformer_cost,
+    "pipeline": cnn.pipeline_cost,
+    "looking": cnn.look_cost,
+    "exp1": cnn.exp1,
 }
 
 

@@ -112,9 +112,8 @@ def _total(store: Store) -> Figure:
 
 
 def _plans() -> list[Plan]:
-    found = [catalog.find(name) for name in catalog.paper_names()]
-    spirals_only = [one for one in found if one.settings.get("engine", "stacked") == "stacked"]
-    return [plan(one, recipe, Options()) for one in spirals_only for recipe in one.recipes]
+    found = [catalog.find(name) for name in catalog.GROUPS["spirals"]()]
+    return [plan(one, recipe, Options()) for one in found for recipe in one.recipes]
 
 
 def _seconds(one: Plan, store: Store) -> float:

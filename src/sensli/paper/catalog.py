@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -29,8 +30,20 @@ def paper_names() -> list[str]:
     return [name for name in bundled() if name in PAPER]
 
 
+def _of_engine(engine: str) -> list[str]:
+    return [name for name in paper_names() if bundled()[name].settings.get("engine", "stacked") == engine]
+
+
 def further_names() -> list[str]:
     return [name for name in bundled() if name not in PAPER]
+
+
+GROUPS: dict[str, Callable[[], list[str]]] = {
+    "all": paper_names,
+    "spirals": lambda: _of_engine("stacked"),
+    "cnn": lambda: _of_engine("cnn"),
+    "further": further_names,
+}
 
 
 def find(name: str) -> Experiment:
@@ -40,11 +53,7 @@ def find(name: str) -> Experiment:
     known = bundled()
     if name in known:
         return known[name]
-    if name in PAPER:
-        raise BadExperiment(
-            f"experiment {name} trains on CIFAR-10 and is not part of this version. {nearest('', known)}"
-        )
-    raise BadExperiment(f"no experiment {name!r}. {nearest(name, [*known, 'all', 'further'])}")
+    raise BadExperiment(f"no experiment {name!r}. {nearest(name, [*known, *GROUPS])}")
 
 
 def load(path: Path) -> Experiment:

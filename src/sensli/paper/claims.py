@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sensli.paper.evidence import Awaited, BestTime, Cheaper, Check, NewGradient, Smaller, Threshold
+from sensli.paper.cnnevidence import SamePlace, Separation
+from sensli.paper.evidence import BestTime, Cheaper, Check, NewGradient, Smaller, Threshold
 
 LOSS = ("train_loss",)
 EARLY = (10, 50, 150, 450)
@@ -203,7 +204,7 @@ C5 = Claim(
 C6 = Claim(
     "C6",
     "Among five norms of the kernel gradient, the operator norm separates the places of a CNN best.",
-    (Awaited("5", "five norms per place and run; the spiral networks have no kernels"),),
+    (Separation("5", "CNN LI"),),
 )
 
 C7 = Claim(
@@ -223,7 +224,9 @@ C8 = Claim(
         Smaller("11", "LI@50", "LI@400", LOSS, ("many",)),
         BestTime("10", (450,)),
         BestTime("11", (50,)),
-        Awaited("12", "eight insertion times of the CNN"),
+        *(Smaller("12", f"LI@{time}", "CNN1", LOSS) for time in range(10, 81, 10)),
+        Smaller("12", "LI@10", "LI@80", LOSS, hidden=True),
+        SamePlace("12"),
     ),
     (
         Question(

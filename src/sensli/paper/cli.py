@@ -14,6 +14,8 @@ from sensli.paper.config import Experiment, Options, Plan, plan
 from sensli.paper.document import Table
 from sensli.paper.engines import engine
 from sensli.paper.errors import BadExperiment, NoResults
+from sensli.paper.machine import DEVICES, Machine
+from sensli.paper.presets import PRESETS
 from sensli.paper.store import Store, readable
 
 RESULTS = Path("results")
@@ -39,6 +41,11 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         one.add_argument("--runs", type=int, metavar="N", help="runs per arm (default: the paper's)")
         scale = "scales epochs and insertion times together (default: 1)"
         one.add_argument("--epochs-scale", type=float, default=1.0, metavar="F", help=scale)
+        sizes = "; ".join(f"{key}: {preset.words}" for key, preset in PRESETS.items())
+        one.add_argument(
+            "--preset", default="paper", metavar="|".join(PRESETS), help=f"size of the CNN experiments. {sizes}"
+        )
+        one.add_argument("--bf16", action="store_true", help="CNN experiments in bfloat16, where the device can do it")
         return one
 
     command("list", "All experiments: what they show, what they cost, what is already computed.")
@@ -47,10 +54,18 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         ("show", "Figures and tables from stored results."),
     ):
         one = command(name, text)
-        targets = "a number, a name, 'all' (the paper's), 'further' (ours), or an experiment file (.json, .toml)"
+        targets = (
+            "a number, a name, 'all' (the paper's), 'spirals' or 'cnn' (of them), 'further' (ours), or an experiment "
+            "file (.json, .toml)"
+        )
         one.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=targets)
         recipe = "'stated' or 'run' (as the authors' scripts ran it), or another recipe (default: all of them)"
         one.add_argument("--as", dest="recipe", metavar="RECIPE", help=recipe)
+        if name == "run":
+            where = "where CIFAR-10 lies, or is downloaded to (default: SENSLI_DATA, else data)"
+            one.add_argument("--data", type=Path, metavar="DIR", help=where)
+            one.add_argument("--device", choices=DEVICES, default="auto", help="of the CNN experiments (default: auto)")
+            one.add_argument("--compile", action="store_true", help="torch.compile the CNNs")
     report = command("report", "The claims one by one, with verdicts, as Markdown and HTML.")
     report.add_argument("--to", type=Path, metavar="DIR", help="where the report goes (default: report in the results)")
 
@@ -78,8 +93,7 @@ def plans_for(names: Sequence[str], recipe: str | None, options: Options) -> lis
     """The recipes of the named experiments, each once, checked before anything is computed."""
     wanted: dict[str, Experiment] = {}
     for name in names:
-        group = {"all": catalog.paper_names, "further": catalog.further_names}.get(name)
-        for one in group() if group else [name]:
+        for one in catalog.GROUPS[name]() if name in catalog.GROUPS else [name]:
             found = catalog.find(one)
             wanted[found.name] = found
     plans = []
@@ -104,7 +118,7 @@ def _recipes(experiment: Experiment, recipe: str | None) -> list[str]:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    return Options(args.runs, args.epochs_scale, args.seed)
+    return Options(args.runs, args.epochs_scale, args.seed, args.preset, args.bf16)
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -121,9 +135,16 @@ def _list(args: argparse.Namespace) -> None:
         recipes = ", ".join(experiment.recipes) if len(plans) < 4 else f"{len(plans)} recipes"
         runs = "/".join(dict.fromkeys(str(one.runs) for one in plans))
         what = (experiment.title, experiment.shows, _networks(plans[0]))
-        rows.append((experiment.name, *what, recipes, runs, f"{cost:.0f} s", _computed(plans, store)))
+        rows.append((experiment.name, *what, recipes, runs, _duration(cost), _computed(plans, store)))
     header = ("experiment", "setting", "shows", "networks", "recipes", "runs", "cost", "computed")
     print(tables.plain(Table(header, tuple(rows))))
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _computed(plans: list[Plan], store: Store) -> str:
@@ -135,14 +156,19 @@ def _networks(one: Plan) -> str:
     names: dict[str, None] = {}
     for settings in one.arms.values():
         network = settings.network
-        names[f"{network.kind} {len(network.widths)}x{network.widths[0]}"] = None
+        size = (
+            f"{len(network.widths)}x{network.widths[0]}"
+            if network.kind != "cnn"
+            else "-".join(map(str, network.channels))
+        )
+        names[f"{network.kind} {size}"] = None
     return ", ".join(names)
 
 
 def _run(args: argparse.Namespace) -> None:
     plans = plans_for(args.experiments, args.recipe, _options(args))
     store = readable(args.out)
-    if runner.run(plans, store) == 0:
+    if runner.run(plans, store, Machine(args.data, args.device, args.compile)) == 0:
         print("everything was already computed")
     _show_plans(plans, store)
 
@@ -164,9 +190,12 @@ def _show_plans(plans: list[Plan], store: Store) -> None:
             missing = error
             continue
         shown += 1
-        print(f"\nExperiment {one.experiment.name}, recipe '{one.recipe}': {one.experiment.title}. {one.note}")
+        size = "" if one.preset == "paper" else f", {one.preset} preset"
+        print(f"\nExperiment {one.experiment.name}, recipe '{one.recipe}'{size}: {one.experiment.title}. {one.note}")
         for table in (tables.counts(one), tables.measured(one, results)):
             print(f"\n{tables.plain(table)}")
+        for line in tables.remarks(one, results):
+            print(f"\n{line}")
         try:
             for path in figures.draw(one, results, store.root / "figures"):
                 print(f"\nfigure: {path} (and .pdf)")

@@ -13,15 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sensli.paper import presets
 from sensli.paper.errors import BadExperiment
 from sensli.paper.reading import check_keys, merged, nearest, read
 
 RESULT_FORMAT = 1  # part of every digest: results of another format are never mixed in
 
 SELECTIONS = ("largest", "smallest", "random")
-NETWORKS = ("fnn", "resnet")
-DTYPES = ("float32", "float64")
-FIGURES = ("curves", "times", "gradients", "heatmaps")
+NETWORKS = ("fnn", "resnet", "cnn")
+DTYPES = ("float32", "float64", "bfloat16")  # the last one: autocast over float32 weights
+METRICS = ("validation", "test")
+FIGURES = ("curves", "times", "gradients", "heatmaps", "cost", "norms")
 
 
 def _need(condition: bool, text: str) -> None:
@@ -31,36 +33,61 @@ def _need(condition: bool, text: str) -> None:
 
 @dataclass(frozen=True)
 class Data:
-    """The data set; the split is drawn once from `split_seed` and shared by all runs."""
+    """The data set; the split is drawn once from `split_seed` and shared by all runs.
+
+    Images: `validation` of the official training images are held out for the schedule, `train` others are trained on,
+    and `test` of the official test images are looked at (0: all of them).
+    """
 
     name: str = "spirals"
     train: int = 450
     split_seed: int = 0
+    validation: int = 0
+    test: int = 0
 
     def __post_init__(self) -> None:
         _need(self.train > 0, f"train must be at least 1, not {self.train}.")
+        for name in ("validation", "test"):
+            _need(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
 class Network:
-    """`widths` lists the hidden layers; a resnet of L hidden layers is a first map and L - 1 residual blocks."""
+    """`widths` lists the hidden layers; a resnet of L hidden layers is a first map and L - 1 residual blocks.
+
+    A cnn has one stage per entry of `channels` (3 x 3 convolutions with ReLU, then 2 x 2 max-pooling), `repeats` says how
+    many convolutions each stage has (empty: one), and `widths` lists the fully connected layers behind them.
+    """
 
     kind: str
     widths: tuple[int, ...]
     end_bias: bool = False  # resnet only: biases in the first and the last map
     first_activation: bool = False  # resnet only: tanh behind the first map
+    channels: tuple[int, ...] = ()  # cnn only
+    repeats: tuple[int, ...] = ()  # cnn only
 
     def __post_init__(self) -> None:
         _need(self.kind in NETWORKS, f"unknown kind {self.kind!r}. {nearest(self.kind, NETWORKS)}")
         _need(len(self.widths) > 0, "widths is empty: name at least one hidden layer, for example [5].")
         _need(all(width > 0 for width in self.widths), f"widths must be positive, not {list(self.widths)}.")
+        fixed = self.kind != "resnet" and (self.end_bias or self.first_activation)
+        _need(not fixed, f"end_bias and first_activation belong to kind 'resnet'; {self.kind} always has both.")
+        if self.kind == "cnn":
+            self._check_stages()
+            return
+        _need(not self.channels and not self.repeats, f"channels and repeats belong to kind 'cnn', not {self.kind!r}.")
         _need(
             len(set(self.widths)) == 1,
             f"widths {list(self.widths)} differ. The runs of an arm grow at different places and are trained as one "
             "stack, so all hidden layers need the same width.",
         )
-        fixed = self.kind == "fnn" and (self.end_bias or self.first_activation)
-        _need(not fixed, "end_bias and first_activation belong to kind 'resnet'; an fnn always has both.")
+
+    def _check_stages(self) -> None:
+        _need(len(self.channels) > 0, "channels is empty: name at least one stage, for example [64, 128, 256].")
+        positive = all(number > 0 for number in (*self.channels, *self.repeats))
+        _need(positive, f"channels and repeats must be positive, not {list(self.channels)}, {list(self.repeats)}.")
+        fits = len(self.repeats) in (0, len(self.channels))
+        _need(fits, f"repeats {list(self.repeats)} needs one number for each of the {len(self.channels)} stages.")
 
 
 @dataclass(frozen=True)
@@ -74,6 +101,20 @@ class Optimizer:
         _need(self.lr > 0, f"lr must be positive, not {self.lr}.")
         _need(0 <= self.momentum < 1, f"momentum must be in [0, 1), not {self.momentum}.")
         _need(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}.")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate times `factor` when the error has not fallen for more than `patience` epochs."""
+
+    patience: int = 10
+    factor: float = 0.5
+    metric: str = "validation"  # or "test", which decides about training by what it is later judged with
+
+    def __post_init__(self) -> None:
+        _need(self.patience >= 0, f"patience must not be negative, not {self.patience}.")
+        _need(0 < self.factor < 1, f"factor must be between 0 and 1, not {self.factor}.")
+        _need(self.metric in METRICS, f"unknown metric {self.metric!r}. {nearest(self.metric, METRICS)}")
 
 
 @dataclass(frozen=True)
@@ -93,6 +134,13 @@ class Settings:
     wake: bool = False  # give the dead units of a new ReLU layer random incoming weights (not in the paper)
     dtype: str = "float32"
     record_gradients: bool = False
+    # for the engine "cnn" only
+    schedule: Schedule | None = None
+    confidence: float | None = None  # stop measuring when the best place is clear at this level
+    fresh_optimizer: bool = False  # optimizer and schedule made anew at each insertion
+    from_start: bool = False  # the network that the same arm without this setting grew into, trained from scratch
+    record_norms: bool = False  # all five norms at every place
+    preset: str = "paper"
 
     def __post_init__(self) -> None:
         _need(self.epochs > 0, f"epochs must be at least 1, not {self.epochs}.")
@@ -103,6 +151,12 @@ class Settings:
         _need(self.tau >= 0, f"tau must not be negative, not {self.tau}.")
         times = list(self.insert_at)
         _need(times == sorted(set(times)), f"insert_at must increase, not {times}.")
+        level = self.confidence is None or (0 < self.confidence < 1 and self.select == "largest")
+        _need(
+            level, f"confidence must be between 0 and 1, with select 'largest'; not {self.confidence}, {self.select!r}."
+        )
+        held_out = self.schedule is None or self.schedule.metric == "test" or self.data.validation > 0
+        _need(held_out, "the schedule follows the validation images, of which there are none: set data.validation.")
         inside = all(0 < time < self.epochs for time in times)
         _need(inside, f"insert_at must lie between 1 and {self.epochs - 1} (epochs - 1), not {times}.")
 
@@ -150,6 +204,8 @@ class Options:
     runs: int | None = None
     epochs_scale: float = 1.0
     seed: int = 0
+    preset: str = "paper"
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,8 +220,30 @@ class Plan:
     arms: dict[str, Settings]
 
     @property
+    def preset(self) -> str:
+        return next(iter(self.arms.values())).preset
+
+    @property
     def key(self) -> str:
-        return f"{self.experiment.name}-{self.recipe}"
+        return f"{self.experiment.name}-{self.recipe}" + ("" if self.preset == "paper" else f"-{self.preset}")
+
+    @property
+    def words(self) -> str:
+        """The recipe, and the preset where it is not the paper's."""
+        return self.recipe if self.preset == "paper" else f"{self.recipe}, {self.preset} preset"
+
+    def grown(self, arm: str) -> str:
+        """The arm whose grown networks this arm (`from_start`) trains from scratch."""
+        wanted = dataclasses.replace(self.arms[arm], from_start=False, record_gradients=False, record_norms=False)
+        for name, settings in self.arms.items():
+            if name == arm:
+                break
+            if dataclasses.replace(settings, record_gradients=False, record_norms=False) == wanted:
+                return name
+        raise BadExperiment(
+            f"experiment {self.experiment.name}, arm {arm!r}: from_start needs an arm above it with the same settings but "
+            "for from_start, whose networks it takes over."
+        )
 
 
 def parse(data: Mapping[str, Any], where: str) -> Experiment:
@@ -190,10 +268,18 @@ def plan(experiment: Experiment, recipe: str, options: Options, where: str | Non
     arms = {}
     for name, changes in experiment.arms.items():
         spot = f"{where}, arm {name!r} ({recipe})"
-        arms[name] = _scaled(read(Settings, merged(base, changes), spot), options.epochs_scale, spot)
+        settings = presets.apply(options.preset, read(Settings, merged(base, changes), spot), spot)
+        settings = _scaled(settings, options.epochs_scale, spot)
+        arms[name] = (
+            dataclasses.replace(settings, dtype="bfloat16") if options.bf16 and presets.apply_to(settings) else settings
+        )
     _check_figures(experiment, arms, where)
-    runs = options.runs or chosen.runs or experiment.runs
-    return Plan(experiment, recipe, chosen.note, runs, options.seed, arms)
+    runs = options.runs or presets.runs(options.preset, arms) or chosen.runs or experiment.runs
+    result = Plan(experiment, recipe, chosen.note, runs, options.seed, arms)
+    for name, settings in arms.items():
+        if settings.from_start:
+            result.grown(name)
+    return result
 
 
 def _check_figures(experiment: Experiment, arms: dict[str, Settings], where: str) -> None:
@@ -201,18 +287,17 @@ def _check_figures(experiment: Experiment, arms: dict[str, Settings], where: str
     if "heatmaps" in experiment.figures and not any(arm.insert_at for arm in arms.values()):
         raise BadExperiment(f"{where}: the figure 'heatmaps' needs an arm that grows (insert_at).")
     recorded = any(arm.record_gradients and len(arm.insert_at) == 1 for arm in arms.values())
+    if "norms" in experiment.figures and not any(arm.record_norms and arm.insert_at for arm in arms.values()):
+        raise BadExperiment(f"{where}: the figure 'norms' needs an arm that grows with record_norms.")
+    if "cost" in experiment.figures and not all(presets.apply_to(arm) for arm in arms.values()):
+        raise BadExperiment(f"{where}: the figure 'cost' needs the engine 'cnn', which keeps the time.")
     if "gradients" in experiment.figures and not recorded:
         raise BadExperiment(f"{where}: the figure 'gradients' needs an arm with record_gradients and one insertion.")
 
 
 def _scaled(settings: Settings, scale: float, where: str) -> Settings:
-    """Epochs and insertion times shortened (or lengthened) together."""
-    if scale == 1.0:
-        return settings
-    epochs = max(1, round(settings.epochs * scale))
-    times = tuple(max(1, round(time * scale)) for time in settings.insert_at)
     try:
-        return dataclasses.replace(settings, epochs=epochs, insert_at=times)
+        return presets.shortened(settings, scale)
     except ValueError as error:
         raise BadExperiment(f"{where}: --epochs-scale {scale} is too small: {error}") from None
 

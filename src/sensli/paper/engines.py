@@ -1,7 +1,7 @@
 """What an engine is: it trains some runs of one arm and hands back their curves and growths.
 
 The runner, the store, the figures and the report know engines only through this file; a new kind of network needs a
-module with `AT_ONCE`, `check`, `estimate`, `counts` and `train`, and a line in `ENGINES`.
+module with `AT_ONCE`, `check`, `ready`, `estimate`, `counts` and `train`, and a line in `ENGINES`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from sensli.paper.config import Settings
 from sensli.paper.errors import BadExperiment
+from sensli.paper.machine import Machine
 from sensli.paper.reading import nearest
 
-ENGINES = {"stacked": "sensli.paper.stacked"}
+ENGINES = {"stacked": "sensli.paper.stacked", "cnn": "sensli.paper.cnn"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Job:
     state: dict[str, Any] | None = None  # what `save` was last given, after a stop
     save: Callable[[dict[str, Any]], None] = lambda state: None
     tell: Callable[[float], None] = lambda share: None  # the share that is done, 0 to 1
+    machine: Machine = Machine()  # noqa: RUF009 (frozen)
+    grown: dict[str, Tensor] | None = None  # what the arm recorded whose grown network this one trains from scratch
     save_every: float = 5.0  # seconds
 
 
@@ -38,7 +41,8 @@ class Outcome:
     """Results of some runs. Every tensor in `runs` has the runs in front; `axes` are shared by all runs.
 
     Curves share the axis `iteration`: `train_loss`, `test_loss`, `test_error`. Insertions have `place`, `merits`,
-    `ratios`, `dead` (units at the chosen place) and `new_gradient`; `gradient_norm` only where it was asked for.
+    `ratios`, `dead` (units at the chosen place) and `new_gradient`; `gradient_norm` only where it was asked for. An engine
+    whose cost means something adds `seconds` and `flops` (both summed up, by epoch); place -1: nothing was inserted.
     """
 
     runs: dict[str, Tensor]
@@ -57,15 +61,17 @@ class Counts:
 
 
 class Engine(Protocol):
-    """How many runs are trained together (None: all), and the four functions."""
+    """How many runs are trained together (None: all), and the five functions."""
 
     AT_ONCE: int | None
 
     def check(self, settings: Settings) -> None: ...
 
+    def ready(self, settings: Settings, machine: Machine) -> None: ...
+
     def estimate(self, settings: Settings, runs: int) -> float: ...
 
-    def counts(self, settings: Settings) -> Counts: ...
+    def counts(self, settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts: ...
 
     def train(self, job: Job) -> Outcome: ...
 

@@ -15,12 +15,16 @@ import torch
 
 from sensli.paper import catalog
 from sensli.paper.config import Options, Plan, plan
+from sensli.paper.costs import ratios
 from sensli.paper.engines import engine
 from sensli.paper.errors import BadExperiment, NoResults
 from sensli.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED, OPPOSITE, Paired, interval, number, paired
 from sensli.paper.store import Result, Store
 
 ONE_RUN = "one run, no verdict"
+NOT_TRAINED = "did not train"
+NO_VERDICT = (ONE_RUN, NOT_TRAINED, AWAITING)
+CHANCE = 0.85  # a test error on ten classes above which a network has learnt nothing
 CNN = ("1", "5", "9", "12", "14")
 WORDS = {"train_loss": "training loss", "test_loss": "test loss", "test_error": "test error"}
 
@@ -67,12 +71,13 @@ class Check(Protocol):
 
 
 def awaiting(experiment: str, what: str) -> list[Finding]:
-    kind = "the CNN experiments" if experiment in CNN else f"results: sensli paper run {experiment}"
+    command = f"sensli paper run {experiment}"
+    kind = f"the CNN experiments: {command} --preset laptop" if experiment in CNN else f"results: {command}"
     return [Finding(f"{_called(experiment)}: {what}", f"awaiting {kind}", AWAITING)]
 
 
 def named(one: Plan) -> str:
-    return f"{_called(one.experiment.name)} ({one.recipe})"
+    return f"{_called(one.experiment.name)} ({one.words})"
 
 
 def _called(experiment: str) -> str:
@@ -109,7 +114,10 @@ class Smaller:
                 setting = f"{named(one)}, {WORDS[curve]}{when}{self._subset()}: {self.first} against {self.second}"
                 if self.hidden:
                     setting += " (claimed: no difference to be seen)"
-                findings.append(Finding(setting, _words(pair), self._verdict(pair)))
+                idle = [arm for arm in (self.first, self.second) if at_chance(results[arm])]
+                remark = f"; at chance level: {' and '.join(idle)}" if idle else ""
+                verdict = self._verdict(pair) if len(idle) < 2 else NOT_TRAINED
+                findings.append(Finding(setting, _words(pair) + remark, verdict))
         return findings or awaiting(self.experiment, f"{self.first} against {self.second}")
 
     def _moments(self, one: Plan) -> tuple[tuple[int, int], str]:
@@ -141,6 +149,11 @@ class Smaller:
         return verdict
 
 
+def at_chance(result: Result) -> bool:
+    """Whether a CNN ends no better than by guessing, as it does with the stated Adam 0.01."""
+    return result.settings.engine == "cnn" and result.final("test_error").mean().item() > CHANCE
+
+
 def _words(pair: Paired) -> str:
     return (
         f"{number(pair.first)} against {number(pair.second)}; difference {pair.difference}; "
@@ -150,7 +163,7 @@ def _words(pair: Paired) -> str:
 
 @dataclass(frozen=True)
 class Cheaper:
-    """The first arm needs fewer FLOPs than the second: a count, so it needs no interval."""
+    """The first arm needs fewer FLOPs than the second: a count, so it needs no interval. CNNs also in time."""
 
     experiment: str
     first: str
@@ -159,14 +172,17 @@ class Cheaper:
     def weigh(self, evidence: Evidence) -> list[Finding]:
         findings = []
         for one, results in evidence.each(self.experiment):
+            sides = results[self.first], results[self.second]
+            setting = f"{named(one)}: {self.first} against {self.second}"
+            if "flops" in sides[0].runs:  # what was really inserted, and the time it really took
+                found = ratios(*sides)
+                verdict = CONFIRMED if found.flops.mean < 1 and found.time.mean < 1 else OPPOSITE
+                findings.append(Finding(setting, str(found), verdict))
+                continue
             first, second = (engine(s).counts(s).flops for s in (one.arms[self.first], one.arms[self.second]))
             measured = f"{first:,} against {second:,} FLOPs per sample, ratio {first / second:.3f}"
-            if (
-                self.experiment in CNN
-            ):  # the seconds of a tiny network say more about the machine than about the network
-                measured += f"; time ratio {results[self.first].seconds / results[self.second].seconds:.3f}"
             verdict = CONFIRMED if first < second else OPPOSITE
-            findings.append(Finding(f"{named(one)}: {self.first} against {self.second}", measured, verdict))
+            findings.append(Finding(setting, measured, verdict))
         return findings or awaiting(self.experiment, f"{self.first} against {self.second}")
 
 
@@ -248,14 +264,3 @@ class BestTime:
             measured = f"best after {time} epochs (mean loss {number(means[best])}); best by run: {spread}"
             findings.append(Finding(f"{named(one)}: best time among {list(self.expected)}", measured, verdict))
         return findings or awaiting(self.experiment, "best insertion time")
-
-
-@dataclass(frozen=True)
-class Awaited:
-    """Evidence that only a later experiment can give."""
-
-    experiment: str
-    what: str
-
-    def weigh(self, evidence: Evidence) -> list[Finding]:
-        return awaiting(self.experiment, self.what)

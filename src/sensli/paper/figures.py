@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sensli.errors import MissingExtra
+from sensli.paper import presets
 from sensli.paper.config import Plan
 from sensli.paper.errors import StoreError
 from sensli.paper.statistics import band, smooth
@@ -101,7 +102,7 @@ def gradients(plan: Plan, results: Results) -> Figure:
         axis.set_ylim(bottom=0)
     axes[-1].set_xlabel("iteration")
     axes[0].legend(frameon=False, fontsize=8, loc="upper right")
-    _title(figure, plan)
+    _title(figure, plan, smoothed=False)
     return figure
 
 
@@ -110,7 +111,7 @@ def heatmaps(plan: Plan, results: Results) -> Figure:
     from matplotlib.figure import Figure
 
     result = next(result for result in results.values() if "new_gradient" in result.runs)
-    gradient = result.runs["new_gradient"][:, 0]  # [runs, iterations, weights, out, in]
+    gradient = result.runs["new_gradient"][:, 0].nan_to_num()  # [runs, iterations, weights, out, in]
     alive = gradient.flatten(1).abs().amax(1) > 0
     run = int(alive.long().argmax())  # the first run that has something to show
     names = ("W",) if gradient.shape[2] == 1 else ("W1", "W2")
@@ -128,9 +129,18 @@ def heatmaps(plan: Plan, results: Results) -> Figure:
         bar = figure.colorbar(image, ax=list(grid[row]), fraction=0.025, pad=0.01)
         bar.ax.tick_params(labelsize=7)
     figure.suptitle(
-        f"Experiment {plan.experiment.name} ({plan.recipe}): gradient of the new weights, run {run + 1}", fontsize=9
+        f"Experiment {plan.experiment.name} ({plan.words}): gradient of the new weights, run {run + 1}", fontsize=9
     )
     return figure
+
+
+def _of_cnn(kind: str) -> Callable[[Plan, Results], Any]:
+    def drawer(plan: Plan, results: Results) -> Any:
+        from sensli.paper import cnnfigures  # it builds on this file
+
+        return getattr(cnnfigures, kind)(plan, results)
+
+    return drawer
 
 
 DRAWERS: dict[str, Callable[[Plan, Results], Any]] = {
@@ -138,6 +148,8 @@ DRAWERS: dict[str, Callable[[Plan, Results], Any]] = {
     "times": times,
     "gradients": gradients,
     "heatmaps": heatmaps,
+    "cost": _of_cnn("cost"),
+    "norms": _of_cnn("norms"),
 }
 
 
@@ -163,11 +175,16 @@ def _panels(count: int, height: float = 5.6) -> tuple[Figure, list[Axes]]:
 
 
 def _line(axis: Axes, plan: Plan, result: Result, curve: str, label: str, *, shade: bool = True, **style: Any) -> None:
-    values = smooth(result.runs[curve], plan.experiment.smoothing)
+    if "step_loss" in result.runs:  # recorded step by step: the window counts steps, and the test error needs none
+        by_step = curve == "train_loss"
+        values = smooth(result.runs["step_loss"], window(plan, result)) if by_step else result.runs[curve]
+        points = torch.arange(1, values.shape[1] + 1) if by_step else result.axes["iteration"]
+    else:
+        values, points = smooth(result.runs[curve], plan.experiment.smoothing), result.axes["iteration"]
     step = max(1, values.shape[1] // POINTS)
     keep = torch.unique(torch.cat((torch.arange(0, values.shape[1], step), torch.tensor([values.shape[1] - 1]))))
     mean, half = band(values[:, keep])
-    x = result.axes["iteration"][keep]
+    x = points[keep]
     axis.plot(x.numpy(), mean.numpy(), label=label, **{"linewidth": 1.5, **style})
     if shade and len(values) > 1:
         low = torch.minimum(mean, (mean - half).clamp(min=mean * 0.05))  # stays on a logarithmic axis
@@ -178,14 +195,14 @@ def _finish(plan: Plan, results: Results, figure: Figure, top: Axes, bottom: Axe
     moments: set[int] = set()
     for result in results.values():
         per_epoch = int(result.axes["iteration"][1])
-        moments.update(time * per_epoch for time in result.settings.insert_at)
+        if "place" in result.runs:
+            grew = (result.runs["place"] >= 0).any(0).tolist()  # with a threshold not every look inserts
+            looks = zip(result.settings.insert_at, grew, strict=True)
+            moments.update(time * per_epoch for time, inserted in looks if inserted)
     for axis in (top, bottom):
         for moment in moments:
             axis.axvline(moment, color="0.4", linestyle=":", linewidth=1.0, zorder=0)
-    ends = [result.final("train_loss").mean().item() for result in results.values()]
-    if min(ends) > 0 and max(result.runs["train_loss"].mean(0).max().item() for result in results.values()) > 50 * min(
-        ends
-    ):
+    if _spans_orders(results):
         top.set_yscale("log")
     top.set_ylabel("training loss")
     bottom.set_ylabel("test error")
@@ -196,12 +213,26 @@ def _finish(plan: Plan, results: Results, figure: Figure, top: Axes, bottom: Axe
     _title(figure, plan, how)
 
 
-def _title(figure: Figure, plan: Plan, how: str = "") -> None:
-    runs = "one run" if plan.runs == 1 else f"{plan.runs} runs" + (how and f", {how}")
-    window = plan.experiment.smoothing
-    smoothed = f", moving average over {window} epochs" if window > 1 else ""
-    text = f"Experiment {plan.experiment.name} ({plan.recipe}): {plan.experiment.title}. {runs}{smoothed}"
-    figure.suptitle(text, fontsize=9)
+def _spans_orders(results: Results) -> bool:
+    """Whether the training loss falls so far that only a logarithmic axis shows it all."""
+    ends = [result.final("train_loss").mean().item() for result in results.values()]
+    starts = [result.runs["train_loss"].mean(0).max().item() for result in results.values()]
+    return min(ends) > 0 and max(starts) > 50 * min(ends)
+
+
+def window(plan: Plan, result: Result) -> int:
+    """The moving average of a loss recorded step by step: the paper's, and never over more than an epoch."""
+    return min(plan.experiment.smoothing, int(result.axes["iteration"][1]))
+
+
+def _title(figure: Figure, plan: Plan, how: str = "", *, smoothed: bool = True) -> None:
+    runs = "One run" if plan.runs == 1 else f"{plan.runs} runs" + (how and f", {how}")
+    window, average = plan.experiment.smoothing, ""
+    if smoothed and window > 1:
+        by_step = presets.apply_to(next(iter(plan.arms.values())))
+        average = f", moving average over {f'up to {window} iterations' if by_step else f'{window} epochs'}"
+    text = f"Experiment {plan.experiment.name} ({plan.words}): {plan.experiment.title}. {runs}{average}"
+    figure.suptitle(text, fontsize=9, wrap=True)
 
 
 def _cycle(count: int) -> list[str]:

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sensli.paper import catalog, claims, figures, tables
+from sensli.paper import catalog, claims, costs, figures, tables
 from sensli.paper.claims import Claim, Question
 from sensli.paper.config import Options, Plan
 from sensli.paper.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
 from sensli.paper.engines import engine
 from sensli.paper.errors import NoResults
-from sensli.paper.evidence import ONE_RUN, Evidence, Finding
+from sensli.paper.evidence import CNN, NO_VERDICT, Evidence, Finding
 from sensli.paper.files import write_bytes
 from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, interval, overall
 from sensli.paper.store import Result, Store
@@ -29,7 +29,7 @@ def write(store: Store, options: Options, folder: Path) -> list[Path]:
     stored = [(one, results) for name in names for one, results in evidence.each(name)]
     if not stored:
         raise NoResults(
-            f"{store.root}: nothing is stored for these options. Compute it with: sensli paper run all further"
+            f"{store.root}: nothing is stored for these options. Compute it with: sensli paper run spirals further"
         )
     weighed = [(claim, _weigh(claim, evidence)) for claim in (*claims.CLAIMS, claims.WAKE)]
     blocks = [
@@ -53,9 +53,10 @@ def _weigh(asked: Claim | Question, evidence: Evidence) -> list[Finding]:
 
 def verdict(findings: list[Finding]) -> str:
     """One line for a claim: what holds now, how much of it, and what is still awaited."""
-    judged = [finding.verdict for finding in findings if finding.verdict not in (ONE_RUN, AWAITING)]
+    judged = [finding.verdict for finding in findings if finding.verdict not in NO_VERDICT]
     if not judged:
-        return "awaiting the CNN experiments"
+        waits = any(finding.verdict == AWAITING for finding in findings)
+        return "awaiting the CNN experiments" if waits else "no verdict (one run, or networks that did not train)"
     text = f"{overall(judged)} ({judged.count(CONFIRMED)} of {len(judged)} comparisons)"
     return text + ("; the CNN part is awaited" if any(f.verdict == AWAITING for f in findings) else "")
 
@@ -75,7 +76,8 @@ def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
             "Recipes: `stated` is what the paper's appendix says, `run` what the authors' published scripts do "
             "where that differs, `text` the paper's running text where it differs from the appendix, `many` the "
             "stated recipe of a single-run experiment with 30 runs. All else is ours and named after what it "
-            "changes."
+            "changes. Of the CNN experiments `trains` is the stated recipe with one setting changed, so that the network "
+            "leaves chance level; their presets other than `paper` use fewer images and epochs, and say so everywhere."
         ),
     ]
 
@@ -113,7 +115,7 @@ def _question(question: Question, evidence: Evidence) -> list[Block]:
 
 def _answer(question: Question, findings: list[Finding]) -> str:
     """The sentence that goes with what was found."""
-    judged = [finding.verdict for finding in findings if finding.verdict not in (ONE_RUN, AWAITING)]
+    judged = [finding.verdict for finding in findings if finding.verdict not in NO_VERDICT]
     if not judged:
         return "Not computed yet."
     if all(verdict == CONFIRMED for verdict in judged):
@@ -131,10 +133,12 @@ def _experiments(stored: list[tuple[Plan, dict[str, Result]]], folder: Path) -> 
     blocks: list[Block] = [Heading("The experiments")]
     for one, results in stored:
         name = one.experiment.name
-        blocks.append(Heading(f"Experiment {name}, {one.recipe}: {one.experiment.title}", 3))
-        command = f"`sensli paper run {name} --as {one.recipe}`"
+        blocks.append(Heading(f"Experiment {name}, {one.words}: {one.experiment.title}", 3))
+        size = "" if one.preset == "paper" else f" --preset {one.preset}"
+        command = f"`sensli paper run {name} --as {one.recipe}{size}`"
         blocks.append(Paragraph(" ".join(filter(None, (one.note, one.experiment.note, f"Command: {command}.")))))
         blocks += [tables.counts(one), tables.measured(one, results)] if name in catalog.PAPER else []
+        blocks += [Paragraph(line) for line in tables.remarks(one, results)]
         if name not in catalog.PAPER:
             blocks.append(tables.measured(one, results))
         if name in catalog.PAPER or name in DRAWN:
@@ -153,8 +157,10 @@ def _caption(one: Plan, path: Path) -> str:
         "times": "training loss and test error over iterations for each insertion time, mean over the runs",
         "gradients": "norm of each layer's weight gradient over iterations",
         "heatmaps": "gradient of the new weights in the first three iterations after the insertion",
+        "cost": "training loss and test accuracy over time and over FLOPs, dots at insertions",
+        "norms": "the five squared norms of the new kernel's gradient at every place, a line per run",
     }
-    return f"Experiment {one.experiment.name} ({one.recipe}): {words[kind]}."
+    return f"Experiment {one.experiment.name} ({one.words}): {words[kind]}."
 
 
 def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
@@ -170,13 +176,15 @@ def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
         for own in (True, False)
     )
     commits = sorted({_commit(result.facts["commit"]) for _, results in stored for result in results.values()})
+    preset = next((f" --preset {one.preset}" for one, _ in stored if one.preset != "paper"), "")
+    cnn = f", `sensli paper run cnn{preset}`" if any(one.experiment.name in CNN for one, _ in stored) else ""
     return [
         Heading("How it was measured"),
         Paragraph(
-            f"{versions}, {facts['machine']}, one thread, seed {stored[0][0].seed}, commits {', '.join(commits)}. "
+            f"{versions}, {facts['machine']}, one thread (CNNs: all), seed {stored[0][0].seed}, commits {', '.join(commits)}. "
             f"Training took {paper:.0f} s for the paper's experiments and {further:.0f} s for the further ones. To "
-            "get this page again: `sensli paper run all further`, then `sensli paper report`, which writes it as "
-            "one HTML file as well."
+            f"get this page again: `sensli paper run spirals further`{cnn}, then `sensli paper report{preset}`, which writes "
+            "it as one HTML file as well."
         ),
     ]
 
@@ -199,7 +207,15 @@ def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan,
                 mean = interval(result.final(curve))
                 finals[curve] = {"mean": _short(mean.mean), "half": _short(mean.half) if mean.runs > 1 else None}
             arms[arm] = {**finals, "parameters": own.parameters, "flops": own.flops, "seconds": result.seconds}
-        experiments[one.key] = {"runs": one.runs, "seed": one.seed, "arms": arms}
+            if "flops" in result.runs:
+                arms[arm]["flops"] = result.final("flops").mean().item()
+        experiments[one.key] = {"runs": one.runs, "seed": one.seed, "preset": one.preset, "arms": arms}
+        both = costs.pair(one)
+        if both is not None:
+            experiments[one.key]["ratios"] = {
+                name: {"mean": _short(value.mean), "half": _short(value.half) if value.runs > 1 else None}
+                for name, value in vars(costs.ratios(results[both[0]], results[both[1]])).items()
+            }
     facts = next(iter(stored[0][1].values())).facts
     judged = {
         claim.name: {"verdict": verdict(findings), "findings": [vars(finding) for finding in findings]}

@@ -16,6 +16,7 @@ from sensli.paper import networks
 from sensli.paper.config import Settings
 from sensli.paper.engines import Counts, Job, Outcome
 from sensli.paper.errors import BadExperiment
+from sensli.paper.machine import Machine
 from sensli.paper.seeds import ORDER_BLOCK, generator, order_block, run_seed
 from sensli.paper.spirals import CLASSES, POINTS, split
 from sensli.paper.stack import Looks, Pass, Stack
@@ -35,11 +36,25 @@ def check(settings: Settings) -> None:
         raise BadExperiment(f"the stacked engine has plain 'sgd' (no momentum, no weight decay), not {optimizer}.")
     if settings.tau > 0:
         raise BadExperiment(f"the stacked engine inserts in every run (tau = 0), not with tau = {settings.tau}.")
+    if settings.network.kind == "cnn":
+        raise BadExperiment("the stacked engine trains 'fnn' and 'resnet'; a 'cnn' needs the setting engine = 'cnn'.")
+    alone = ("schedule", "confidence", "fresh_optimizer", "from_start", "record_norms")
+    for name in alone:
+        if getattr(settings, name):
+            raise BadExperiment(f"{name} is a setting of the engine 'cnn', not of the stacked one.")
+    if settings.dtype == "bfloat16" or settings.data.validation or settings.data.test:
+        raise BadExperiment(
+            "bfloat16, data.validation and data.test are for the engine 'cnn', not for the stacked one."
+        )
     if settings.wake and settings.network.kind != "fnn":
         raise BadExperiment("wake is for ReLU layers (network kind 'fnn'): a residual layer has no dead units.")
 
 
-def counts(settings: Settings) -> Counts:
+def ready(settings: Settings, machine: Machine) -> None:
+    """The spirals are computed on the spot: nothing can be missing."""
+
+
+def counts(settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts:
     network = settings.network
     sizes = tuple(networks.parameters(network, grown) for grown in range(len(settings.insert_at) + 1))
     flops, measuring = networks.training_flops(settings)

@@ -22,6 +22,7 @@ from sensli.paper.config import RESULT_FORMAT, Plan, Settings, digest
 from sensli.paper.engines import Outcome, engine
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.files import Damaged, read_json, read_tensors, write_bytes, write_json, write_tensors
+from sensli.paper.machine import Machine
 from sensli.paper.seeds import run_seed
 
 
@@ -100,7 +101,7 @@ class Store:
             lost = f" ({len(damaged)} damaged files left out)" if damaged else ""
             name = plan.experiment.name
             raise NoResults(
-                f"{self.root}: experiment {name} ({plan.recipe}), arm {arm}: {have} of {plan.runs} runs are stored for "
+                f"{self.root}: experiment {name} ({plan.words}), arm {arm}: {have} of {plan.runs} runs are stored for "
                 f"this configuration{lost}. Compute the rest with the same options and: sensli paper run {name}"
             )
         first = rows[0][0]
@@ -111,7 +112,17 @@ class Store:
     def load_all(self, plan: Plan) -> dict[str, Result]:
         return {arm: self.load(plan, arm) for arm in plan.arms}
 
-    def save(self, plan: Plan, arm: str, runs: list[int], outcome: Outcome, seconds: float) -> None:
+    def recorded(self, plan: Plan, arm: str, run: int) -> dict[str, Tensor]:
+        """What one run of an arm left behind."""
+        for part in self.parts(plan, arm, verify=False)[0]:
+            if run in part.runs:
+                content = read_tensors(part.path.with_suffix(".pt"), part.facts["tensors"])
+                return {name: values[part.runs.index(run)] for name, values in content["runs"].items()}
+        raise NoResults(f"{self.root}: run {run + 1} of {arm} is not stored, and another arm builds on it.")
+
+    def save(
+        self, plan: Plan, arm: str, runs: list[int], outcome: Outcome, seconds: float, machine: Machine | None = None
+    ) -> None:
         """Write the tensors first and the JSON last: a part without its JSON does not exist."""
         path = self._path(plan, arm, runs, "runs").with_suffix(".json")
         settings = plan.arms[arm]
@@ -122,6 +133,7 @@ class Store:
                 "experiment": plan.experiment.name,
                 "title": plan.experiment.title,
                 "recipe": plan.recipe,
+                "preset": plan.preset,
                 "arm": arm,
                 "runs": runs,
                 "seed": plan.seed,
@@ -132,6 +144,7 @@ class Store:
                 "format": RESULT_FORMAT,
                 "tensors": tensors,
                 **provenance(),
+                **({"device": str(machine)} if settings.engine == "cnn" and machine else {}),
             },
         )
         self._path(plan, arm, runs, "unfinished").unlink(missing_ok=True)

@@ -1,0 +1,81 @@
+"""What growing cost against the grown network from the start, run by run: FLOPs, time, and the share of looking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sensli.paper import convnets
+from sensli.paper.config import Plan
+from sensli.paper.data import FACTS
+from sensli.paper.statistics import Interval, interval, number
+from sensli.paper.store import Result
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Grown over extended, mean over the runs. `chosen` follows from the insertions alone, without the looks."""
+
+    flops: Interval
+    time: Interval
+    steady: Interval  # time, with the median epoch of every stretch between two looks: free of a machine's busy moments
+    chosen: Interval
+    looking: Interval  # share of the looks in the time of the grown arm
+
+    def __str__(self) -> str:
+        return (
+            f"FLOPs ratio {self.flops}, time ratio {self.time}, from median epochs {self.steady}; the insertions alone make it "
+            f"{self.chosen}; looking took {number(100 * self.looking.mean)} % of the time"
+        )
+
+
+def ratios(grown: Result, whole: Result) -> Ratios:
+    flops = grown.final("flops") / whole.final("flops")
+    time = grown.final("seconds") / whole.final("seconds")
+    steady = _steady(grown) / _steady(whole)
+    parts = (flops, time, steady, chosen(grown), looking(grown))
+    return Ratios(*(interval(values) for values in parts))
+
+
+def pair(plan: Plan) -> tuple[str, str] | None:
+    """The arm that grows and the arm that has its network from the start, if the plan has such a pair."""
+    for arm, settings in plan.arms.items():
+        if settings.from_start:
+            return plan.grown(arm), arm
+    return None
+
+
+def looking(result: Result) -> Tensor:
+    """The share of the looks in the time of every run."""
+    return result.runs["look_seconds"].sum(1) / result.final("seconds")
+
+
+def chosen(result: Result) -> Tensor:
+    """Training FLOPs of the grown network over those of the network it ended as, looks not counted: [runs]."""
+    settings, facts = result.settings, FACTS[result.settings.data.name]
+    quotients = []
+    for places in result.runs["place"].tolist():
+        total, stages = 0, convnets.repeats(settings.network)
+        stretches = zip((0, *settings.insert_at), (*settings.insert_at, settings.epochs), strict=True)
+        for look, (start, end) in enumerate(stretches):
+            stages = convnets.grown(settings.network, places[:look])
+            total += (end - start) * convnets.forward_flops(settings.network, facts, stages)
+        quotients.append(total / (settings.epochs * convnets.forward_flops(settings.network, facts, stages)))
+    return torch.tensor(quotients, dtype=torch.float64)
+
+
+def _steady(result: Result) -> Tensor:
+    """Seconds of a run if every epoch between two looks took the median of them, plus the looks."""
+    settings = result.settings
+    epochs = result.runs["seconds"].double().diff(dim=1)
+    total = torch.zeros(len(epochs), dtype=torch.float64)
+    if "look_seconds" in result.runs:
+        looks = result.runs["look_seconds"].double()
+        for k, time in enumerate(settings.insert_at):
+            epochs[:, time - 1] -= looks[:, k]  # a look counts to the epoch before it
+        total += looks.sum(1)
+    for start, end in zip((0, *settings.insert_at), (*settings.insert_at, settings.epochs), strict=True):
+        total += epochs[:, start:end].median(1).values * (end - start)
+    return total

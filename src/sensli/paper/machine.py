@@ -1,0 +1,56 @@
+"""What a training runs on: where the images lie, which device, compiled or not. None of it decides what is computed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from sensli.paper.errors import BadExperiment
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
+_BF16_TRIAL = """
+import torch
+x = torch.randn(4, 3, 8, 8, device="{device}").to(memory_format=torch.channels_last)
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(1024, 2))
+net = net.to("{device}", memory_format=torch.channels_last)
+with torch.autocast("{device}", dtype=torch.bfloat16):
+    loss = net(x).float().square().mean()
+loss.backward()
+assert torch.isfinite(net[0].weight.grad).all()
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    data: Path | None = None
+    device: str = "auto"
+    compile: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.chosen().type}, {torch.get_num_threads()} threads" + (", compiled" if self.compile else "")
+
+    def chosen(self) -> torch.device:
+        """The device, or one line that says why it cannot be had."""
+        there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        if self.device == "auto":
+            return torch.device(next(name for name in ("cuda", "mps", "cpu") if there[name]))
+        if not there.get(self.device, False):
+            found = ", ".join(name for name, is_there in there.items() if is_there)
+            raise BadExperiment(f"--device {self.device}: not there. This machine and this torch have: {found}.")
+        return torch.device(self.device)
+
+
+@lru_cache
+def has_bf16(device: str) -> bool:
+    """Whether a bfloat16 training step works: tried in a process of its own, since some CPUs end it with a signal."""
+    call = [sys.executable, "-c", _BF16_TRIAL.format(device=device)]
+    try:
+        return subprocess.run(call, capture_output=True, timeout=120).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -1,0 +1,98 @@
+"""Presets: the CNN experiments at a size that a GPU, a laptop or a test can afford.
+
+A preset is part of an arm's settings, so of its digest, and of every figure's title. The spirals train in seconds and
+have no presets: for them every preset is the paper's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sensli.paper.errors import BadExperiment
+from sensli.paper.reading import nearest
+
+if TYPE_CHECKING:
+    from sensli.paper.config import Settings
+
+SHORTEST_PATIENCE = 2  # of a schedule, in epochs: the error of a small test set moves up and down by itself
+
+
+@dataclass(frozen=True)
+class Preset:
+    words: str
+    scale: float = 1.0  # of epochs, insertion times and the schedule's patience together
+    train: int | None = None  # images at most
+    validation: int | None = None
+    test: int | None = None
+    runs: int | None = None
+    confidence: float | None = None  # how measuring stops early, where the largest merit is looked for
+
+
+PRESETS = {
+    "paper": Preset("everything as stated"),
+    "day": Preset(
+        "all images, half the epochs, three runs: a GPU-day or less for all five", 0.5, runs=3, confidence=0.99
+    ),
+    "laptop": Preset(
+        "4,000 images, a tenth of the epochs, three runs", 0.1, 4_000, 500, 2_000, runs=3, confidence=0.99
+    ),
+    "smoke": Preset(
+        "256 images, a fiftieth of the epochs, one run: shows that it works, and nothing else", 0.02, 256, 64, 128, 1
+    ),
+}
+
+
+def known(name: str, where: str) -> Preset:
+    if name not in PRESETS:
+        raise BadExperiment(f"{where}: no preset {name!r}. {nearest(name, PRESETS)}")
+    return PRESETS[name]
+
+
+def apply_to(settings: Settings) -> bool:
+    return settings.engine == "cnn"
+
+
+def apply(name: str, settings: Settings, where: str) -> Settings:
+    """The settings at the size of a preset."""
+    preset = known(name, where)
+    if not apply_to(settings) or name == "paper":
+        return settings
+    data = dataclasses.replace(
+        settings.data,
+        train=_at_most(settings.data.train, preset.train),
+        validation=_at_most(settings.data.validation, preset.validation),
+        test=_at_most(settings.data.test or 10**9, preset.test) if preset.test else settings.data.test,
+    )
+    stops_early = settings.insert_at and settings.select == "largest" and preset.confidence is not None
+    confidence = preset.confidence if stops_early else settings.confidence
+    batch = min(settings.batch, data.train)
+    try:
+        sized = dataclasses.replace(settings, data=data, batch=batch, confidence=confidence, preset=name)
+        return shortened(sized, preset.scale)
+    except ValueError as error:
+        raise BadExperiment(f"{where}: the preset {name!r} is too short for it: {error}") from None
+
+
+def shortened(settings: Settings, scale: float) -> Settings:
+    """Epochs, insertion times and patience shortened (or lengthened) together."""
+    if scale == 1.0:
+        return settings
+    epochs = max(1, round(settings.epochs * scale))
+    times = tuple(max(1, round(time * scale)) for time in settings.insert_at)
+    schedule = settings.schedule
+    if schedule is not None:
+        patience = max(min(schedule.patience, SHORTEST_PATIENCE), round(schedule.patience * scale))
+        schedule = dataclasses.replace(schedule, patience=patience)
+    return dataclasses.replace(settings, epochs=epochs, insert_at=times, schedule=schedule)
+
+
+def runs(name: str, arms: Mapping[str, Settings]) -> int | None:
+    """How many runs the preset asks for; None: as many as the experiment has."""
+    return PRESETS[name].runs if any(apply_to(settings) for settings in arms.values()) else None
+
+
+def _at_most(number: int, limit: int | None) -> int:
+    return number if limit is None else min(number, limit)

@@ -1,0 +1,243 @@
+"""The readers on small made-up files in the official layouts, downloads from a server that cuts the line, real data if there."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import io
+import os
+import pickle
+import struct
+import tarfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sensli.paper import data
+from sensli.paper.data import DataError, cifar10, fashion_mnist, fetching
+from sensli.paper.data.fetching import FetchError, fetch
+from sensli.paper.data.unpickling import UnsafePickle, read_batch
+
+NAMES = list(cifar10.SUMS)
+
+
+def batches() -> dict[str, bytes]:
+    """Six batches of five records each."""
+    random = np.random.default_rng(0)
+    return {name: random.integers(0, 10, (5, 3073), dtype=np.uint8).tobytes() for name in NAMES}
+
+
+def sums(contents: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha1(content).hexdigest() for name, content in contents.items()}
+
+
+def write_binary(folder: Path, contents: dict[str, bytes]) -> None:
+    (folder / cifar10.BINARY).mkdir(parents=True)
+    for name, content in contents.items():
+        (folder / cifar10.BINARY / f"{name}.bin").write_bytes(content)
+
+
+def write_pickled(folder: Path, contents: dict[str, bytes]) -> None:
+    (folder / cifar10.PICKLED).mkdir(parents=True)
+    for name, content in contents.items():
+        table = np.frombuffer(content, np.uint8).reshape(-1, 3073)
+        batch = {b"data": np.ascontiguousarray(table[:, 1:]), b"labels": [int(label) for label in table[:, 0]]}
+        (folder / cifar10.PICKLED / name).write_bytes(pickle.dumps(batch, protocol=2))
+
+
+def test_both_layouts_give_the_same_images(tmp_path):
+    contents = batches()
+    write_binary(tmp_path / "a", contents)
+    write_pickled(tmp_path / "b", contents)
+    one, other = (cifar10.load(tmp_path / name, sums=sums(contents)) for name in "ab")
+    for mine, yours in zip(vars(one).values(), vars(other).values(), strict=True):
+        assert torch.equal(mine, yours)
+    assert one.train_x.shape == (25, 32, 32, 3) and one.test_x.shape == (5, 32, 32, 3)
+    record = contents["data_batch_2"][3073 * 3 : 3073 * 4]
+    assert one.train_y[8] == record[0]
+    assert one.train_x[8, 5, 7].tolist() == [record[1 + plane * 1024 + 5 * 32 + 7] for plane in range(3)]
+
+
+@pytest.mark.parametrize("write", [write_binary, write_pickled])
+def test_altered_files_are_noticed(tmp_path, write):
+    contents = batches()
+    known = sums(contents)
+    contents["data_batch_3"] = contents["data_batch_4"]
+    write(tmp_path, contents)
+    with pytest.raises(DataError, match=r"data_batch_3.*not the published file") as caught:
+        cifar10.load(tmp_path, sums=known)
+    assert "\n" not in str(caught.value)
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_cannot_execute_anything(tmp_path):
+    marker = tmp_path / "executed"
+    for payload in (Evil(marker), {b"data": Evil(marker), b"labels": []}):
+        with pytest.raises(UnsafePickle, match="mkdir, which no batch of images needs"):
+            read_batch(pickle.dumps(payload, protocol=2))
+    assert not marker.exists()
+    for broken in (b"", b"\x80\x02", pickle.dumps([1]), pickle.dumps({b"data": 1, b"labels": [1]})):
+        with pytest.raises(UnsafePickle):
+            read_batch(broken)
+
+
+def test_a_folder_that_lacks_a_batch(tmp_path):
+    contents = batches()
+    write_binary(tmp_path, contents)
+    (tmp_path / cifar10.BINARY / "test_batch.bin").unlink()
+    with pytest.raises(DataError, match=r"test_batch.bin: cannot be read"):
+        cifar10.load(tmp_path, sums=sums(contents))
+
+
+@pytest.fixture
+def server():
+    """Serves `content` and cuts the connection after so many bytes, `cuts` times; remembers what was asked for."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        content, cuts, asked, ranges = b"", [], [], True
+
+        def do_GET(self):
+            cls = type(self)
+            wanted = self.headers.get("Range") if cls.ranges else None
+            cls.asked.append(wanted)
+            start = int(wanted[6:-1]) if wanted else 0
+            if start and start >= len(cls.content):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(cls.content)}")
+                self.end_headers()
+                return
+            body = cls.content[start:]
+            self.send_response(206 if wanted else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: cls.cuts.pop(0)] if cls.cuts else body)
+            self.close_connection = True
+
+        def log_message(self, *arguments):
+            pass
+
+    Handler.cuts, Handler.asked = [], []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        Handler.address = f"http://127.0.0.1:{running.server_address[1]}/file"
+        yield Handler
+        running.shutdown()
+        thread.join()
+
+
+def test_a_download_goes_on_after_a_cut(server, tmp_path):
+    server.content, server.cuts = bytes(range(256)) * 4000, [300_000, 500_000]
+    fetch(server.address, tmp_path / "file", pauses=(0,))
+    assert (tmp_path / "file").read_bytes() == server.content
+    assert server.asked == [None, "bytes=300000-", "bytes=800000-"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_a_download_goes_on_in_another_process(server, tmp_path):
+    server.content, server.cuts = b"abc" * 1000, [1000, 0, 0]
+    with pytest.raises(FetchError):
+        fetch(server.address, tmp_path / "file", pauses=(0,))
+    assert (tmp_path / "file.part").stat().st_size == 1000
+    fetch(server.address, tmp_path / "file", pauses=(0,))
+    assert (tmp_path / "file").read_bytes() == server.content and server.asked[-1] == "bytes=1000-"
+
+
+def test_a_part_that_is_complete_already(server, tmp_path):
+    server.content = b"abc"
+    (tmp_path / "file.part").write_bytes(b"abc")
+    fetch(server.address, tmp_path / "file", pauses=())
+    assert (tmp_path / "file").read_bytes() == b"abc"
+
+
+def test_a_server_that_knows_no_ranges_starts_over(server, tmp_path):
+    server.content, server.cuts, server.ranges = b"abc" * 1000, [1000], False
+    fetch(server.address, tmp_path / "file", pauses=(0,))
+    assert (tmp_path / "file").read_bytes() == server.content
+
+
+def archive(contents: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, content in {
+            **{f"{key}.bin": value for key, value in contents.items()},
+            "../readme.html": b"x",
+        }.items():
+            entry = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def test_cifar10_is_downloaded_checked_and_unpacked(server, tmp_path):
+    contents = batches()
+    server.content, server.cuts = archive(contents), [2000]
+    found = cifar10.load(tmp_path / "new", address=server.address, sums=sums(contents))
+    assert len(found.train_y) == 25
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == sorted(f"{n}.bin" for n in NAMES)
+    server.content = archive({**contents, "test_batch": b"other"})
+    with pytest.raises(DataError, match="not the published file"):
+        cifar10.load(tmp_path / "bad", address=server.address, sums=sums(contents))
+
+
+def test_without_network_one_line_says_what_to_put_where(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetching, "PAUSES", ())
+    monkeypatch.setattr(fetch, "__kwdefaults__", {"pauses": ()})
+    closed = "http://127.0.0.1:9/x"
+    with pytest.raises(
+        DataError, match=r"cannot be downloaded.*Put the folder cifar-10-batches-bin from .* there"
+    ) as caught:
+        cifar10.load(tmp_path, address=closed)
+    assert "\n" not in str(caught.value) and "--data DIR or SENSLI_DATA" in str(caught.value)
+    with pytest.raises(DataError, match=r"Fashion-MNIST is not complete.*Put the four files train-images"):
+        fashion_mnist.load(tmp_path, address=closed)
+
+
+def idx(values: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+
+
+def test_fashion_mnist(tmp_path):
+    random = np.random.default_rng(0)
+    arrays = [random.integers(0, 10, shape, dtype=np.uint8) for shape in ((6, 28, 28), (6,), (2, 28, 28), (2,))]
+    contents = dict(zip(fashion_mnist.SUMS, map(idx, arrays), strict=True))
+    (tmp_path / "fashion_mnist").mkdir()
+    for name, content in contents.items():
+        (tmp_path / "fashion_mnist" / f"{name}.gz").write_bytes(gzip.compress(content))
+    found = fashion_mnist.load(tmp_path, sums=sums(contents))
+    assert found.train_x.shape == (6, 28, 28, 1) and found.test_y.tolist() == arrays[3].tolist()
+    assert torch.equal(found.train_x[..., 0], torch.from_numpy(arrays[0]))
+    (tmp_path / "fashion_mnist" / "t10k-labels-idx1-ubyte.gz").write_bytes(b"no gzip")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        fashion_mnist.load(tmp_path, sums=sums(contents))
+
+
+def test_where_the_data_lies(tmp_path, monkeypatch):
+    monkeypatch.setenv("SENSLI_DATA", str(tmp_path))
+    assert data.folder(Path("x")) == Path("x") and data.folder() == tmp_path
+    monkeypatch.delenv("SENSLI_DATA")
+    assert data.folder() == Path("data")
+
+
+REAL = Path(os.environ.get("SENSLI_DATA", "")) / cifar10.BINARY
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs CIFAR-10: set SENSLI_DATA to a folder with cifar-10-batches-bin")
+def test_the_real_cifar10():
+    found = cifar10.load(REAL.parent)
+    assert (
+        torch.bincount(found.train_y).tolist() == [5000] * 10 and torch.bincount(found.test_y).tolist() == [1000] * 10
+    )
+    mean = found.train_x.float().mean((0, 1, 2)) / 255
+    torch.testing.assert_close(mean, torch.tensor(cifar10.FACTS.mean), atol=2e-4, rtol=0)
