@@ -112,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         help="write the film of a training as one HTML file",
         description="Write the growth page of a training: the network, every decision with all merits, the metric. "
-        "The file is what grower.history.save(path) wrote, or a checkpoint (of save_checkpoint, or of torch.save with grower.state_dict() in it).",
+        "The file is what grower.history.save(path) wrote, or a checkpoint "
+        "(of save_checkpoint, or of torch.save with grower.state_dict() in it).",
         epilog="example: sensli report history.json --out growth.html",
     )
     report.add_argument("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON or a checkpoint")
