@@ -13,9 +13,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(script: str, folder: Path, command: list[str] | None = None) -> str:
+def run(script: str, folder: Path, command: list[str] | None = None, arguments: list[str] | None = None) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    full = [*(command or [sys.executable]), str(EXAMPLES / script)]
+    full = [*(command or [sys.executable]), str(EXAMPLES / script), *(arguments or [])]
     done = subprocess.run(full, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -35,3 +35,17 @@ def test_ddp(tmp_path: Path) -> None:
     printed = run("11_ddp.py", tmp_path, TORCHRUN)
     assert "all 2 processes: growth 2" in printed
     assert "weights the same on all ranks: True" in printed
+
+
+def test_lightning_in_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    printed = run("12_lightning.py", tmp_path, arguments=["2"])
+    sums = [line.split("sum of weights ")[1] for line in printed.splitlines() if "sum of weights" in line]
+    assert printed.count("2 growths") == 2
+    assert len(sums) == 2 and sums[0] == sums[1]
+
+
+def test_scikit_learn(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    printed = run("14_scikit_learn.py", tmp_path)
+    assert "growth 1: Linear(32, 32) + ReLU" in printed

@@ -12,8 +12,7 @@ import torch
 sklearn = pytest.importorskip("sklearn")
 
 from sklearn.base import clone  # noqa: E402
-from sklearn.datasets import load_digits, load_wine, make_friedman1  # noqa: E402
-from sklearn.exceptions import SkipTestWarning  # noqa: E402
+from sklearn.datasets import load_digits, load_wine  # noqa: E402
 from sklearn.model_selection import cross_val_score  # noqa: E402
 from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
@@ -21,7 +20,7 @@ from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor  # noqa: E402
 
-SMALL: dict[str, Any] = {"width": 16, "max_layers": 2, "max_epochs": 400, "learning_rate": 0.01, "patience": 5}
+SMALL: dict[str, Any] = {"width": 12, "max_layers": 2, "max_epochs": 100, "learning_rate": 0.03, "patience": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +34,20 @@ def test_the_librarys_own_checks(kind: Any) -> None:
     results = check_estimator(kind(**SMALL), on_skip=None)
     assert len(results) > 50
     assert {result["status"] for result in results} <= {"passed", "skipped"}
-    assert SkipTestWarning
 
 
 def test_it_grows_while_the_held_out_part_improves_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    x, y = make_friedman1(400, noise=0.1, random_state=0)
-    model = GrowingRegressor(width=32, random_state=0, learning_rate=0.01, verbose=1).fit(x, y)
+    x = np.random.default_rng(0).uniform(-1, 1, (600, 2))
+    y = np.sin(4 * x[:, 0]) * np.sin(4 * x[:, 1])
+    settings: dict[str, Any] = {"width": 16, "random_state": 0, "learning_rate": 0.01, "patience": 5}
+    model = GrowingRegressor(**settings, max_layers=3, verbose=1).fit(x, y)
     printed = capsys.readouterr().out
     assert model.n_layers_ == 1 + len(model.history_) >= 2
-    assert "growth 1: Linear(32, 32) + ReLU after 2" in printed
+    assert "growth 1: Linear(16, 16) + ReLU after 2" in printed
     assert "1 hidden layers: loss" in printed
-    assert model.score(x, y) > 0.95
-    shallow = GrowingRegressor(width=32, random_state=0, learning_rate=0.01, max_layers=1).fit(x, y)
+    shallow = GrowingRegressor(**settings, max_layers=1).fit(x, y)
     assert model.validation_loss_ < shallow.validation_loss_
+    assert model.score(x, y) > shallow.score(x, y)
 
 
 def test_pipeline_cross_validation_clone_and_pickle() -> None:
@@ -89,5 +89,5 @@ def test_sample_weights_count() -> None:
     weight = np.where(y == 2, 1e-6, 1.0)
     predicted = GrowingClassifier(**SMALL, random_state=0).fit(x, y, weight).predict(x)
     assert (predicted == 2).mean() < 0.05
-    with pytest.raises(ValueError, match="all sample weights are zero"):
+    with pytest.raises(ValueError, match="non-zero"):
         GrowingClassifier(**SMALL).fit(x, y, np.zeros(len(y)))

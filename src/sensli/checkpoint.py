@@ -7,7 +7,7 @@ Parameters of the optimizer are known by name, because an optimizer built anew h
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,14 +71,13 @@ def _content(
     network = bare(model)
     reshard(network)
     history = _history_of(network, grower, history)
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
     return {
         "history": history.to_dict(),
         "model": {name: _whole(value) for name, value in network.state_dict().items()},
         "evaluating": [name for name, module in network.named_modules() if not module.training],
         "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
         "optimizers": [
-            {"names": _names_in(each, names), "state": _whole(each.state_dict())} for each in as_optimizers(optimizer)
+            {"names": names_in(each, network), "state": _whole(each.state_dict())} for each in as_optimizers(optimizer)
         ],
         "schedulers": [each.state_dict() for each in _several(scheduler)],
         "grower": None if grower is None else grower.state_dict(),
@@ -127,11 +126,20 @@ def load_checkpoint(
 
 
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], network: nn.Module) -> None:
-    """Bring the optimizer's groups into the saved order, parameter by parameter and by name, then load its state.
+    """Load the state of an optimizer by the names of its parameters."""
+    arrange(optimizer, saved["names"], network)
+    state = dict(saved["state"])
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state["state"] = {index: _spread(its, ordered[index]) for index, its in state["state"].items()}
+    optimizer.load_state_dict(state)
+
+
+def arrange(optimizer: Optimizer, names: Sequence[Sequence[str]], network: nn.Module) -> None:
+    """Bring the optimizer's groups into the saved order, parameter by parameter and by name, so that a saved state fits.
 
     Groups that the factory filled otherwise (a rule by name may put a new layer elsewhere than its neighbour) become as they were.
     """
-    names, parameters = saved["names"], dict(network.named_parameters())
+    parameters = dict(network.named_parameters())
     groups = optimizer.param_groups
     if len(groups) != len(names):
         raise CheckpointError(
@@ -157,10 +165,6 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], network: nn.M
         group["params"] = [parameters[name] for name in its_names]
         if "param_names" in group:
             group["param_names"] = list(its_names)
-    state = dict(saved["state"])
-    ordered = [parameter for group in groups for parameter in group["params"]]
-    state["state"] = {index: _spread(its, ordered[index]) for index, its in state["state"].items()}
-    optimizer.load_state_dict(state)
 
 
 def _whole(value: Any) -> Any:
@@ -217,7 +221,9 @@ def _history_of(network: nn.Module, grower: Grower | None, history: History | No
     return found
 
 
-def _names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+def names_in(optimizer: Optimizer, network: nn.Module) -> list[list[str]]:
+    """The names of the parameters in each group, in their order."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:

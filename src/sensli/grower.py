@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from sensli.averaging import Averaged, check_alike, follow
 from sensli.distributed import mean_metric
@@ -20,7 +21,7 @@ from sensli.logs import Log, check_log, tell
 from sensli.measuring import LossFunction, measure
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
-from sensli.optim import Optimizers
+from sensli.optim import Optimizers, as_optimizers
 from sensli.outline import outline
 from sensli.rates import Schedulers
 from sensli.record import Look, reason_of
@@ -119,6 +120,11 @@ class Grower:
         self._generator = torch.Generator().manual_seed(
             seed
         )  # of its own: growing leaves the global random state alone
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that follow, without wrappers of other libraries."""
+        return as_optimizers(self._optimizer)
 
     def step(
         self, batches: Iterable[Any], loss_fn: LossFunction | None = None, *, metric: float | None = None

@@ -59,8 +59,10 @@ def _theirs(depth: int, classify: bool) -> Any:
     from sklearn.preprocessing import StandardScaler
 
     if classify:
-        return make_pipeline(StandardScaler(), MLPClassifier((WIDTH,) * depth, random_state=0))
-    scaled = TransformedTargetRegressor(MLPRegressor((WIDTH,) * depth, random_state=0), transformer=StandardScaler())
+        return make_pipeline(StandardScaler(), MLPClassifier(hidden_layer_sizes=(WIDTH,) * depth, random_state=0))
+    scaled = TransformedTargetRegressor(
+        MLPRegressor(hidden_layer_sizes=(WIDTH,) * depth, random_state=0), transformer=StandardScaler()
+    )
     return make_pipeline(StandardScaler(), scaled)
 
 

@@ -1,0 +1,203 @@
+"""`GrowthCallback` for Lightning: one line in ``Trainer(callbacks=[...])``, with the user's own ``training_step``.
+
+The sites are found and the merits measured by running ``training_step`` itself, so no example and no loss have to be given.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from sensli.checkpoint import arrange, names_in
+from sensli.errors import SensliError, UnsupportedModel
+from sensli.flops import count_flops
+from sensli.grower import Grower
+from sensli.history import History
+from sensli.integrations import missing
+from sensli.surgery import count_growths, replay
+from sensli.triggers import Trigger
+from sensli.wrappers import bare
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise missing("lightning", error) from error
+
+
+class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
+    """Grows the LightningModule at the end of epochs on which ``trigger`` fires; counts epochs from 1.
+
+    ``monitor`` names the metric for `triggers.Plateau`; ``batches`` limits how many training batches a look takes. Other arguments
+    are those of `sensli.Grower` (``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...). Metrics logged at each epoch's
+    end: ``sensli/growths``, ``sensli/parameters``, ``sensli/flops``, and after a look ``sensli/merit`` and ``sensli/ratio`` of the best.
+    """
+
+    def __init__(
+        self,
+        trigger: Trigger,
+        *,
+        monitor: str | None = None,
+        batches: int | None = None,
+        metrics: bool = True,
+        **options: Any,
+    ) -> None:
+        self._trigger, self._monitor, self._batches, self._metrics, self._options = (
+            trigger,
+            monitor,
+            batches,
+            metrics,
+            options,
+        )
+        self.grower: Grower | None = None  # made in the first epoch, when there is a batch
+        self._example: Any = None
+        self._loaded: dict[str, Any] | None = None
+        self._flops: tuple[int, int] = (-1, 0)  # growths, and the count for so many
+
+    @property
+    def history(self) -> History:
+        """All growths so far."""
+        return self.grower.history if self.grower is not None else History()
+
+    # --- the life of a fit ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not pl_module.automatic_optimization:
+            raise UnsupportedModel(
+                "this LightningModule steps its optimizers itself (automatic_optimization=False), so training_step cannot be run for a "
+                "measurement. Call sensli.Grower in your own code instead."
+            )
+        if (
+            "spawn" in type(trainer.strategy.launcher).__name__.lower()
+            or "MultiProcessing" in type(trainer.strategy.launcher).__name__
+        ):
+            raise UnsupportedModel(
+                "this strategy starts its processes by spawn or fork and hands the weights back to the module of the main process, which "
+                "has not grown. Use strategy='ddp'."
+            )
+        given = pl_module.on_load_checkpoint
+
+        def grow_first(checkpoint: dict[str, Any]) -> None:
+            # The callback's own hook comes after the weights; this one comes before them.
+            state = checkpoint.get("callbacks", {}).get(self.state_key)
+            if state and state["grower"] and not count_growths(pl_module):
+                replay(pl_module, History.from_dict(state["grower"]["history"]))
+            given(checkpoint)
+
+        pl_module.on_load_checkpoint = grow_first  # type: ignore[method-assign, unused-ignore]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._loaded and self._loaded["grower"]:
+            # Before Lightning loads the optimizers' states by index: theirs is the order in which they followed the growth.
+            for optimizer, names in zip(trainer.optimizers, self._loaded["names"], strict=True):
+                arrange(optimizer, names, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._example is None:
+            self._example = batch
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._example is None:
+            return  # an epoch without batches
+        grower = self._made(trainer, pl_module)
+        metric = self._metric(trainer)
+        loader = itertools.islice(trainer.train_dataloader or (), self._batches)
+        to_device = trainer.strategy.batch_to_device
+        batches = (((to_device(batch), index), None) for index, batch in enumerate(loader))
+        with _stepping(pl_module), trainer.precision_plugin.train_step_context():
+            looked = grower.last_merits
+            grower.step(batches, _loss, metric=metric)
+            if self._flops[0] != len(grower.history):
+                self._flops = (len(grower.history), int(count_flops(bare(grower.model), (self._example, 0))))
+        if self._metrics:
+            facts: dict[str, float | None] = {
+                "growths": len(grower.history),
+                "parameters": _parameters(pl_module),
+                "flops": self._flops[1],
+            }
+            merits = grower.last_merits
+            if merits is not None and merits is not looked:
+                facts.update(merit=merits.best.value, ratio=merits.best.ratio)
+            pl_module.log_dict({f"sensli/{name}": float(value) for name, value in facts.items() if value is not None})
+
+    def _made(self, trainer: Trainer, pl_module: LightningModule) -> Grower:
+        if self.grower is None:
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            model: Any = trainer.strategy.model  # the wrapper, where there is one
+            settings = {
+                "example": (self._example, 0),
+                "trigger": self._trigger,
+                "scheduler": schedulers,
+                **self._options,
+            }
+            self.grower = Grower(model, trainer.optimizers, **settings)
+            if self._loaded and self._loaded["grower"]:
+                self.grower.load_state_dict(self._loaded["grower"])
+        return self.grower
+
+    def _metric(self, trainer: Trainer) -> float | None:
+        if self._monitor is None:
+            return None
+        if self._monitor not in trainer.callback_metrics:
+            known = ", ".join(sorted(trainer.callback_metrics)) or "none"
+            raise SensliError(f"monitor={self._monitor!r} was not logged in this epoch. Logged: {known}.")
+        return float(trainer.callback_metrics[self._monitor])
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.grower is None:
+            return self._loaded or {"grower": None, "names": []}
+        network, optimizers = bare(self.grower.model), self.grower.optimizers
+        return {"grower": self.grower.state_dict(), "names": [names_in(each, network) for each in optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+
+def _loss(output: Any, _: None) -> Tensor:
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output
+    return loss
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class _TrainingStep:
+    """The module's forward for as long as it is looked at: ``training_step``, inside of which forward is the user's own.
+
+    An object and no closure: a copy of the module gets a copy of it that belongs to the copy.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self.module = module
+
+    def __call__(self, batch: Any, index: int) -> Any:
+        own = self.module.__dict__
+        mine = own.pop("forward")
+        try:
+            return self.module.training_step(batch, index)
+        finally:
+            own["forward"] = mine
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+@contextmanager
+def _stepping(module: LightningModule) -> Iterator[None]:
+    """Calling the module runs its training_step, and what that logs goes nowhere."""
+    own, kept = module.__dict__, {name: module.__dict__.get(name) for name in ("forward", "log", "log_dict")}
+    try:
+        own.update(forward=_TrainingStep(module), log=_nothing, log_dict=_nothing)
+        yield
+    finally:
+        for name, value in kept.items():
+            own.pop(name, None)
+            if value is not None:
+                own[name] = value

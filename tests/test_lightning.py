@@ -1,0 +1,141 @@
+"""The Lightning callback with a real Trainer: grows, logs, resumes to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+
+from sensli import Grower, triggers  # noqa: E402
+from sensli.errors import SensliError, UnsupportedModel  # noqa: E402
+from sensli.integrations.lightning import GrowthCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers and loggers
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Module(pl.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(3, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)
+        )
+        self.layers.double()
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch
+        loss = cross_entropy(self(x), y)
+        self.log("train_loss", loss, on_epoch=True)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)}
+
+
+def data() -> Any:
+    x = torch.randn(64, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, (x[:, 0] * x[:, 1] > 0).long()), batch_size=16)
+
+
+def fit(folder: Path, epochs: int, *callbacks: Any, ckpt_path: Any = None, **options: Any) -> tuple[Any, Any]:
+    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    module = Module(options.pop("dropout", 0.1))
+    trainer = pl.Trainer(max_epochs=epochs, default_root_dir=folder, callbacks=[*callbacks], **{**settings, **options})
+    torch.manual_seed(7)
+    trainer.fit(module, data(), data(), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
+    callback = GrowthCallback(triggers.At(2, 3), tau=0.0, lr_scale=0.9)
+    module, _ = fit(tmp_path, 5, callback, limit_val_batches=0, dropout=0.0)
+    assert len(callback.history) == 2
+
+    plain = Module(0.0)
+    parts = plain.configure_optimizers()
+    optimizer, scheduler = parts["optimizer"], parts["lr_scheduler"]
+    x = data().dataset[:][0]
+    grower = Grower(
+        plain.layers, optimizer, example=x[:1], trigger=triggers.At(2, 3), tau=0.0, lr_scale=0.9, scheduler=scheduler
+    )
+    torch.manual_seed(7)
+    loader = data()
+    for _ in range(5):
+        for a, b in loader:
+            optimizer.zero_grad()
+            cross_entropy(plain(a), b).backward()
+            optimizer.step()
+        grower.step(loader, cross_entropy)
+        scheduler.step()
+    theirs = {name.removeprefix("layers."): value for name, value in module.state_dict().items()}
+    assert list(theirs) == list(plain.layers.state_dict())
+    for name, value in plain.layers.state_dict().items():
+        torch.testing.assert_close(theirs[name], value, rtol=1e-9, atol=1e-11)
+
+
+def test_resume_from_a_checkpoint_is_the_same_run_to_the_bit(tmp_path: Path) -> None:
+    # Without dropout: Lightning does not save the random state.
+    options: dict[str, Any] = {"tau": 0.0, "select": "random"}
+    whole, _ = fit(tmp_path / "a", 7, GrowthCallback(triggers.Every(2), **options), dropout=0.0)
+    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), **options), dropout=0.0)
+    trainer.save_checkpoint(tmp_path / "at5.ckpt")
+    callback = GrowthCallback(triggers.Every(2), **options)
+    resumed, _ = fit(tmp_path / "c", 7, callback, ckpt_path=tmp_path / "at5.ckpt", dropout=0.0)
+    assert len(callback.history) == 3
+    assert list(resumed.state_dict()) == list(whole.state_dict())
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+def test_metrics_reach_the_logger_and_the_monitored_one_the_trigger(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    plateau = triggers.Plateau(patience=1, threshold=10.0)  # nothing ever is an improvement
+    callback = GrowthCallback(plateau & triggers.AtMost(1), monitor="val_loss", tau=0.0, batches=2)
+    _, trainer = fit(tmp_path, 3, callback, logger=logger, log_every_n_steps=1)
+    assert len(callback.history) == 1
+    assert callback.grower is not None and callback.grower.last_merits is not None
+    assert callback.grower.last_merits.batches == 2
+    logged = trainer.logged_metrics
+    assert logged["sensli/growths"] == 1
+    assert logged["sensli/parameters"] == sum(p.numel() for p in trainer.lightning_module.parameters())
+    assert logged["sensli/flops"] > 0
+    text = (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert "sensli/merit" in text and "train_loss" in text
+    with pytest.raises(SensliError, match=r"monitor='absent' was not logged.*val_loss"):
+        fit(tmp_path, 2, GrowthCallback(plateau, monitor="absent"))
+
+
+def test_what_cannot_be_supported_is_refused(tmp_path: Path) -> None:
+    class Manual(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    trainer = pl.Trainer(max_epochs=1, logger=False, accelerator="cpu", callbacks=[GrowthCallback(triggers.Every(1))])
+    with pytest.raises(UnsupportedModel, match="automatic_optimization=False"):
+        trainer.fit(Manual(), data())
+    with pytest.raises(UnsupportedModel, match="strategy='ddp'"):
+        GrowthCallback(triggers.Every(1)).setup(
+            pl.Trainer(logger=False, accelerator="cpu", strategy="ddp_spawn", devices=2), Module(), "fit"
+        )
