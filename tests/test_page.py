@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sensli import Grower, History, find_sites, insert, measure, triggers
+from sensli.checkpoint import save_checkpoint
 from sensli.cli import main
 from sensli.errors import HistoryError
 from sensli.page import page_data, read_history
@@ -23,7 +24,8 @@ def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pyte
     grower.history.save(tmp_path / "history.json")
     (tmp_path / "state.json").write_text(json.dumps(grower.state_dict()))
     torch.save({"model": grower.model.state_dict(), "grower": grower.state_dict()}, tmp_path / "run.pt")
-    for name in ("history.json", "state.json", "run.pt"):
+    save_checkpoint(tmp_path / "run.ckpt", grower.model, grower=grower)
+    for name in ("history.json", "state.json", "run.pt", "run.ckpt"):
         assert read_history(tmp_path / name).record == grower.history.record
         assert main(["report", str(tmp_path / name), "--metric", "loss"]) == 0
         out = capsys.readouterr().out

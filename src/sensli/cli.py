@@ -112,10 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         help="write the film of a training as one HTML file",
         description="Write the growth page of a training: the network, every decision with all merits, the metric. "
-        "The file is what grower.history.save(path) wrote, or a checkpoint that holds grower.state_dict().",
+        "The file is what grower.history.save(path) wrote, or a checkpoint "
+        "(of save_checkpoint, or of torch.save with grower.state_dict() in it).",
         epilog="example: sensli report history.json --out growth.html",
     )
-    report.add_argument("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON, or a file of torch.save")
+    report.add_argument("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON or a checkpoint")
     report.add_argument("--out", type=Path, help="where to write the page (default: beside the file, ending in .html)")
     report.add_argument("--title", default="A network grows", help="the heading of the page (default: %(default)s)")
     report.add_argument("--metric", default="metric", help="what the metric is, such as 'validation loss'")

@@ -22,7 +22,7 @@ from torch import Tensor
 from sensli.errors import CheckpointError
 
 FORMAT = 1
-_MAGIC = b"sensli checkpoint\n"
+MAGIC = b"sensli checkpoint\n"
 _ROOM = 160  # bytes of the JSON line, padded: it is filled in when the rest has been written
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -49,11 +49,11 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     target = Path(path)
     scratch = target.with_name(target.name + ".part")
     with open(scratch, "wb") as file:
-        file.write(_MAGIC + b" " * _ROOM + b"\n")
+        file.write(MAGIC + b" " * _ROOM + b"\n")
         body = _Hashed(file)
         torch.save(content, body)  # type: ignore[arg-type]
         header = json.dumps({"format": FORMAT, "length": body.length, "sha256": body.digest.hexdigest()})
-        file.seek(len(_MAGIC))
+        file.seek(len(MAGIC))
         file.write(header.ljust(_ROOM).encode())
         file.flush()
         os.fsync(file.fileno())
@@ -70,11 +70,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and check a file that `write` made. Tensors come back on the CPU."""
     try:
         with open(path, "rb") as file:
-            magic, header, body = file.read(len(_MAGIC)), file.read(_ROOM + 1), file.read()
+            magic, header, body = file.read(len(MAGIC)), file.read(_ROOM + 1), file.read()
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}.") from error
-    if magic != _MAGIC:
-        short = _MAGIC.startswith(magic)
+    if magic != MAGIC:
+        short = MAGIC.startswith(magic)
         what = "is cut short" if short else "is no sensli checkpoint: it does not begin like one"
         raise CheckpointError(f"{path} {what}. Give a file that save_checkpoint wrote, or an earlier intact one.")
     try:

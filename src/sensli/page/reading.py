@@ -10,26 +10,28 @@ from typing import Any
 
 import torch
 
-from sensli.errors import HistoryError
+from sensli import storage
+from sensli.errors import HistoryError, SensliError
 from sensli.history import History
 
-_ZIP = b"PK\x03\x04"  # what torch.save writes begins so; a text may stand before it
+_ZIP = b"PK\x03\x04"  # what torch.save writes begins so
 
 
 def read_history(path: Path) -> History:
-    """Read a file that `History.save`, `json.dump` or `torch.save` wrote. Runs no code from it."""
+    """Read a file that `History.save`, `save_checkpoint`, `json.dump` or `torch.save` wrote. Runs no code from it."""
     content = path.read_bytes()
-    start = content.find(_ZIP)
     try:
         if content.lstrip()[:1] in (b"{", b"["):
             data = json.loads(content)
-        elif start >= 0:
-            data = torch.load(io.BytesIO(content[start:]), map_location="cpu", weights_only=True)
+        elif content.startswith(_ZIP):
+            data = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        elif content.startswith(storage.MAGIC):
+            data = storage.read(path)
         else:
             raise HistoryError(
                 f"'{path}' is neither JSON nor a file of torch.save. Give what History.save(path) wrote."
             )
-    except HistoryError:
+    except SensliError:
         raise
     except Exception as error:
         raise HistoryError(

@@ -37,7 +37,7 @@ PRESETS = {
         "all images, half the epochs, three runs: a GPU-day or less for all five", 0.5, runs=3, confidence=0.99
     ),
     "laptop": Preset(
-        "4,000 images, a tenth of the epochs, three runs", 0.1, 4_000, 500, 2_000, runs=3, confidence=0.99
+        "3,000 images, a tenth of the epochs, three runs", 0.1, 3_000, 500, 1_000, runs=3, confidence=0.99
     ),
     "smoke": Preset(
         "256 images, a fiftieth of the epochs, one run: shows that it works, and nothing else", 0.02, 256, 64, 128, 1
