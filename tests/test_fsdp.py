@@ -97,12 +97,13 @@ def refused() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = data(rank, world)
     model = shard(make_model())
-    sites = find_sites(model, batches[0][0])
+    assert "use measure" in raised(lambda: Probe(model, find_sites(model, batches[0][0]))).lower()
+    sites = find_sites(model, batches[0][0], layer="residual")
     with Probe(model, sites, ratio=False) as probe:
         cross_entropy(model(batches[0][0]), batches[0][1]).backward()
     plain = make_model()
     whole = data(0, 1)[:1]
-    expected = measure(plain, find_sites(plain, whole[0][0]), whole, cross_entropy)
+    expected = measure(plain, find_sites(plain, whole[0][0], layer="residual"), whole, cross_entropy)
     assert all(abs(a.value / b.value - 1) < 1e-9 for a, b in zip(probe.merits(), expected, strict=True))
     assert "ratio=False" in raised(lambda: Probe(model, sites))
     parts = make_model()

@@ -39,7 +39,7 @@ def test_the_librarys_own_checks(kind: Any) -> None:
 def test_it_grows_while_the_held_out_part_improves_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     x = np.random.default_rng(0).uniform(-1, 1, (600, 2))
     y = np.sin(4 * x[:, 0]) * np.sin(4 * x[:, 1])
-    settings: dict[str, Any] = {"width": 16, "random_state": 0, "learning_rate": 0.01, "patience": 5}
+    settings: dict[str, Any] = {"width": 16, "random_state": 0, "learning_rate": 0.01}
     model = GrowingRegressor(**settings, max_layers=3, verbose=1).fit(x, y)
     printed = capsys.readouterr().out
     assert model.n_layers_ == 1 + len(model.history_) >= 2

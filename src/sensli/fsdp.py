@@ -113,6 +113,15 @@ def readable(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, Sequen
     return unsharded(model), places
 
 
+def readable_part(model: nn.Module, part: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model and a part of it, or, where it is sharded, an unsharded copy and the same part of that."""
+    if not is_sharded(model):
+        return model, part
+    path = next(path for path, module in model.named_modules() if module is part)
+    whole = unsharded(model)
+    return whole, whole.get_submodule(path)
+
+
 def unsharded(model: nn.Module) -> nn.Module:
     """A copy of the model as it was before `fully_shard`, with whole parameters. All processes must call it together."""
     check(model)

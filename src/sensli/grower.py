@@ -16,6 +16,7 @@ from sensli.distributed import mean_metric
 from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
 from sensli.finding import check_request, find_sites
 from sensli.flops import count_flops
+from sensli.fsdp import reshard
 from sensli.history import Growth, History
 from sensli.logs import Log, check_log, tell
 from sensli.measuring import LossFunction, measure
@@ -218,6 +219,8 @@ class Grower:
             return int(count_flops(bare(self.model), self._example)) - sum(merit.site.flops for merit in taken)
         except Exception:
             return None
+        finally:
+            reshard(bare(self.model))  # a forward pass without a backward one leaves whole parameters behind
 
     def _keep(self, metric: float | None) -> None:
         record = self.history.record

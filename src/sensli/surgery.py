@@ -15,6 +15,7 @@ from sensli.chain import Chain
 from sensli.copies import copied_model
 from sensli.distributed import Changing
 from sensli.errors import FunctionChanged, HistoryError, SensliError, UnsupportedModel
+from sensli.fsdp import readable_part
 from sensli.history import Growth, History
 from sensli.lists import ListPlace, list_renames, put_into_list, take_from_list
 from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
@@ -337,7 +338,8 @@ def _built(
             "Load the weights first, then insert."
         )
     if site.layer.twin is not None:
-        return site.layer.build(source=anchor, outside=model)  # a copy has all of that already
+        whole, source = readable_part(model, anchor)
+        return site.layer.build(source=source, outside=whole)  # a copy has all of that already
     layer = site.layer.build(
         dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
     )

@@ -51,7 +51,7 @@ def fit_growing(
     A layer that did not help is taken out again, and that ends the fit. Draws from the global random state of torch.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=True)
-    grower = Grower(model, optimizer, example=train[0][:1], trigger=Every(1), tau=plan.tau)
+    grower = Grower(model, optimizer, example=train[0][:1], trigger=Every(1), tau=plan.tau, layer="relu")
     growths: list[Growth] = []
     best = _Best(model, _value(model, held_out, loss_fn))
     epoch, stage = 0, best.loss
