@@ -345,3 +345,14 @@ def test_sites_read_like_a_sequence_and_explain_themselves():
         "  Linear(4, 4) + ReLU after 3   (+20 parameters, +32 FLOPs)"
     )
     assert str(find_sites(nn.Linear(3, 2).double(), points())) == "no sites"
+
+
+def test_what_only_prepares_the_input_is_no_place():
+    class Standardize(nn.Module):
+        def forward(self, x):
+            return (x - 0.5) / 2
+
+    model = nn.Sequential(Standardize(), nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    sites = find_sites(model, torch.randn(2, 3))
+    assert [str(site) for site in sites] == ["Linear(4, 4) + ReLU after 2"]
+    assert dict(map(tuple, sites.skipped))["0"].startswith("stands before the first layer with weights")

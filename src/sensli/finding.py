@@ -180,6 +180,8 @@ class _Finder:
                 self.skipped[path] = f"returns {call.returned}, not a tensor"
             elif not self._weights_follow(call):
                 self.skipped[path] = "is behind the last layer with weights: what comes out is the model's output"
+            elif call.output.node is not None and not nearest_parameters(self.flow.parameter_names, call.output.node):
+                self.skipped[path] = "stands before the first layer with weights: what comes out is the model's input"
             elif call.output.node not in self.taken:
                 self._try(call, "after", call.output, known)
 
