@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sensli.confidence import GROUPS, is_clear, next_look, pseudo_values
+from sensli.confidence import GROUPS, Estimate, estimate, is_clear, next_look
 from sensli.distributed import Together, reduce_sums, same_values
 from sensli.errors import MeasurementError
 from sensli.fsdp import is_sharded, readable
@@ -19,7 +19,7 @@ from sensli.graph import leaves
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
 from sensli.running import describe, device_of, run, tensors, to_device, untouched
-from sensli.sensitivity import Catch, SiteCatch
+from sensli.sensitivity import Catch, SiteCatch, WeightCatch
 from sensli.sites import Site
 from sensli.wrappers import bare
 
@@ -36,13 +36,15 @@ def measure(
     ratio: bool = True,
     max_batches: int | None = None,
     confidence: float | None = None,
+    tolerance: float = 0.0,
 ) -> Merits:
     """Measure the merit of every site over the data: the squared norm of the gradient of the mean loss.
 
     ``batches`` yields ``(input, target)`` pairs, or dicts of keyword arguments; ``loss_fn(output, target)`` is the mean loss of a batch
     (for dicts ``loss_fn(output, batch)``, by default ``output.loss``). Every batch counts with its size. The model runs in the mode it
     is in; its buffers, gradients and the random state are put back. ``ratio=False`` saves the gradients of the existing weights.
-    ``confidence`` stops as soon as the best site is clear at that level.
+    ``confidence`` stops as soon as the best site is clear at that level: better than every other one, or with ``tolerance`` at least
+    ``1 - tolerance`` times as good. Where several places are worth about the same, a tolerance such as 0.1 spares the search for the best.
     """
     together = Together(model, "measure the merits")
     model = bare(model)
@@ -57,8 +59,7 @@ def measure(
         )
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"max_batches={max_batches}: at least one batch is needed.")
-    if confidence is not None and not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
+    check_level(confidence, tolerance)
     norm = choose(norm, [site.kind for site in sites])
     model, places = readable(model, sites)
     catch = Catch(model, places, weights=ratio, groups=1 if confidence is None else GROUPS)
@@ -78,8 +79,12 @@ def measure(
             catch.group = count % len(sizes)
             if confidence is not None and count >= 4 and next_look(count - 1) == count and count != known:
                 look += 1
-                remaining = 1.0 if not known else max(0.0, 1 - count / known)
-                clear = _clear(catch.sites, norm, sizes[:count], look, confidence, remaining)
+                remaining = _remaining(count, known)
+                seen = sizes[:count]
+                estimates = [_estimate(site, norm, seen, remaining) for site in catch.sites]
+                clear = is_clear(
+                    estimates, seen, look=look, confidence=confidence, remaining=remaining, tolerance=tolerance
+                )
                 if clear:
                     break
             if count == max_batches:
@@ -92,12 +97,13 @@ def measure(
             "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
         )
     whole = confidence is None or exhausted or count == known
-    values = [_value(site, norm, sizes[:count], exact=whole) for site in catch.sites]
-    mean = _mean_of_weights(catch, norm, sizes[:count], exact=whole)
+    remaining = 0.0 if whole else _remaining(count, known)
+    values = [_value(site, norm, sizes[:count], remaining) for site in catch.sites]
+    mean = _mean_of_weights(catch, norm, sizes[:count], remaining)
     values, mean = same_values(together, values, mean)
     return _merits(
         sites, catch, values, mean, norm=norm, batches=count, samples=round(sum(sizes) * unit), confidence=confidence,
-        clear=clear if confidence is not None else None,
+        tolerance=tolerance, clear=clear if confidence is not None else None,
     )  # fmt: skip
 
 
@@ -189,7 +195,7 @@ class Probe:
                 f"the scaled gradients of the probed pass overflowed at the scale {self._scaler.get_scale():g}; the scaler skips such a "
                 "step and lowers its scale. Probe the next step."
             )
-        mean = _mean_of_weights(self._catch, self._norm, sizes, exact=True)
+        mean = _mean_of_weights(self._catch, self._norm, sizes, 0.0)
         values, mean = same_values(together, values, mean)
         return _merits(self._sites, self._catch, values, mean, norm=self._norm, batches=passes)
 
@@ -289,6 +295,18 @@ def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) ->
     return loss
 
 
+def check_level(confidence: float | None, tolerance: float) -> None:
+    """Refuse a level or a tolerance that means nothing."""
+    if confidence is not None and not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
+    if not 0 <= tolerance < 1:
+        raise ValueError(
+            f"tolerance={tolerance}: the share of the best merit that may be missed, such as 0.1; below 1."
+        )
+    if tolerance and confidence is None:
+        raise ValueError(f"tolerance={tolerance} means something with confidence= only, such as confidence=0.99.")
+
+
 def _length(batches: Iterable[Any]) -> int | None:
     try:
         return len(batches)  # type: ignore[arg-type]
@@ -299,41 +317,31 @@ def _length(batches: Iterable[Any]) -> int | None:
 # --- estimates from a sample ---
 
 
-def _pseudo(site: SiteCatch, norm: str, sizes: Sequence[float]) -> list[float]:
+def _remaining(count: int, known: int | None) -> float:
+    """The share of the data that was not seen; without a known end there is always more."""
+    return 1.0 if not known else max(0.0, 1 - count / known)
+
+
+def _estimate(caught: SiteCatch | WeightCatch, norm: str, sizes: Sequence[float], remaining: float) -> Estimate:
     total = sum(sizes)
-    return pseudo_values(
-        lambda without: site.merit(norm, total - (0 if without is None else sizes[without]), without), sizes
+    return estimate(
+        lambda without: caught.merit(norm, total - (0 if without is None else sizes[without]), without),
+        sizes,
+        remaining,
     )
 
 
-def _clear(
-    sites: Sequence[SiteCatch], norm: str, sizes: Sequence[float], look: int, confidence: float, remaining: float
-) -> bool:
-    pseudo = [_pseudo(site, norm, sizes) for site in sites]
-    return is_clear(pseudo, look=look, confidence=confidence, remaining=remaining)
+def _value(caught: SiteCatch | WeightCatch, norm: str, sizes: Sequence[float], remaining: float) -> float:
+    """Exact where nothing remains, else without the share of the noise."""
+    if remaining == 0:
+        return caught.merit(norm, sum(sizes))
+    return max(0.0, _estimate(caught, norm, sizes, remaining).value)
 
 
-def _value(site: SiteCatch, norm: str, sizes: Sequence[float], *, exact: bool) -> float:
-    if exact or len(sizes) < 2:
-        return site.merit(norm, sum(sizes))
-    pseudo = _pseudo(site, norm, sizes)
-    return max(0.0, sum(pseudo) / len(pseudo))
-
-
-def _mean_of_weights(catch: Catch, norm: str, sizes: Sequence[float], *, exact: bool) -> float | None:
+def _mean_of_weights(catch: Catch, norm: str, sizes: Sequence[float], remaining: float) -> float | None:
     """The mean over the existing weights of the squared norm of their gradient: the denominator of the threshold."""
     if not catch.weights:
         return None
-    total = sum(sizes)
     halves = [sum(sizes[0::2]), sum(sizes[1::2])]
-    norms = []
-    for weight in catch.weights:
-        if exact or halves[1] == 0:
-            norms.append(weight.merit(norm, total))
-        else:
-            pseudo = pseudo_values(
-                lambda without, w=weight: w.merit(norm, total - (0 if without is None else halves[without]), without),  # type: ignore[misc]
-                halves,
-            )
-            norms.append(max(0.0, sum(pseudo) / 2))
-    return sum(norms) / len(norms)
+    parts = halves if halves[1] else sizes
+    return sum(_value(weight, norm, parts, remaining) for weight in catch.weights) / len(catch.weights)
