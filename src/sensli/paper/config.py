@@ -279,7 +279,7 @@ def plan(experiment: Experiment, recipe: str, options: Options, where: str | Non
             dataclasses.replace(settings, dtype="bfloat16") if options.bf16 and presets.apply_to(settings) else settings
         )
     _check_figures(experiment, arms, where)
-    runs = options.runs or presets.runs(options.preset, arms) or chosen.runs or experiment.runs
+    runs = options.runs or presets.runs(options.preset, arms, chosen.runs or experiment.runs)
     result = Plan(experiment, recipe, chosen.note, runs, options.seed, arms)
     for name, settings in arms.items():
         if settings.from_start:
