@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sensli.averaging import Averaged, check_alike, follow
+from sensli.backward import LossFunction
 from sensli.distributed import mean_metric
 from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
 from sensli.finding import check_request, find_sites
@@ -19,7 +20,7 @@ from sensli.flops import count_flops
 from sensli.fsdp import reshard
 from sensli.history import Growth, History
 from sensli.logs import Log, check_log, tell
-from sensli.measuring import LossFunction, check_level, measure
+from sensli.measuring import check_level, measure
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
 from sensli.optim import Optimizers, as_optimizers

@@ -19,8 +19,9 @@ from sensli.benchmarks.cifar10 import training_data
 from sensli.benchmarks.figure import Figure
 from sensli.benchmarks.networks import deep_network, extended, paper_cnn
 from sensli.finding import find_sites
-from sensli.measuring import Probe, measure
+from sensli.measuring import measure
 from sensli.norms import squared_norm
+from sensli.probe import Probe
 from sensli.sensitivity import Catch, SiteCatch, WeightCatch
 
 BATCH = 128
