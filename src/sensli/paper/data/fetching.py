@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from sensli.paper.progress import progress
+from sensli.terminal import progress
 
 CHUNK = 1 << 18
 PAUSES = (0.5, 2.0, 5.0)  # seconds before the next attempt when one brought nothing new
@@ -27,12 +27,11 @@ def fetch(url: str, target: Path, *, pauses: tuple[float, ...] = PAUSES) -> None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         failures = 0
-        with progress(1.0) as bar:
-            bar.start(f"fetching {target.name}", 1.0)
+        with progress(f"fetching {target.name}", 1.0) as reach:
             while True:
                 before = part.stat().st_size if part.exists() else 0
                 try:
-                    if _attempt(url, part, before, bar.advance):
+                    if _attempt(url, part, before, reach):
                         break
                     reason = "the connection was cut"
                 except urllib.error.HTTPError as error:
@@ -48,7 +47,7 @@ def fetch(url: str, target: Path, *, pauses: tuple[float, ...] = PAUSES) -> None
                     raise FetchError(reason)
                 if failures:
                     time.sleep(pauses[failures - 1])
-            bar.note(f"fetched {url}")
+            print(f"fetched {url}")
         os.replace(part, target)
     except OSError as error:
         raise FetchError(f"{error.filename or target}: {error.strerror}") from None
