@@ -23,6 +23,8 @@ class FetchError(Exception):
 
 def fetch(url: str, target: Path, *, pauses: tuple[float, ...] = PAUSES) -> None:
     """Bring `url` to `target`. What has arrived waits in `<target>.part`, and the next attempt or process goes on there."""
+    if os.environ.get("SENSLI_OFFLINE"):
+        raise FetchError("nothing is downloaded where SENSLI_OFFLINE is set, as it is for the workers of a Ray cluster")
     part = target.with_name(target.name + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
