@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sensli.paper.cluster import Cluster, RayError, connected, one_line
+from sensli.paper.cluster import PATIENCE, Cluster, RayError, connected, one_line
 from sensli.paper.config import Settings
 from sensli.paper.engines import engine
 from sensli.paper.errors import BadExperiment, PaperError
@@ -97,6 +97,7 @@ class _Driver:
             raise RayError(f"Ray is gone ({one_line(error)}). The same command goes on from here.") from None
         except BaseException:  # an error or Ctrl-C: what the others have reached is kept
             self._collect()
+            self._collect(PATIENCE)  # the first answer may have been asked for long ago
             raise
 
     def _send(self) -> None:
@@ -110,10 +111,10 @@ class _Driver:
             self.running[self.tasks.send(number, [order(piece, self.store, machine)])] = number
             self.waiting.remove(number)
 
-    def _collect(self) -> None:
+    def _collect(self, wait: float = 0.0) -> None:
         """Progress and states of what is out; what comes late, of a piece that has finished or was lost, is dropped."""
         out = set(self.running.values())
-        for number, news in self.tasks.news().items():
+        for number, news in self.tasks.news(wait).items():
             if number not in out:
                 continue
             self.begun.add(number)

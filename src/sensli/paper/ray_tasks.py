@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sensli._version import __version__
-from sensli.paper.cluster import PATIENCE, Cluster, RayError, one_line
+from sensli.paper.cluster import Cluster, RayError, one_line
 from sensli.paper.config import Settings
 from sensli.paper.engines import engine
 from sensli.paper.errors import PaperError
@@ -66,6 +66,7 @@ class Tasks:
         near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(beside, soft=True)
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": near}
         self.box = ray.remote(**options)(Mailbox).remote()
+        self.asked = self.box.collect.remote()
         self.sent: list[Any] = []
 
     def send(self, number: int, orders: Sequence[Order]) -> Any:
@@ -101,12 +102,16 @@ class Tasks:
         except self.ray.exceptions.RayError as error:
             raise RayError(f"the first task was lost ({one_line(error)}).") from None
 
-    def news(self) -> dict[int, dict[str, Any]]:
-        try:
-            mail: dict[int, dict[str, Any]] = self.ray.get(self.box.collect.remote(), timeout=PATIENCE)
-            return mail
-        except self.ray.exceptions.RayError:  # it is being started again elsewhere; the tasks go on
+    def news(self, wait: float = 0.0) -> dict[int, dict[str, Any]]:
+        """What has been reported since the last time; never waits for a busy mailbox longer than told, and loses nothing by that."""
+        if not self.ray.wait([self.asked], timeout=wait)[0]:
             return {}
+        try:
+            mail: dict[int, dict[str, Any]] = self.ray.get(self.asked)
+        except self.ray.exceptions.RayError:  # the mailbox is being started again; the tasks go on
+            mail = {}
+        self.asked = self.box.collect.remote()
+        return mail
 
     def close(self) -> None:
         """Nothing of ours goes on in a cluster that does."""
