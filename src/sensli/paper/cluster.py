@@ -55,7 +55,8 @@ def connected(address: str | None) -> Iterator[Cluster]:
     with _environment(_LOCAL if ours else _REMOTE):
         ray = _module()
         if ray.is_initialized():
-            yield Cluster(ray, ours=False)
+            with _no_messages(ray):
+                yield Cluster(ray, ours=False)
             return
         try:
             _start(ray, address)
