@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,11 @@ def check(trainer: Trainer, monitor: str | None) -> None:
             "fp16 needs a scaled loss, and merits are measured on the loss itself, where small gradients become zero. Use bf16=True",
         ),
         (
+            args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),
+            "gradient checkpointing with use_reentrant=True gives gradients by loss.backward() only, which a measurement may not call. Set "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}",
+        ),
+        (
             trainer.is_model_parallel or max(sizes) > 1 or getattr(trainer, "is_distributed_loading_by_transformers", False),
             "the model is spread over several devices, and a new layer would not be. Keep it on one device per process",
         ),
@@ -85,6 +91,13 @@ def _check_monitor(args: Any, monitor: str) -> None:
         )
 
 
+def not_loaded(network: nn.Module, missing: list[str]) -> list[str]:
+    """Names of parameters that a checkpoint had nothing for; tied ones are saved under one of their names only."""
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    loaded = {id(parameter) for name, parameter in parameters.items() if name not in missing}
+    return [name for name in missing if name in parameters and id(parameters[name]) not in loaded]
+
+
 # --- the Trainer's own loss on its own batches ---
 
 
@@ -113,9 +126,19 @@ def loss_step(trainer: Trainer) -> Callable[..., Any]:
 
 def batches_of(trainer: Trainer, loader: Any, limit: int | None) -> Iterator[tuple[tuple[Tensor, Inputs], None]]:
     """The training batches, each with a tensor as long as its weight: of counted tokens where the Trainer counts them, else of samples."""
+    _set_epoch(loader, max(0, math.ceil(trainer.state.epoch or 0) - 1))
     for inputs in itertools.islice(loader, limit):
         items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         yield (_weight(inputs, items), Inputs(inputs, items)), None
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    # A look takes the batches in the order of the epoch that ends. After a resume within it the Trainer iterates over another loader
+    # and has told the epoch to that one alone.
+    samplers = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    for each in (loader, samplers):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
 
 
 def _weight(inputs: Any, items: Any) -> Tensor:

@@ -120,19 +120,23 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self.grower.load_state_dict(self._loaded["grower"])
             self._history = self.grower.history
             self._loaded = None
+        with standing_in(network, hf_trainer.loss_step(trainer)):
+            self.grower.sites()  # a model without a place to grow should not be trained first
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._has_come(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Here and not in on_epoch_end: a checkpoint of the last step is written in between, and must hold the growth.
-        if state.epoch is not None and state.epoch == int(state.epoch):
+        if _is_whole(state.epoch):
             late = self._monitor is not None and hf_trainer.monitored(args, self._monitor) == "epoch"
             if not late:
                 self._epoch_over(state, control, kwargs["train_dataloader"])
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._epoch_over(state, control, kwargs["train_dataloader"])
+        # An epoch that the end of the training cut off does not count: a resumed run may complete it.
+        if _is_whole(state.epoch) or not control.should_training_stop:
+            self._epoch_over(state, control, kwargs["train_dataloader"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self._waiting and self._monitor in (logs or ()):
@@ -203,6 +207,8 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return given(output_dir, state_dict)
 
     def _load_from_checkpoint(self, given: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
+        if not Path(resume_from_checkpoint).is_dir():
+            return given(resume_from_checkpoint, model)  # which says so
         state = _read(Path(resume_from_checkpoint))
         self._rewind(state)
         result = given(resume_from_checkpoint, model)
@@ -228,6 +234,12 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 f"({len(load_result.unexpected_keys)} such). Its {FILE} is missing or belongs to another model; give the Trainer the model "
                 "that growing began with, and the folder as it was saved."
             )
+        lacking = hf_trainer.not_loaded(bare(self._trainer.model_wrapped), load_result.missing_keys)
+        if self._history and lacking:
+            raise CheckpointError(
+                f"the model has weights that the checkpoint lacks: {lacking[0]} ({len(lacking)} such). Give the Trainer the small model that "
+                f"growing began with, not a grown one: the layers in {FILE} are inserted again."
+            )
         return given(load_result)
 
     def _state(self) -> dict[str, Any]:
@@ -248,6 +260,10 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         rewind(
             trainer.model_wrapped, self._history, wanted, optimizer=trainer.optimizer, scheduler=trainer.lr_scheduler
         )
+
+
+def _is_whole(epoch: float | None) -> bool:
+    return epoch is not None and epoch == int(epoch)
 
 
 def _loss(loss: Any, _: None) -> Tensor:
