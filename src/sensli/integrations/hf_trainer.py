@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +35,8 @@ def calling_trainer(callback: object) -> Trainer | None:
 
 def check(trainer: Trainer, monitor: str | None) -> None:
     """Refuse what the Trainer's design does not allow, before training begins."""
-    args, parallel = trainer.args, getattr(trainer.accelerator, "parallelism_config", None)
+    args: Any = trainer.args
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
     sizes = [getattr(parallel, name, 1) or 1 for name in ("tp_size", "cp_size", "sp_size")]
     for present, what in (
         (
@@ -63,7 +66,7 @@ def check(trainer: Trainer, monitor: str | None) -> None:
             "the model is spread over several devices, and a new layer would not be. Keep it on one device per process",
         ),
         (
-            "Peft" in type(bare(trainer.model)).__name__,
+            "Peft" in type(bare(trainer.model_wrapped)).__name__,
             "checkpoints of a PEFT model hold the adapters only, so a new layer would be lost. Grow the model first, then add adapters",
         ),
     ):  # fmt: skip
@@ -98,13 +101,36 @@ def not_loaded(network: nn.Module, missing: list[str]) -> list[str]:
     return [name for name in missing if name in parameters and id(parameters[name]) not in loaded]
 
 
+@contextmanager
+def names_of_today(network: nn.Module, folder: str) -> Iterator[None]:
+    """Checkpoints are saved under the names that the parameters have.
+
+    The library saves some models (ViT, Mixtral) under older names, which its Trainer passes over when it loads them again.
+    """
+    save: Any = getattr(network, "save_pretrained", None)
+    if not folder.startswith("checkpoint-") or "save_original_format" not in inspect.signature(save or len).parameters:
+        yield
+        return
+    network.__dict__["save_pretrained"] = functools.partial(save, save_original_format=False)
+    try:
+        yield
+    finally:
+        del network.__dict__["save_pretrained"]
+
+
+def homeless(network: nn.Module, unexpected: list[str]) -> list[str]:
+    """Names in a checkpoint that the model has no place for, without those that its class says do not matter."""
+    patterns = getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [name for name in unexpected if not any(re.search(pattern, name) for pattern in patterns)]
+
+
 # --- the Trainer's own loss on its own batches ---
 
 
 class Inputs:
     """A batch as the collator made it, which the measurement hands on without looking into it."""
 
-    def __init__(self, inputs: Any, items: Tensor | None) -> None:
+    def __init__(self, inputs: Any, items: Any) -> None:
         self.inputs, self.items = inputs, items
 
 
@@ -135,8 +161,8 @@ def batches_of(trainer: Trainer, loader: Any, limit: int | None) -> Iterator[tup
 def _set_epoch(loader: Any, epoch: int) -> None:
     # A look takes the batches in the order of the epoch that ends. After a resume within it the Trainer iterates over another loader
     # and has told the epoch to that one alone.
-    samplers = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
-    for each in (loader, samplers):
+    inner: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    for each in (loader, inner):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
 

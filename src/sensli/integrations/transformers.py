@@ -6,8 +6,6 @@ Merits are measured by ``compute_loss`` on the batches of the training loader, s
 from __future__ import annotations
 
 import functools
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,9 @@ from sensli.wrappers import bare
 try:
     from transformers import Trainer, TrainerCallback, __version__
 
-    from sensli.integrations import hf_trainer
+    from sensli.integrations import hf_folder, hf_trainer
 except ImportError as error:
     raise missing("transformers", error) from error
-
-FILE = "sensli.json"  # beside the weights, in every folder the Trainer saves to
-FORMAT = 1
 
 
 class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -41,7 +36,8 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     ``monitor`` names the number for `triggers.Plateau`, such as ``"eval_loss"`` or ``"loss"``; ``batches`` limits how many training batches
     a look takes. Other arguments are those of `sensli.Grower` (``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...).
     Logged after each epoch: ``sensli/growths``, ``sensli/parameters``, ``sensli/flops``, and after a look ``sensli/merit`` and
-    ``sensli/ratio`` of the best. Checkpoints hold the file ``sensli.json``, by which ``resume_from_checkpoint`` grows the small model again.
+    ``sensli/ratio`` of the best. Checkpoints hold the file ``sensli.json``, from which ``resume_from_checkpoint`` grows the small model
+    again.
     """
 
     def __init__(
@@ -76,7 +72,9 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self.trainer is trainer:
             return
         if self.trainer is not None:
-            raise SensliError("this GrowthCallback belongs to another Trainer already. Make a new one for this Trainer.")
+            raise SensliError(
+                "this GrowthCallback belongs to another Trainer already. Make a new one for this Trainer."
+            )
         hf_trainer.check(trainer, self._monitor)
         around = (
             self._load_from_checkpoint, self._load_best_model, self._load_optimizer_and_scheduler, self._save,
@@ -85,8 +83,8 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         for method in around:
             if not hasattr(trainer, method.__name__):
                 raise UnsupportedModel(
-                    f"transformers {__version__} has no Trainer.{method.__name__}, around which checkpoints of a growing model are made. Use "
-                    "a version this release of sensli was tested with (5.22)."
+                    f"transformers {__version__} has no Trainer.{method.__name__}, around which checkpoints of a growing model are made. "
+                    "Use a version this release of sensli was tested with (5.22)."
                 )
         for method in around:
             # On this Trainer alone, around what it has: a subclass may have its own.
@@ -202,21 +200,23 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     # --- checkpoints: around methods of the Trainer, whose names these have ---
 
     def _save(self, given: Any, output_dir: str | None = None, state_dict: Any = None) -> Any:
+        folder = Path(output_dir or str(self._trainer.args.output_dir))
         # Before the weights: a run that is killed in between leaves no grown weights without their history.
-        _write(Path(output_dir or self._trainer.args.output_dir), self._state())
-        return given(output_dir, state_dict)
+        hf_folder.write(folder, self._state())
+        with hf_trainer.names_of_today(bare(self._trainer.model_wrapped), folder.name):
+            return given(output_dir, state_dict)
 
     def _load_from_checkpoint(self, given: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
         if not Path(resume_from_checkpoint).is_dir():
             return given(resume_from_checkpoint, model)  # which says so
-        state = _read(Path(resume_from_checkpoint))
+        state = hf_folder.read(Path(resume_from_checkpoint))
         self._rewind(state)
         result = given(resume_from_checkpoint, model)
         self._loaded = state
         return result
 
     def _load_best_model(self, given: Any) -> Any:
-        self._rewind(_read(Path(self._trainer.state.best_model_checkpoint)))
+        self._rewind(hf_folder.read(Path(str(self._trainer.state.best_model_checkpoint))))
         return given()
 
     def _load_optimizer_and_scheduler(self, given: Any, checkpoint: str | None) -> Any:
@@ -228,27 +228,29 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return given(checkpoint)
 
     def _issue_warnings_after_load(self, given: Any, load_result: Any) -> Any:
-        if load_result.unexpected_keys:
+        network = bare(self._trainer.model_wrapped)
+        homeless = hf_trainer.homeless(network, load_result.unexpected_keys)
+        if homeless:
             raise CheckpointError(
-                f"the checkpoint holds weights that this model has no place for: {load_result.unexpected_keys[0]} "
-                f"({len(load_result.unexpected_keys)} such). Its {FILE} is missing or belongs to another model; give the Trainer the model "
-                "that growing began with, and the folder as it was saved."
+                f"the checkpoint holds weights that this model has no place for: {homeless[0]} ({len(homeless)} such). "
+                f"Its {hf_folder.FILE} is missing or belongs to another model. Give the Trainer the model that growing began with, and the folder as "
+                "it was saved."
             )
-        lacking = hf_trainer.not_loaded(bare(self._trainer.model_wrapped), load_result.missing_keys)
+        lacking = hf_trainer.not_loaded(network, load_result.missing_keys)
         if self._history and lacking:
             raise CheckpointError(
-                f"the model has weights that the checkpoint lacks: {lacking[0]} ({len(lacking)} such). Give the Trainer the small model that "
-                f"growing began with, not a grown one: the layers in {FILE} are inserted again."
+                f"the model has weights that the checkpoint lacks: {lacking[0]} ({len(lacking)} such). Give the Trainer the small model "
+                f"that growing began with, not a grown one: the layers in {hf_folder.FILE} are inserted again."
             )
         return given(load_result)
 
     def _state(self) -> dict[str, Any]:
         network = bare(self._trainer.model_wrapped)
         if self.grower is None or self._network is not network:
-            return self._loaded or {"format": FORMAT, "grower": None, "names": []}
+            return self._loaded or {"grower": None, "names": []}
         optimizers = self.grower.optimizers if self._history else ()
         names = [names_in(each, network) for each in optimizers]
-        return {"format": FORMAT, "grower": self.grower.state_dict(), "names": names}
+        return {"grower": self.grower.state_dict(), "names": names}
 
     def _rewind(self, state: dict[str, Any] | None) -> None:
         """Give the model the layers that the weights to be loaded belong to."""
@@ -269,24 +271,3 @@ def _is_whole(epoch: float | None) -> bool:
 def _loss(loss: Any, _: None) -> Tensor:
     found: Tensor = loss[0] if isinstance(loss, tuple) else loss
     return found
-
-
-def _write(folder: Path, state: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f"{FILE}.part"
-    scratch.write_text(json.dumps(state))
-    os.replace(scratch, folder / FILE)
-
-
-def _read(folder: Path) -> dict[str, Any] | None:
-    """The state in a checkpoint folder; None where the model had not begun to grow."""
-    file = folder / FILE
-    if not file.is_file():
-        return None
-    try:
-        state: dict[str, Any] = json.loads(file.read_text())
-        if state["format"] > FORMAT:
-            raise CheckpointError(f"{file} has format {state['format']}, newer than {FORMAT}. Update sensli to read it.")
-        return state if state["grower"] is not None else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}. Use an intact checkpoint.") from error
