@@ -207,7 +207,7 @@ def _replay(model: nn.Module, history: History) -> None:
             repeat(target, growth)
 
 
-def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> None:
+def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> Growth:
     """Insert the same layer at the same place of another model, found by its path. An optimizer follows, its rates stay."""
     site = replace(
         growth.site,
@@ -234,6 +234,7 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
                 f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
                 "the history began with."
             )
+    return again
 
 
 def count_growths(model: nn.Module) -> int:

@@ -233,8 +233,8 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if homeless:
             raise CheckpointError(
                 f"the checkpoint holds weights that this model has no place for: {homeless[0]} ({len(homeless)} such). "
-                f"Its {hf_folder.FILE} is missing or belongs to another model. Give the Trainer the model that growing began with, and the folder as "
-                "it was saved."
+                f"Its {hf_folder.FILE} is missing or belongs to another model. Give the Trainer the model that growing began "
+                "with, and the folder as it was saved."
             )
         lacking = hf_trainer.not_loaded(network, load_result.missing_keys)
         if self._history and lacking:
