@@ -25,7 +25,7 @@ dist.destroy_process_group()
 """
 
 
-def launch(function: Any, processes: int, folder: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def launch(function: Any, processes: int, folder: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """torchrun the function; it must be importable by its name."""
     program = folder / "program.py"
     program.write_text(PROGRAM)

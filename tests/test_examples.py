@@ -45,6 +45,14 @@ def test_lightning_in_two_processes(tmp_path: Path) -> None:
     assert len(sums) == 2 and sums[0] == sums[1]
 
 
+def test_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    printed = run("13_hugging_face.py", tmp_path)
+    assert "rank 0: 3 blocks" in printed and "growth 2: Twin(LlamaDecoderLayer)" in printed
+    assert (tmp_path / "grown" / "checkpoint-48" / "sensli.json").is_file()
+
+
 def test_scikit_learn(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     printed = run("14_scikit_learn.py", tmp_path)

@@ -213,8 +213,8 @@ def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: l
     parent, _, key = owner.rpartition(".")
     like = next(module.parameters())
     try:
+        built.to(like.device, like.dtype)  # before the weights, or those of double precision would lose some of it
         built.load_state_dict(module.state_dict())
-        built.to(like.device, like.dtype)
         built.eval()
         if owner:
             trial.get_submodule(parent)._modules[key] = built

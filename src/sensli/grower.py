@@ -27,7 +27,7 @@ from sensli.optim import Optimizers, as_optimizers
 from sensli.outline import outline
 from sensli.rates import Schedulers
 from sensli.record import Look, reason_of
-from sensli.sites import Site
+from sensli.sites import Site, Sites
 from sensli.surgery import insert, undo
 from sensli.triggers import Moment, Trigger
 from sensli.wrappers import bare
@@ -155,12 +155,7 @@ class Grower:
         metric = mean_metric(self.model, metric)
         if not self._trigger.fires(self._moment(metric)):
             return None
-        sites = find_sites(self.model, self._example, layer=self._layer, where=self._where)
-        if not sites:
-            asked = "" if self._where is None else f" for where={self._where!r}"
-            raise SensliError(
-                f"there is no place to grow{asked} in this {type(self.model).__name__}. {sites.explain()}"
-            )
+        sites = self.sites()
         fitting = [site for site in sites if self._trigger.allows(site, self._moment(metric))]
         if not fitting:
             self._saw("the trigger's limits leave no room for a layer at any site")
@@ -193,6 +188,16 @@ class Grower:
         reason = reason_of(merits, taken, select=self._select_name, tau=self._tau)
         self._saw(reason, merits, taken, grown, parameters=parameters)
         return grown[0] if grown else None
+
+    def sites(self) -> Sites:
+        """The places where the model could grow now. Raises where there is none; before training, to know it early."""
+        sites = find_sites(self.model, self._example, layer=self._layer, where=self._where)
+        if not sites:
+            asked = "" if self._where is None else f" for where={self._where!r}"
+            raise SensliError(
+                f"there is no place to grow{asked} in this {type(self.model).__name__}. {sites.explain()}"
+            )
+        return sites
 
     def _saw(
         self,

@@ -207,15 +207,15 @@ def _replay(model: nn.Module, history: History) -> None:
             repeat(target, growth)
 
 
-def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None) -> Growth:
-    """Insert the same layer at the same place of another model, found by its path."""
+def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> Growth:
+    """Insert the same layer at the same place of another model, found by its path. An optimizer follows, its rates stay."""
     site = replace(
         growth.site,
         anchor=Ref(growth.site.path),
         neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
     )
     try:
-        again = insert(model, site, optimizer=optimizer)
+        again = insert(model, site, optimizer=optimizer, scheduler=scheduler)
     except (SensliError, ValueError, TypeError, RuntimeError) as error:
         raise HistoryError(
             f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "

@@ -6,18 +6,16 @@ The sites are found and the merits measured by running ``training_step`` itself,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sensli.checkpoint import arrange, names_in
 from sensli.errors import SensliError, UnsupportedModel
-from sensli.flops import count_flops
 from sensli.grower import Grower
 from sensli.history import History
 from sensli.integrations import missing
+from sensli.integrations.looking import Facts, check_options, standing_in
 from sensli.surgery import count_growths, replay
 from sensli.triggers import Trigger
 from sensli.wrappers import bare
@@ -45,6 +43,7 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         metrics: bool = True,
         **options: Any,
     ) -> None:
+        check_options(trigger, batches, options)
         self._trigger, self._monitor, self._batches, self._metrics, self._options = (
             trigger,
             monitor,
@@ -55,7 +54,7 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         self.grower: Grower | None = None  # made in the first epoch, when there is a batch
         self._example: Any = None
         self._loaded: dict[str, Any] | None = None
-        self._flops: tuple[int, int] = (-1, 0)  # growths, and the count for so many
+        self._facts = Facts()
 
     @property
     def history(self) -> History:
@@ -105,21 +104,15 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         loader = itertools.islice(trainer.train_dataloader or (), self._batches)
         to_device = trainer.strategy.batch_to_device
         batches = (((to_device(batch), index), None) for index, batch in enumerate(loader))
-        with _stepping(pl_module), trainer.precision_plugin.train_step_context():
-            looked = grower.last_merits
+        facts: dict[str, float] = {}
+        # What training_step logs meanwhile goes nowhere.
+        looking = standing_in(pl_module, _training_step, log=_nothing, log_dict=_nothing)
+        with looking, trainer.precision_plugin.train_step_context():
             grower.step(batches, _loss, metric=metric)
-            if self._flops[0] != len(grower.history):
-                self._flops = (len(grower.history), int(count_flops(bare(grower.model), (self._example, 0))))
-        if self._metrics:
-            facts: dict[str, float | None] = {
-                "growths": len(grower.history),
-                "parameters": _parameters(pl_module),
-                "flops": self._flops[1],
-            }
-            merits = grower.last_merits
-            if merits is not None and merits is not looked:
-                facts.update(merit=merits.best.value, ratio=merits.best.ratio)
-            pl_module.log_dict({f"sensli/{name}": float(value) for name, value in facts.items() if value is not None})
+            if self._metrics:
+                facts = self._facts.of(grower, (self._example, 0))
+        if facts:
+            pl_module.log_dict(facts)
 
     def _made(self, trainer: Trainer, pl_module: LightningModule) -> Grower:
         if self.grower is None:
@@ -161,41 +154,9 @@ def _loss(output: Any, _: None) -> Tensor:
     return loss
 
 
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-class _TrainingStep:
-    """The module's forward for as long as it is looked at: ``training_step``, inside of which forward is the user's own.
-
-    An object and no closure: a copy of the module gets a copy of it that belongs to the copy.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self.module = module
-
-    def __call__(self, batch: Any, index: int) -> Any:
-        own = self.module.__dict__
-        mine = own.pop("forward")
-        try:
-            return self.module.training_step(batch, index)
-        finally:
-            own["forward"] = mine
+def _training_step(module: LightningModule, batch: Any, index: int) -> Any:
+    return module.training_step(batch, index)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-@contextmanager
-def _stepping(module: LightningModule) -> Iterator[None]:
-    """Calling the module runs its training_step, and what that logs goes nowhere."""
-    own, kept = module.__dict__, {name: module.__dict__.get(name) for name in ("forward", "log", "log_dict")}
-    try:
-        own.update(forward=_TrainingStep(module), log=_nothing, log_dict=_nothing)
-        yield
-    finally:
-        for name, value in kept.items():
-            own.pop(name, None)
-            if value is not None:
-                own[name] = value

@@ -1,0 +1,39 @@
+"""The file beside the weights in every folder that a growing Trainer saves: what `GrowthCallback` needs to go on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sensli.errors import CheckpointError
+
+FILE = "sensli.json"
+FORMAT = 1
+
+
+def write(folder: Path, state: dict[str, Any]) -> None:
+    """Write plain data; an earlier file is replaced only when the new one is complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f"{FILE}.part"
+    scratch.write_text(json.dumps({"format": FORMAT, **state}))
+    os.replace(scratch, folder / FILE)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """What `write` wrote; None where there is no file, or the model had not begun to grow."""
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    try:
+        state: dict[str, Any] = json.loads(file.read_text())
+        if state["format"] > FORMAT:
+            raise CheckpointError(
+                f"{file} has format {state['format']}, newer than {FORMAT}. Update sensli to read it."
+            )
+        return state if state["grower"] is not None else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is damaged: {type(error).__name__}: {error}. Use an intact checkpoint."
+        ) from error

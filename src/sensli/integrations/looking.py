@@ -1,0 +1,87 @@
+"""What the callbacks of different trainers share: options checked early, a loss step in place of forward, what is logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from sensli.flops import count_flops
+from sensli.grower import Grower
+from sensli.merits import Merits
+from sensli.triggers import Trigger
+from sensli.wrappers import bare
+
+
+def check_options(trigger: Trigger, batches: int | None, options: dict[str, Any]) -> None:
+    """Refuse wrong arguments when the callback is made, not after the first epoch."""
+    if batches is not None and (not isinstance(batches, int) or batches < 1):
+        raise ValueError(f"batches={batches!r}: give how many training batches a look may take, a whole number from 1.")
+    for name in ("model", "optimizer", "scheduler"):
+        if name in options:
+            raise TypeError(f"{name}= is the trainer's own: leave it out, the callback takes it from there.")
+    # What is to be checked does not depend on the model, except for averaged=, which belongs to the one that comes.
+    known = {"example": None, **{name: value for name, value in options.items() if name != "averaged"}}
+    Grower(nn.Identity(), trigger=trigger, **known)
+
+
+class StandIn:
+    """A module's forward for as long as it is looked at: a step of the training, inside of which forward is the user's own.
+
+    An object and no closure: a copy of the module gets a copy of it that belongs to the copy. ``step`` must be a function, which copies
+    share.
+    """
+
+    def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
+        self.module, self.step = module, step
+        self.own = module.__dict__.get("forward")  # set on the module itself, as accelerate does for mixed precision
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.module.__dict__
+        mine = own.pop("forward")
+        if self.own is not None:
+            own["forward"] = self.own
+        try:
+            return self.step(self.module, *args, **kwargs)
+        finally:
+            own["forward"] = mine
+
+
+@contextmanager
+def standing_in(module: nn.Module, step: Callable[..., Any], **others: Any) -> Iterator[None]:
+    """Calling the module runs ``step(module, ...)``; ``others`` are methods that something else stands in for meanwhile."""
+    own = module.__dict__
+    kept = {name: own[name] for name in ("forward", *others) if name in own}
+    try:
+        own.update(forward=StandIn(module, step), **others)
+        yield
+    finally:
+        for name in ("forward", *others):
+            own.pop(name, None)
+        own.update(kept)
+
+
+class Facts:
+    """What is logged at the end of an epoch: the size of the model and, after a look, the best merit."""
+
+    def __init__(self) -> None:
+        self._flops: tuple[int, int] = (-1, 0)  # growths, and the count for so many
+        self._seen: Merits | None = None
+
+    def of(self, grower: Grower, example: Any) -> dict[str, float]:
+        """Numbers by name; FLOPs are counted only after a growth."""
+        network, growths = bare(grower.model), len(grower.history)
+        if self._flops[0] != growths:
+            self._flops = (growths, int(count_flops(network, example)))
+        facts: dict[str, float | None] = {
+            "growths": growths,
+            "parameters": sum(parameter.numel() for parameter in network.parameters()),
+            "flops": self._flops[1],
+        }
+        merits = grower.last_merits
+        if merits is not None and merits is not self._seen:
+            facts.update(merit=merits.best.value, ratio=merits.best.ratio)
+        self._seen = merits
+        return {f"sensli/{name}": float(value) for name, value in facts.items() if value is not None}
