@@ -24,8 +24,11 @@ def growing_estimators() -> list[Figure]:
         return [Figure("score below the best depth, in standard errors", None, 1.0, missing)]
     names = {"digits": True, "wine": True, "breast_cancer": True, "diabetes": False}
     shortfalls, ours_seconds, search_seconds, details = [], 0.0, 0.0, []
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
+
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as scikit-learn's networks in practice; small matrices gain nothing from more
+    torch.set_num_threads(1)  # both on one thread: small matrices gain nothing from more, and on a busy machine lose much
+    limits = threadpool_limits(1)
     try:
         for name, classify in names.items():
             x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
@@ -38,6 +41,7 @@ def growing_estimators() -> list[Figure]:
             search_seconds += sum(its for _, its in searched)
             details.append(f"{name} {statistics.mean(scores):.3f} against {statistics.mean(best):.3f} +- {error:.3f}")
     finally:
+        limits.restore_original_limits()
         torch.set_num_threads(threads)
     how = f"{ours_seconds:.0f} s / {search_seconds:.0f} s, {FOLDS}-fold, width {WIDTH}, four data sets"
     return [

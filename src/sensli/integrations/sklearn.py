@@ -42,7 +42,7 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
         batch_size: int = 200,
         max_epochs: int = 2000,
         validation_fraction: float = 0.1,
-        patience: int = 7,
+        patience: int = 10,
         tolerance: float = 1e-3,
         tau: float = 0.0,
         refit: bool = True,
