@@ -24,7 +24,7 @@ def growing_estimators() -> list[Figure]:
         return [Figure("score below the best depth, in standard errors", None, 1.0, missing)]
     names = {"digits": True, "wine": True, "breast_cancer": True, "diabetes": False}
     shortfalls, ours_seconds, search_seconds, details = [], 0.0, 0.0, []
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
+    from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # both on one thread: small matrices gain nothing from more, and on a busy machine lose much
