@@ -44,9 +44,9 @@ def test_every_method_and_task_has_code_that_runs() -> None:
     assert len(cards) >= 10 and cards <= set(PAGES)
 
 
-def _texts() -> Iterator[str]:
+def _texts(pattern: str = "**/*.py") -> Iterator[str]:
     """All texts of the source; what an f-string fills in becomes a sign of its own."""
-    for file in (ROOT / "src" / "sensli").rglob("*.py"):
+    for file in (ROOT / "src" / "sensli").glob(pattern):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
@@ -59,10 +59,22 @@ def _is_raised(heading: str, texts: list[str]) -> bool:
     return any(re.search(pattern, text, re.S) for text in texts)
 
 
+def _quoted() -> list[str]:
+    headings = re.findall(r"^### (.+)$", (DOCS / "errors.md").read_text(), re.M)
+    return [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
+
+
+def test_errors_of_every_part_are_there() -> None:
+    """Each file that a user's mistake can reach has at least one of its texts on the page."""
+    parts = "averaging checkpoint ddp distributed finding flow fsdp grower history loading measuring merits optim own_rate rates storage"
+    parts += " surgery triggers wrappers page/reading integrations/lightning integrations/sklearn"
+    known = [text for text in _quoted() if len(text) > 12]
+    assert [p for p in parts.split() if not any(_is_raised(t, list(_texts(f"{p}.py"))) for t in known)] == []
+
+
 def test_error_texts_are_those_of_the_code() -> None:
     texts = list(_texts())
-    headings = re.findall(r"^### (.+)$", (DOCS / "errors.md").read_text(), re.M)
-    quoted = [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
+    quoted = _quoted()
     # built from a registry by one_of
     unknown = {text for text in quoted if text.startswith("unknown ")}
     assert len(quoted) > 25
