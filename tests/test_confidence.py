@@ -9,7 +9,7 @@ from torch import nn
 
 from models import deep, fnn, labels, loss_fn, points, untouched
 from sensli import find_sites, measure
-from sensli.confidence import is_clear, mean_and_error, next_look, pseudo_values, student_tail
+from sensli.confidence import Estimate, estimate, is_clear, mean_and_error, next_look, student_tail
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,7 @@ def test_the_jackknife_is_unbiased_where_the_plain_estimate_is_not(sizes):
         scale = torch.tensor(sizes, dtype=torch.float64)[:, None]
         sums = scale * truth + scale.sqrt() * torch.randn(len(sizes), 4, generator=generator, dtype=torch.float64)
         merit = merit_of(sums, sizes)
-        values = pseudo_values(merit, sizes)
-        estimates.append(sum(values) / len(values))
+        estimates.append(estimate(merit, sizes).value)
         plain.append(merit(None))
     exact = truth.square().sum().item()
     error = torch.tensor(estimates).std().item() / math.sqrt(len(estimates))
@@ -66,19 +65,59 @@ def test_nothing_remains_no_error():
     assert mean_and_error([1.0, 2.0, 3.0]) == (2.0, pytest.approx(1 / math.sqrt(3)))
 
 
+def test_a_sample_estimates_what_the_whole_data_will_give():
+    """Of 40 batches, 20 seen: the full pass keeps half of the noise of the sample, and so must the estimate."""
+    generator = torch.Generator().manual_seed(4)
+    given = torch.tensor([0.3, -0.2, 0.1]).double() + torch.randn(40, 3, generator=generator, dtype=torch.float64)
+    exact, estimates, sizes = given.mean(0).square().sum().item(), [], [2.0] * 10
+    for _ in range(4000):
+        drawn = given[torch.randperm(40, generator=generator)[:20]].view(10, 2, 3).sum(1)
+        estimates.append(estimate(merit_of(drawn, sizes), sizes, remaining=0.5).value)
+    error = torch.tensor(estimates).std().item() / math.sqrt(len(estimates))
+    assert sum(estimates) / len(estimates) == pytest.approx(exact, abs=3 * error)
+    assert error < 0.02 * exact
+
+
+def same(value, groups=4):
+    return Estimate(value, (value,) * groups)
+
+
+def clear(*sites, confidence=0.99, **more):
+    return is_clear(sites, [1.0] * len(sites[0].without), look=1, confidence=confidence, **more)
+
+
 def test_unanimous_values_are_clear_and_equal_ones_are_not():
-    assert is_clear([[2.0] * 4, [1.0] * 4], look=1, confidence=0.99, remaining=1.0)
-    assert not is_clear([[1.0] * 4, [1.0] * 4], look=1, confidence=0.99, remaining=1.0)
-    assert not is_clear([[-1.0] * 4, [-2.0] * 4], look=1, confidence=0.5, remaining=1.0)
-    assert is_clear([[1.0, 1.1, 0.9]], look=1, confidence=0.99, remaining=1.0)  # a single site has no rival
+    assert clear(same(2.0), same(1.0))
+    assert not clear(same(1.0), same(1.0))
+    assert not clear(same(-1.0), same(-2.0), confidence=0.5)
+    assert clear(same(1.0), same(0.0))  # a dead site has no logarithm, and is no rival
+    assert clear(Estimate(1.0, (1.0, 1.1, 0.9)))  # a single site has none
 
 
+def test_what_all_sites_have_in_common_cancels():
+    """One batch in four nearly doubles all merits: the difference swings, the quotient does not."""
+    swing = (2.0, 2.2, 1.9, 1.1)
+    ahead = Estimate(2.0, swing)
+    assert clear(ahead, Estimate(1.0, tuple(value / 2 * (1 + 0.001 * k) for k, value in enumerate(swing))))
+    assert not clear(ahead, Estimate(1.0, (1.0, 0.6, 1.7, 1.0)))
+
+
+def test_a_tolerance_settles_what_is_level():
+    level = Estimate(1.0, (1.0, 1.001, 0.999, 1.0)), Estimate(0.999, (0.999, 0.998, 1.0, 0.999))
+    assert not clear(*level) and not clear(*level, tolerance=0.001)
+    assert clear(*level, tolerance=0.1)
+    negative = Estimate(1.0, (1.0, 1.01, 0.99, 1.0)), Estimate(0.5, (0.5, -0.1, 0.5, 0.6))  # by the difference
+    assert not clear(*negative) and clear(*negative, tolerance=0.99)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.1])
 @pytest.mark.parametrize("confidence", [0.9, 0.99])
-def test_the_error_rate_over_many_decisions_is_below_what_was_allowed(confidence):
+def test_the_error_rate_over_many_decisions_is_below_what_was_allowed(confidence, tolerance):
     """Two sites of nearly equal merit and much noise, looked at again and again: the hard case for repeated looks."""
     generator = torch.Generator().manual_seed(2)
     true = torch.zeros(2, 3, dtype=torch.float64)
-    true[:, 0] = torch.tensor([0.5, 0.45])  # site 0 is the better one, by a little; site 1 has the more noise
+    # site 0 is the better one, by a little more than the tolerance; site 1 has the more noise
+    true[:, 0] = torch.tensor([0.5, 0.45]) * torch.tensor([1.0, math.sqrt(1 - tolerance)])
     noise = torch.tensor([0.4, 0.8], dtype=torch.float64)[:, None]
     wrong = decided = 0
     runs = 400
@@ -93,10 +132,10 @@ def test_the_error_rate_over_many_decisions_is_below_what_was_allowed(confidence
                 continue
             look += 1
             kept = sizes[:count]
-            pseudo = [pseudo_values(merit_of(sums[:count, site], kept), kept) for site in range(2)]
-            if is_clear(pseudo, look=look, confidence=confidence, remaining=1.0):
+            sites = [estimate(merit_of(sums[:count, site], kept), kept) for site in range(2)]
+            if is_clear(sites, kept, look=look, confidence=confidence, tolerance=tolerance):
                 decided += 1
-                wrong += sum(pseudo[1]) > sum(pseudo[0])
+                wrong += sites[1].value > sites[0].value
                 break
     assert wrong / runs <= 1 - confidence
     assert decided > 0
@@ -120,7 +159,7 @@ def lopsided():
 
 
 def test_a_clear_case_stops_early_and_says_how_many_batches_it_took():
-    model, given = lopsided(), data(200, 0.1, size=32)
+    model, given = lopsided(), data(200, 0.1, size=256)
     sites = find_sites(model, points())
     full = measure(model, sites, given, loss_fn)
     with untouched(model):
@@ -134,13 +173,31 @@ def test_a_clear_case_stops_early_and_says_how_many_batches_it_took():
 @pytest.mark.parametrize("loader", [list, iter], ids=["list", "generator"])
 @pytest.mark.parametrize("count", [3, 8, 16, 23, 40])
 def test_an_unclear_case_uses_all_batches_and_is_exact_to_the_bit(count, loader):
-    model, given = fnn(), [(points(), labels()) for _ in range(count)]
-    sites = find_sites(model, points())
+    model, given = fnn(), data(count, noise=9.0)
+    sites = list(find_sites(model, points())) * 2  # each has a rival that is exactly as good
     exact = measure(model, sites, given, loss_fn)
-    sampled = measure(model, sites, loader(given), loss_fn, confidence=1 - 1e-9)
+    sampled = measure(model, sites, loader(given), loss_fn, confidence=0.6)
     assert (sampled.clear, sampled.batches) == (False, count)
     assert [(m.value, m.ratio) for m in sampled] == [(m.value, m.ratio) for m in exact]
     assert "not clear" in str(sampled) and exact.clear is None
+
+
+def test_a_level_that_means_nothing_is_refused():
+    model, given = fnn(), data(4, 0.1)
+    sites = find_sites(model, points())
+    for options, text in (
+        ({"confidence": 1.0}, "a level between 0 and 1"),
+        ({"confidence": 0.9, "tolerance": 1.0}, "tolerance=1.0: the share of the best merit"),
+        ({"tolerance": 0.1}, "with confidence= only"),
+    ):
+        with pytest.raises(ValueError, match=text), untouched(model):
+            measure(model, sites, given, loss_fn, **options)
+
+
+def test_the_table_says_what_was_allowed():
+    model = lopsided()
+    merits = measure(model, find_sites(model, points()), data(200, 0.1), loss_fn, confidence=0.9, tolerance=0.2)
+    assert "clear at the level 0.9, 20% allowed" in str(merits)
 
 
 def test_max_batches_is_no_proof_that_all_was_seen():

@@ -91,3 +91,17 @@ def test_sample_weights_count() -> None:
     assert (predicted == 2).mean() < 0.05
     with pytest.raises(ValueError, match="non-zero"):
         GrowingClassifier(**SMALL).fit(x, y, np.zeros(len(y)))
+
+
+def test_the_last_training_is_on_all_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    """The way is found with a part held out; the second time nothing is."""
+    x, y = load_digits(return_X_y=True)
+    settings: dict[str, Any] = {**SMALL, "max_epochs": 30, "random_state": 0}
+    whole = GrowingClassifier(**settings, verbose=1).fit(x, y)
+    part = GrowingClassifier(**settings, refit=False).fit(x, y)
+    assert f"once more on all {len(x)} samples" in capsys.readouterr().out
+    assert whole.validation_loss_ == part.validation_loss_  # what decided is the same
+    assert [str(growth.site) for growth in whole.history_] == [str(growth.site) for growth in part.history_]
+    assert torch.allclose(whole.model_[0].mean, torch.from_numpy(x).mean(0))
+    assert not torch.allclose(part.model_[0].mean, torch.from_numpy(x).mean(0))
+    assert whole.n_layers_ == part.n_layers_ == 1 + len(whole.history_)

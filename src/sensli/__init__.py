@@ -12,8 +12,9 @@ from sensli.finding import find_sites
 from sensli.flops import count_flops
 from sensli.grower import Grower
 from sensli.history import Growth, History
-from sensli.measuring import Probe, measure
+from sensli.measuring import measure
 from sensli.merits import Merit, Merits
+from sensli.probe import Probe
 from sensli.sites import Site, Sites
 from sensli.surgery import insert, replay, undo
 

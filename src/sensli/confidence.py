@@ -1,15 +1,16 @@
 """When is the best site clear? Estimates from a sample of batches that noise does not bias, and a test for repeated looks.
 
-The squared norm of a sampled mean gradient is too large by the variance of the mean, so it favours noisy sites. The jackknife
-over groups of batches takes that away: with the merit ``m`` of all groups and ``m_j`` without group j, the pseudo-values
-``g m - (g - 1) m_j`` have a mean that is free of the bias (exactly for squared Frobenius norms, to first order for the others) and a
-spread that tells its uncertainty. Sites are compared on the same groups, so what they have in common cancels.
+The squared norm of a sampled mean gradient is too large by the variance of the mean, so it favours noisy sites. What happens
+without one group of batches tells how large that share is (the jackknife: exact for squared Frobenius norms, to first order for
+the others), and how uncertain the rest is. Two sites are compared by the logarithm of their quotient, on the same groups: a
+batch with a large loss raises all merits together, and what they have in common cancels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 GROUPS = 16  # batches beyond that many are added to existing groups, which bounds the memory
 
@@ -22,16 +23,40 @@ def next_look(batches: int) -> int:
     return power * 3 // 2 if batches < power * 3 // 2 else power * 2
 
 
-def pseudo_values(merit: Callable[[int | None], float], sizes: Sequence[float]) -> list[float]:
-    """Jackknife pseudo-values from ``merit(without)``: the merit of the mean gradient without one group, or of all (None)."""
+@dataclass(frozen=True)
+class Estimate:
+    """A merit without the share of the noise: from all groups, and without each one of them."""
+
+    value: float
+    without: tuple[float, ...]
+
+    @property
+    def steady(self) -> bool:
+        """Whether no single group makes more than half of it, so that its logarithm is as good as linear."""
+        return self.value > 0 and min(self.without) > self.value / 2 and max(self.without) < 2 * self.value
+
+
+def estimate(merit: Callable[[int | None], float], sizes: Sequence[float], remaining: float = 1.0) -> Estimate:
+    """From ``merit(without)``, the merit of the mean gradient without one group, or of all (None).
+
+    Noise adds ``b / size`` to the merit of a mean over that size, so leaving groups out raises it by a known multiple of b. Of that
+    share only the part belongs to the sample that the rest of the data would still average out: ``remaining``, the share not seen yet.
+    """
+    total, whole = sum(sizes), merit(None)
+    if len(sizes) < 2:
+        return Estimate(whole, (whole,) * len(sizes))
+    left = [merit(j) for j in range(len(sizes))]
+    noise = remaining * sum((total - size) * (one - whole) for size, one in zip(sizes, left, strict=True))
+    return Estimate(
+        whole - noise / total, tuple(one - noise / (total - size) for size, one in zip(sizes, left, strict=True))
+    )
+
+
+def pseudo_values(whole: float, without: Sequence[float], sizes: Sequence[float]) -> list[float]:
+    """The jackknife's pseudo-values of a quantity, whose mean and spread are its own: ``g w - (g - 1) w_j`` for equal groups."""
     total, groups = sum(sizes), len(sizes)
-    whole = merit(None)
-    values = []
-    for j, size in enumerate(sizes):
-        # weighted: a group that holds more samples moves the mean by more (equals g m - (g - 1) m_j for equal groups)
-        share = total / size
-        values.append((share * whole - (share - 1) * merit(j)) * size * groups / total)
-    return values
+    # weighted: a group that holds more samples moves the mean by more
+    return [(total * whole - (total - size) * one) * groups / total for size, one in zip(sizes, without, strict=True)]
 
 
 def mean_and_error(values: Sequence[float], remaining: float = 1.0) -> tuple[float, float]:
@@ -42,21 +67,40 @@ def mean_and_error(values: Sequence[float], remaining: float = 1.0) -> tuple[flo
     return mean, math.sqrt(variance / n * remaining)
 
 
-def is_clear(pseudo: Sequence[Sequence[float]], *, look: int, confidence: float, remaining: float) -> bool:
+def is_clear(
+    sites: Sequence[Estimate],
+    sizes: Sequence[float],
+    *,
+    look: int,
+    confidence: float,
+    remaining: float = 1.0,
+    tolerance: float = 0.0,
+) -> bool:
     """Whether the site with the largest estimate beats every other one, at a level that allows for all looks and all rivals.
 
-    The k-th look may err with probability ``(1 - confidence) / (k (k + 1))``; these add up to ``1 - confidence``.
+    With a tolerance it need not beat them, but have at least ``1 - tolerance`` times their merit. The k-th look may err with
+    probability ``(1 - confidence) / (k (k + 1))``; these add up to ``1 - confidence``.
     """
-    estimates = [sum(values) / len(values) for values in pseudo]
-    best = max(range(len(estimates)), key=estimates.__getitem__)
-    allowed = (1 - confidence) / (look * (look + 1)) / max(len(pseudo) - 1, 1)
-    for rival in range(len(pseudo)):
-        if rival == best:
+    best = max(sites, key=lambda site: site.value)
+    allowed = (1 - confidence) / (look * (look + 1)) / max(len(sites) - 1, 1)
+    for rival in sites:
+        if rival is best:
             continue
-        mean, error = mean_and_error([a - b for a, b in zip(pseudo[best], pseudo[rival], strict=True)], remaining)
-        if mean <= 0 or (error > 0 and student_tail(mean / error, len(pseudo[best]) - 1) > allowed):
+        mean, error = mean_and_error(_lead(best, rival, sizes, tolerance), remaining)
+        if mean <= 0 or (error > 0 and student_tail(mean / error, len(sizes) - 1) > allowed):
             return False
-    return estimates[best] > 0
+    return best.value > 0
+
+
+def _lead(best: Estimate, rival: Estimate, sizes: Sequence[float], tolerance: float) -> list[float]:
+    """Pseudo-values of how far the best is ahead: as a logarithm where both are steady, else as a difference."""
+    if best.steady and rival.steady:
+        whole = math.log(best.value / rival.value)
+        without = [math.log(a / b) for a, b in zip(best.without, rival.without, strict=True)]
+        return [value - math.log1p(-tolerance) for value in pseudo_values(whole, without, sizes)]
+    share = 1 - tolerance
+    differences = [a - share * b for a, b in zip(best.without, rival.without, strict=True)]
+    return pseudo_values(best.value - share * rival.value, differences, sizes)
 
 
 def student_tail(t: float, freedom: int) -> float:

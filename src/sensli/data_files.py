@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from sensli.backward import LossFunction
 from sensli.errors import BadExample
-from sensli.measuring import LossFunction
 
 _BYTES = 256
 

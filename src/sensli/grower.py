@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sensli.averaging import Averaged, check_alike, follow
+from sensli.backward import LossFunction
 from sensli.distributed import mean_metric
 from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
 from sensli.finding import check_request, find_sites
@@ -19,7 +20,7 @@ from sensli.flops import count_flops
 from sensli.fsdp import reshard
 from sensli.history import Growth, History
 from sensli.logs import Log, check_log, tell
-from sensli.measuring import LossFunction, measure
+from sensli.measuring import check_level, measure
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
 from sensli.optim import Optimizers, as_optimizers
@@ -81,6 +82,7 @@ class Grower:
         layer: str = "auto",
         where: str | Callable[[Site], bool] | None = None,
         confidence: float | None = None,
+        tolerance: float = 0.0,
         lr_scale: float = 1.0,
         scheduler: Schedulers = None,
         averaged: Averaged = None,
@@ -101,8 +103,7 @@ class Grower:
             raise ValueError(
                 "confidence= stops when the single largest merit is clear; use it with select='largest' and count=1."
             )
-        if confidence is not None and not 0 < confidence < 1:
-            raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
+        check_level(confidence, tolerance)
         choose(norm, ())
         check_request(layer, where)
         check_log(log)
@@ -115,7 +116,8 @@ class Grower:
         check_alike(model, averaged)
         self._example, self._layer, self._where = example, layer, where
         self._trigger, self._tau, self._norm, self._select = trigger, tau, norm, select
-        self._count, self._confidence, self._lr_scale = count, confidence, lr_scale
+        self._count, self._lr_scale = count, lr_scale
+        self._confidence, self._tolerance = confidence, tolerance
         self._log = log
         self._look: Look | None = None  # of the call that runs
         self._generator = torch.Generator().manual_seed(
@@ -166,8 +168,9 @@ class Grower:
         parameters = self._moment(metric).sizes["parameters"]
         try:
             self.last_merits = merits = measure(
-                self.model, fitting, batches, loss_fn, norm=self._norm, confidence=self._confidence, ratio=True
-            )
+                self.model, fitting, batches, loss_fn, norm=self._norm, ratio=True, confidence=self._confidence,
+                tolerance=self._tolerance,
+            )  # fmt: skip
         except ZeroMerits as nothing:
             warnings.warn(f"call {self.calls}: nothing inserted, because {nothing}", stacklevel=3)
             self._saw("all merits are zero", parameters=parameters)

@@ -40,6 +40,7 @@ class Merits(Sequence[Merit]):
         batches: int,
         samples: int | None = None,
         confidence: float | None = None,
+        tolerance: float = 0.0,
         clear: bool | None = None,
     ) -> None:
         self._merits = tuple(merits)
@@ -47,6 +48,7 @@ class Merits(Sequence[Merit]):
         self.batches = batches
         self.samples = samples
         self.confidence = confidence  # the level that was asked for
+        self.tolerance = tolerance  # the share of the best merit that may be missed
         self.clear = clear  # whether the best site was clear at that level before the data ended
 
     @overload
@@ -104,6 +106,7 @@ class Merits(Sequence[Merit]):
         text = f"{self.norm} norm, squared, over {self.batches} {'batch' if self.batches == 1 else 'batches'}{samples}"
         if self.clear is not None:
             text += f"; the best is {'clear' if self.clear else 'not clear'} at the level {self.confidence:g}"
+            text += f", {self.tolerance:.0%} allowed" if self.tolerance else ""
         return text
 
     def check(self) -> Merits:

@@ -58,10 +58,8 @@ class Sum:
         """The sum over all groups, or over all but one."""
         if without is None:
             return self.groups[-1]
-        parts = [part for j, part in enumerate(self.groups[:-1]) if part is not None and j != without]
-        if not parts:
-            return None
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        whole, part = self.groups[-1], self.groups[without]
+        return whole if whole is None or part is None else whole - part
 
 
 class SiteCatch:

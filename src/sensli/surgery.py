@@ -207,7 +207,7 @@ def _replay(model: nn.Module, history: History) -> None:
             repeat(target, growth)
 
 
-def repeat(model: nn.Module, growth: Growth) -> None:
+def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None) -> Growth:
     """Insert the same layer at the same place of another model, found by its path."""
     site = replace(
         growth.site,
@@ -215,7 +215,7 @@ def repeat(model: nn.Module, growth: Growth) -> None:
         neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
     )
     try:
-        again = insert(model, site)
+        again = insert(model, site, optimizer=optimizer)
     except (SensliError, ValueError, TypeError, RuntimeError) as error:
         raise HistoryError(
             f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
@@ -234,6 +234,7 @@ def repeat(model: nn.Module, growth: Growth) -> None:
                 f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
                 "the history began with."
             )
+    return again
 
 
 def count_growths(model: nn.Module) -> int:

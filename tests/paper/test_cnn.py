@@ -274,10 +274,13 @@ def test_presets_are_settings_of_their_own():
     from sensli.paper.config import digest
 
     names = ("paper", "day", "laptop", "smoke")
-    sizes = [plan(catalog.find("1"), "stated", Options(preset=name)) for name in names]
+    sizes = [plan(catalog.find("1"), "trains", Options(preset=name)) for name in names]
     assert [one.arms["CNN LI"].epochs for one in sizes] == [200, 100, 20, 4]
     assert [one.arms["CNN LI"].insert_at for one in sizes] == [(50, 100, 150), (25, 50, 75), (5, 10, 15), (1, 2, 3)]
-    assert [one.runs for one in sizes] == [1, 3, 3, 1]
+    assert [one.runs for one in sizes] == [3, 3, 3, 1]
+    assert plan(catalog.find("12"), "stated", Options(preset="laptop")).runs == 1  # not more than the paper's
+    assert [one.arms["CNN LI"].batch for one in sizes] == [128, 128, 32, 128]
+    assert [one.arms["CNN LI"].tolerance for one in sizes] == [0.0, 0.1, 0.1, 0.0]
     assert len({digest(one.arms["CNN LI"], 0) for one in sizes}) == 4 and len({one.key for one in sizes}) == 4
     assert [one.arms["CNN LI"].schedule.patience for one in sizes] == [10, 5, 2, 2]
     assert [one.arms["CNN LI"].confidence for one in sizes] == [None, 0.99, 0.99, None]

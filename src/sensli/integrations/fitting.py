@@ -1,4 +1,4 @@
-"""Train a network that grows while a held-out part improves, and stop by itself."""
+"""Train a network that grows while a held-out part improves, and stop by itself; then once more along the same way, on all data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sensli.grower import Grower
 from sensli.history import Growth, History
-from sensli.surgery import undo
+from sensli.surgery import repeat, undo
 from sensli.triggers import Every
 
 Data = tuple[Tensor, Any]  # inputs, and what the loss takes besides the output
@@ -28,7 +28,7 @@ class Plan:
     batch_size: int
     max_epochs: int
     patience: int
-    tolerance: float  # relative improvement of the loss that counts
+    tolerance: float  # improvement of the loss that counts, relative to it; and a tenth of that, relative to the first
     max_growths: int
     tau: float
     steps: int = 10  # at least so many between two looks at the held-out part: an epoch of few data says little
@@ -41,6 +41,7 @@ class Fitted:
     history: History
     loss: float  # on the held-out part, of the weights that were kept
     epochs: int
+    way: tuple[int, ...]  # epochs before the first layer, between two, and behind the last
 
 
 def fit_growing(
@@ -50,27 +51,27 @@ def fit_growing(
 
     A layer that did not help is taken out again, and that ends the fit. Draws from the global random state of torch.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=True)
+    optimizer = _optimizer(model, plan)
     grower = Grower(model, optimizer, example=train[0][:1], trigger=Every(1), tau=plan.tau, layer="relu")
     growths: list[Growth] = []
     best = _Best(model, _value(model, held_out, loss_fn))
-    epoch, stage = 0, best.loss
+    epoch, stage, first = 0, best.loss, best.loss
+    way: list[int] = []
     while True:
         waited = 0
-        start = best.loss
+        start, began = best.loss, epoch
+        best.epoch = epoch
         while waited < plan.patience and epoch < plan.max_epochs:
-            for _ in range(max(1, plan.steps // max(1, len(train[0]) // plan.batch_size))):
-                for x, rest in _batches(train, plan.batch_size):
-                    optimizer.zero_grad()
-                    loss_fn(model(x), rest).backward()
-                    optimizer.step()
-                epoch += 1
+            epochs = max(1, plan.steps // max(1, len(train[0]) // plan.batch_size))
+            _train(model, train, loss_fn, optimizer, plan.batch_size, epochs)
+            epoch += epochs
             value = _value(model, held_out, loss_fn)
-            enough = value < stage * (1 - plan.tolerance)
+            enough = value < stage - plan.tolerance * max(stage, 0.1 * first)
             waited, stage = (0, value) if enough else (waited + 1, stage)
-            best.see(model, value, len(growths))
+            best.see(model, value, len(growths), epoch)
+        way.append(best.epoch - began)
         say(f"{1 + len(growths)} hidden layers: loss {best.loss:.4g} on the held-out part, epoch {epoch}")
-        helped = not growths or best.loss < start * (1 - plan.tolerance)
+        helped = not growths or best.loss < start - plan.tolerance * max(start, 0.1 * first)
         if not helped or len(growths) >= plan.max_growths or epoch >= plan.max_epochs:
             break
         best.restore(model)
@@ -84,19 +85,43 @@ def fit_growing(
         undo(model, growths.pop(), optimizer=optimizer)
         grower.history.pop()
     best.restore(model)
-    return Fitted(grower.history, best.loss, epoch)
+    return Fitted(grower.history, best.loss, epoch, tuple(way[: len(growths) + 1]))
+
+
+def fit_again(model: nn.Module, data: Data, loss_fn: Loss, plan: Plan, found: Fitted) -> None:
+    """Train another model through the same epochs and insertions, on data of which nothing is held out."""
+    optimizer = _optimizer(model, plan)
+    for epochs, growth in zip(found.way, (*found.history, None), strict=True):
+        _train(model, data, loss_fn, optimizer, plan.batch_size, epochs)
+        if growth is not None:
+            repeat(model, growth, optimizer=optimizer)
+
+
+def _optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=True)
+
+
+def _train(
+    model: nn.Module, data: Data, loss_fn: Loss, optimizer: torch.optim.Optimizer, batch_size: int, epochs: int
+) -> None:
+    for _ in range(epochs):
+        for x, rest in _batches(data, batch_size):
+            optimizer.zero_grad()
+            loss_fn(model(x), rest).backward()
+            optimizer.step()
 
 
 class _Best:
     """The weights with the lowest loss so far, and how many layers had been inserted."""
 
     def __init__(self, model: nn.Module, loss: float) -> None:
-        self.loss, self.growths = loss, 0
+        self.loss, self.growths, self.epoch = loss, 0, 0
         self._state = copy.deepcopy(model.state_dict())
 
-    def see(self, model: nn.Module, loss: float, growths: int) -> None:
+    def see(self, model: nn.Module, loss: float, growths: int, epoch: int) -> None:
         if loss < self.loss:
-            self.loss, self.growths, self._state = loss, growths, copy.deepcopy(model.state_dict())
+            self.loss, self.growths, self.epoch = loss, growths, epoch
+            self._state = copy.deepcopy(model.state_dict())
 
     def restore(self, model: nn.Module) -> None:
         # A layer that came in after the best weights is an identity still, so only what is known is put back.

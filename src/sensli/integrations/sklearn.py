@@ -1,10 +1,12 @@
 """`GrowingClassifier` and `GrowingRegressor`: scikit-learn estimators with no architecture to choose.
 
-`fit` starts with one hidden layer, inserts layers where they are worth most while a held-out part improves, and stops by itself.
+`fit` starts with one hidden layer, inserts layers where they are worth most while a held-out part improves, and stops by itself. Then
+it trains once more on all samples, through the epochs and insertions that proved best (``refit=False`` leaves that out).
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softmax
 
 from sensli.integrations import missing
-from sensli.integrations.fitting import Data, Plan, fit_growing
+from sensli.integrations.fitting import Data, Plan, fit_again, fit_growing
 
 try:
     import numpy as np
@@ -43,6 +45,7 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
         patience: int = 10,
         tolerance: float = 1e-3,
         tau: float = 0.0,
+        refit: bool = True,
         warm_start: bool = False,
         random_state: Any = None,
         verbose: int = 0,
@@ -57,9 +60,12 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
         self.patience = patience
         self.tolerance = tolerance
         self.tau = tau
+        self.refit = refit
         self.warm_start = warm_start
         self.random_state = random_state
         self.verbose = verbose
+
+    model_: nn.Sequential
 
     def _fit(self, x: Any, y: Any, sample_weight: Any, outputs: int, groups: Any = None) -> None:
         """Train on targets that are tensors already; ``groups`` are the classes to hold out alike."""
@@ -87,8 +93,16 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
             torch.manual_seed(int(random.randint(2**31 - 1)))
             if not (self.warm_start and hasattr(self, "model_")):
                 self.model_ = _network(x[chosen], weight[chosen], self.width, outputs)
+            start, say = copy.deepcopy(self.model_), print if self.verbose else _silent
             train, rest = (_data(x[part], y[part], weight[part]) for part in (chosen, others))
-            fitted = fit_growing(self.model_, train, rest, self._loss, plan, print if self.verbose else _silent)
+            # What a warm start goes on with must not have seen the held-out part, which decides there too.
+            again = self.refit and not self.warm_start and held_out >= FEWEST_HELD_OUT
+            fitted = fit_growing(self.model_, train, rest, self._loss, plan, say)
+            if again:
+                self.model_ = start
+                self.model_[0] = _Standardize(*_moments(x, weight)).double()
+                say(f"once more on all {len(x)} samples: {' + '.join(map(str, fitted.way))} epochs")
+                fit_again(self.model_, _data(x, y, weight), self._loss, plan, fitted)
         self.history_ = fitted.history
         self.validation_loss_ = fitted.loss
         self.n_iter_ = fitted.epochs
@@ -190,7 +204,7 @@ class _Standardize(nn.Module):
         return (x - self.mean) / self.scale
 
 
-def _network(x: Any, weight: Any, width: int, outputs: int) -> nn.Module:
+def _network(x: Any, weight: Any, width: int, outputs: int) -> nn.Sequential:
     layers = [_Standardize(*_moments(x, weight)), nn.Linear(x.shape[1], width), nn.ReLU(), nn.Linear(width, outputs)]
     return nn.Sequential(*layers).double()  # as scikit-learn computes; the networks are small
 

@@ -25,6 +25,9 @@ from sensli.paper.seeds import generator
 from sensli.paper.training import Training, float_type, wait_for
 
 AT_ONCE: int | None = 1
+LOOK_BATCH = (
+    64  # images, where a look may stop early: small enough to stop early, large enough to cost more than the norms
+)
 OPTIMIZERS = ("sgd", "adam")
 FLOPS_PER_SECOND = 9e10  # of a training step on two cores of a small machine
 
@@ -140,8 +143,7 @@ def train(job: Job) -> Outcome:
             one.schedule.step(followed)
         if one.grower is not None:
             shuffled = torch.randperm(len(data.train), generator=generator(job.seed, run, f"look {epoch}"))
-            # where a look may stop early, smaller batches let it stop earlier
-            size = settings.batch if settings.confidence is None else -(-settings.batch // 2)
+            size = settings.batch if settings.confidence is None else LOOK_BATCH
             one.look(log, data.train.batches(size, shuffled), epoch + 1)
 
         finished = epoch + 1 == settings.epochs

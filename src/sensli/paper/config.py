@@ -137,6 +137,7 @@ class Settings:
     # for the engine "cnn" only
     schedule: Schedule | None = None
     confidence: float | None = None  # stop measuring when the best place is clear at this level
+    tolerance: float = 0.0  # of the best merit, that such a place may miss
     fresh_optimizer: bool = False  # optimizer and schedule made anew at each insertion
     from_start: bool = False  # the network that the same arm without this setting grew into, trained from scratch
     record_norms: bool = False  # all five norms at every place
@@ -154,6 +155,10 @@ class Settings:
         level = self.confidence is None or (0 < self.confidence < 1 and self.select == "largest")
         _need(
             level, f"confidence must be between 0 and 1, with select 'largest'; not {self.confidence}, {self.select!r}."
+        )
+        _need(
+            0 <= self.tolerance < 1 and (self.tolerance == 0 or self.confidence is not None),
+            f"tolerance must be at least 0 and below 1, with a confidence; not {self.tolerance}.",
         )
         held_out = self.schedule is None or self.schedule.metric == "test" or self.data.validation > 0
         _need(held_out, "the schedule follows the validation images, of which there are none: set data.validation.")
@@ -274,7 +279,7 @@ def plan(experiment: Experiment, recipe: str, options: Options, where: str | Non
             dataclasses.replace(settings, dtype="bfloat16") if options.bf16 and presets.apply_to(settings) else settings
         )
     _check_figures(experiment, arms, where)
-    runs = options.runs or presets.runs(options.preset, arms) or chosen.runs or experiment.runs
+    runs = options.runs or presets.runs(options.preset, arms, chosen.runs or experiment.runs)
     result = Plan(experiment, recipe, chosen.note, runs, options.seed, arms)
     for name, settings in arms.items():
         if settings.from_start:

@@ -27,17 +27,31 @@ class Preset:
     train: int | None = None  # images at most
     validation: int | None = None
     test: int | None = None
-    runs: int | None = None
+    runs: int | None = None  # at most
+    batch: int | None = None  # at most: few images in large batches would be too few steps to learn anything
     confidence: float | None = None  # how measuring stops early, where the largest merit is looked for
+    tolerance: float = 0.0
 
 
 PRESETS = {
     "paper": Preset("everything as stated"),
     "day": Preset(
-        "all images, half the epochs, three runs: a GPU-day or less for all five", 0.5, runs=3, confidence=0.99
+        "all images, half the epochs, at most three runs: a GPU-day or less for all five",
+        0.5,
+        runs=3,
+        confidence=0.99,
+        tolerance=0.1,
     ),
     "laptop": Preset(
-        "3,000 images, a tenth of the epochs, three runs", 0.1, 3_000, 500, 1_000, runs=3, confidence=0.99
+        "2,000 images in batches of 32, a tenth of the epochs, at most three runs",
+        0.1,
+        2_000,
+        500,
+        1_000,
+        runs=3,
+        batch=32,
+        confidence=0.99,
+        tolerance=0.1,
     ),
     "smoke": Preset(
         "256 images, a fiftieth of the epochs, one run: shows that it works, and nothing else", 0.02, 256, 64, 128, 1
@@ -68,9 +82,12 @@ def apply(name: str, settings: Settings, where: str) -> Settings:
     )
     stops_early = settings.insert_at and settings.select == "largest" and preset.confidence is not None
     confidence = preset.confidence if stops_early else settings.confidence
-    batch = min(settings.batch, data.train)
+    tolerance = preset.tolerance if stops_early else settings.tolerance
+    batch = min(_at_most(settings.batch, preset.batch), data.train)
     try:
-        sized = dataclasses.replace(settings, data=data, batch=batch, confidence=confidence, preset=name)
+        sized = dataclasses.replace(
+            settings, data=data, batch=batch, confidence=confidence, tolerance=tolerance, preset=name
+        )
         return shortened(sized, preset.scale)
     except ValueError as error:
         raise BadExperiment(f"{where}: the preset {name!r} is too short for it: {error}") from None
@@ -89,9 +106,9 @@ def shortened(settings: Settings, scale: float) -> Settings:
     return dataclasses.replace(settings, epochs=epochs, insert_at=times, schedule=schedule)
 
 
-def runs(name: str, arms: Mapping[str, Settings]) -> int | None:
-    """How many runs the preset asks for; None: as many as the experiment has."""
-    return PRESETS[name].runs if any(apply_to(settings) for settings in arms.values()) else None
+def runs(name: str, arms: Mapping[str, Settings], asked: int) -> int:
+    """How many runs: as many as the experiment asks for, at most those of the preset."""
+    return _at_most(asked, PRESETS[name].runs) if any(apply_to(settings) for settings in arms.values()) else asked
 
 
 def _at_most(number: int, limit: int | None) -> int:

@@ -38,7 +38,7 @@ def check(settings: Settings) -> None:
         raise BadExperiment(f"the stacked engine inserts in every run (tau = 0), not with tau = {settings.tau}.")
     if settings.network.kind == "cnn":
         raise BadExperiment("the stacked engine trains 'fnn' and 'resnet'; a 'cnn' needs the setting engine = 'cnn'.")
-    alone = ("schedule", "confidence", "fresh_optimizer", "from_start", "record_norms")
+    alone = ("schedule", "confidence", "tolerance", "fresh_optimizer", "from_start", "record_norms")
     for name in alone:
         if getattr(settings, name):
             raise BadExperiment(f"{name} is a setting of the engine 'cnn', not of the stacked one.")

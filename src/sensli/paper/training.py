@@ -74,6 +74,7 @@ class Training:
             self.grower = Grower(
                 self.model, self.optimizer, example=self.example, trigger=At(*settings.insert_at), tau=settings.tau,
                 norm="operator", select=settings.select, layer="relu", where="conv", confidence=settings.confidence,
+                tolerance=settings.tolerance,
                 lr_scale=settings.lr_scale, scheduler=self.schedule,
                 seed=run_seed(self.job.seed, self.job.runs[0], "place"),
             )  # fmt: skip
