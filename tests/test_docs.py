@@ -90,7 +90,7 @@ def test_it_builds_strictly(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "api" / "index.html").read_text()
-    for name in ("find_sites", "Grower", "Plateau", "Look"):
+    for name in ("find_sites", "Grower", "Plateau", "Look", "load_checkpoint", "GrowthCallback", "GrowingClassifier"):
         assert f'id="sensli.{name}"' in page or f".{name}" in page
     # nothing is loaded from another server
     front = (tmp_path / "site" / "index.html").read_text()
