@@ -118,9 +118,9 @@ def test_a_progress_bar_leaves_a_redirected_output_alone(
 ) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys, "stderr", bar := _Terminal())
-    with progress("training", 10) as advance:
+    with progress("training", 10) as reach:
         print("a decision")
-        advance(5, "loss 0.5")
+        reach(5, "loss 0.5")
     assert capsys.readouterr().out == "a decision\n"
     assert "training" in bar.getvalue() and "a decision" not in bar.getvalue()
 

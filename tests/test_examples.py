@@ -49,3 +49,9 @@ def test_scikit_learn(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     printed = run("14_scikit_learn.py", tmp_path)
     assert "growth 1: Linear(32, 32) + ReLU" in printed
+
+
+def test_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    printed = run("15_many_runs_with_ray.py", tmp_path)
+    assert "3 of 3 arms computed" in printed and "wide (stated), large: 20 runs" in printed

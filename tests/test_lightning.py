@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -135,7 +137,26 @@ def test_what_cannot_be_supported_is_refused(tmp_path: Path) -> None:
     trainer = pl.Trainer(max_epochs=1, logger=False, accelerator="cpu", callbacks=[GrowthCallback(triggers.Every(1))])
     with pytest.raises(UnsupportedModel, match="automatic_optimization=False"):
         trainer.fit(Manual(), data())
-    with pytest.raises(UnsupportedModel, match="strategy='ddp'"):
-        GrowthCallback(triggers.Every(1)).setup(
-            pl.Trainer(logger=False, accelerator="cpu", strategy="ddp_spawn", devices=2), Module(), "fit"
-        )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_that_hand_their_weights_back_are_refused_before_training(tmp_path: Path) -> None:
+    """The same launcher serves ddp_spawn, ddp_fork and ddp_notebook; forks need not import everything again."""
+
+    class Told(Module):
+        def training_step(self, batch: Any, index: int) -> Any:
+            (tmp_path / "trained").touch()
+            return super().training_step(batch, index)
+
+    settings: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    callback = GrowthCallback(triggers.Every(1), tau=0.0)
+    trainer = pl.Trainer(
+        max_epochs=1, logger=False, accelerator="cpu", strategy="ddp_fork", devices=2, callbacks=[callback], **settings
+    )
+    with pytest.raises(ProcessRaisedException, match=r"UnsupportedModel: .*ddp_spawn.*Use strategy='ddp' in a script"):
+        trainer.fit(Told(), data())
+    assert not (tmp_path / "trained").exists()

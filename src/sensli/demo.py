@@ -20,7 +20,7 @@ from sensli.grower import Grower
 from sensli.history import History
 from sensli.page import Curve, Film, page_data, write_page
 from sensli.tables import text_table
-from sensli.terminal import Advance, paint_decision, progress, require_plots
+from sensli.terminal import Reach, paint_decision, progress, require_plots
 
 WIDTH, HIDDEN, EPOCHS, LOOKS, RATE, TAU = 10, 2, 1000, (150, 300, 450), 0.1, 1.0
 FRAMES = 70  # pictures of the film, besides those of the decisions
@@ -84,12 +84,12 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small are many times faster on one thread
     try:
-        with progress("training", EPOCHS * 3) as advance:
-            _train(baseline, x, y, advance, quiet=as_json)
-            _train(grown, x, y, advance, quiet=as_json)
+        with progress("training", EPOCHS * 3) as reach:
+            _train(baseline, x, y, reach, 0, quiet=as_json)
+            _train(grown, x, y, reach, EPOCHS, quiet=as_json)
             # as large from the start as the grown one ended: a look may have refused
             extended = Arm("extended", network(HIDDEN + len(grown.history), seed))
-            _train(extended, x, y, advance, quiet=as_json)
+            _train(extended, x, y, reach, 2 * EPOCHS, quiet=as_json)
     finally:
         torch.set_num_threads(threads)
     arms = [baseline, grown, extended]
@@ -118,7 +118,7 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
     print("One run of many: another one with --seed. FLOPs count all training steps and all measurements.")
 
 
-def _train(arm: Arm, x: Tensor, y: Tensor, advance: Advance, *, quiet: bool) -> None:
+def _train(arm: Arm, x: Tensor, y: Tensor, reach: Reach, before: int, *, quiet: bool) -> None:
     """Full-batch gradient descent; growing is two lines of it."""
     optimizer = torch.optim.SGD(arm.model.parameters(), lr=RATE)
     grower = Grower(arm.model, optimizer, example=x[:1], trigger=triggers.At(*arm.looks or (EPOCHS + 1,)), tau=TAU)
@@ -142,7 +142,7 @@ def _train(arm: Arm, x: Tensor, y: Tensor, advance: Advance, *, quiet: bool) -> 
                 print(paint_decision(look))
         if epoch in frames:
             arm.film.take(epoch, arm.model)
-        advance(1, f"{arm.name}, loss {arm.losses[-1]:.3f}")
+        reach(before + epoch, f"{arm.name}, loss {arm.losses[-1]:.3f}")
     arm.history = grower.history
 
 

@@ -10,33 +10,41 @@ from contextlib import contextmanager
 from sensli.errors import MissingExtra
 from sensli.record import Look
 
-Advance = Callable[..., None]
+Reach = Callable[..., None]  # reach(done, note): so much of the total is done by now
 
 
 @contextmanager
-def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Advance]:
-    """A bar with the time left; call the yielded function with the number of units done and a short note."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda done=1, note="": None
+def progress(title: str, total: float) -> Iterator[Reach]:
+    """A bar with the time left; call the yielded function with what is done by now, of `total`, and a short note.
+
+    What is printed meanwhile appears above the bar.
+    """
+    if not sys.stderr.isatty():
+        yield _ignore
         return
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     except ImportError:
         print(f"{title} ... (progress bars: {how_to_get('terminal')})", file=sys.stderr)
-        yield lambda done=1, note="": None
+        yield _ignore
         return
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
-    # What is printed meanwhile goes above the bar, but only if it would go to the terminal anyway: a redirected output stays redirected.
+    # A print goes above the bar only if it would go to the terminal anyway: a redirected output stays redirected.
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(title, total=total, note="")
 
-        def advance(done: int = 1, note: str = "") -> None:
-            bar.update(task, advance=done, note=note)
+        def reach(done: float, note: str = "") -> None:
+            bar.update(task, completed=done, note=note)
 
-        yield advance
+        yield reach
+
+
+def _ignore(done: float, note: str = "") -> None:
+    """No terminal, no bar."""
 
 
 _STYLES = {"bold": "1", "dim": "2", "green": "32"}

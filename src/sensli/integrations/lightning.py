@@ -70,13 +70,11 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
                 "this LightningModule steps its optimizers itself (automatic_optimization=False), so training_step cannot be run for a "
                 "measurement. Call sensli.Grower in your own code instead."
             )
-        if (
-            "spawn" in type(trainer.strategy.launcher).__name__.lower()
-            or "MultiProcessing" in type(trainer.strategy.launcher).__name__
-        ):
+        # Lightning calls no callback before it starts the processes, so this is said in each of them, before the first batch.
+        if any("MultiProcessing" in kind.__name__ for kind in type(trainer.strategy.launcher).__mro__):
             raise UnsupportedModel(
-                "this strategy starts its processes by spawn or fork and hands the weights back to the module of the main process, which "
-                "has not grown. Use strategy='ddp'."
+                "this strategy (ddp_spawn, ddp_fork, ddp_notebook) hands the trained weights back to the module of the main process, which "
+                "has not grown. Use strategy='ddp' in a script."
             )
         given = pl_module.on_load_checkpoint
 

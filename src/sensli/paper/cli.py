@@ -72,6 +72,12 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             one.add_argument("--data", type=Path, metavar="DIR", help=where)
             one.add_argument("--device", choices=DEVICES, default="auto", help="of the CNN experiments (default: auto)")
             one.add_argument("--compile", action="store_true", help="torch.compile the CNNs")
+            places = "'here' (one after another in this process, the default) or 'ray' (side by side as Ray tasks)"
+            one.add_argument("--on", choices=("here", "ray"), default="here", help=f"where to compute: {places}")
+            head = "with --on ray: HOST:PORT of a cluster's head, or 'auto' (default: RAY_ADDRESS, else a Ray on this machine)"
+            one.add_argument("--ray-address", metavar="ADDRESS", help=head)
+            cpus = "with --on ray: CPUs and threads of each task (default: 1 for spirals, an even share for CNNs)"
+            one.add_argument("--ray-cpus", type=int, metavar="N", help=cpus)
     report = command("report", "The claims one by one, with verdicts, as Markdown and HTML.", " --to page")
     report.add_argument("--to", type=Path, metavar="DIR", help="where the report goes (default: report in the results)")
 
@@ -174,9 +180,22 @@ def _networks(one: Plan) -> str:
 def _run(args: argparse.Namespace) -> None:
     plans = plans_for(args.experiments, args.recipe, _options(args))
     store = readable(args.out)
-    if runner.run(plans, store, Machine(args.data, args.device, args.compile)) == 0:
+    if runner.run(plans, store, Machine(args.data, args.device, args.compile), _place(args)) == 0:
         print("everything was already computed")
     _show_plans(plans, store)
+
+
+def _place(args: argparse.Namespace) -> runner.Place:
+    if args.on == "ray":
+        from sensli.paper.on_ray import ray_place
+
+        return ray_place(args.ray_address, args.ray_cpus)
+    for name in ("ray_address", "ray_cpus"):
+        if getattr(args, name) is not None:
+            raise BadExperiment(
+                f"--{name.replace('_', '-')} has a meaning with --on ray only. Add --on ray, or leave it out."
+            )
+    return runner.here
 
 
 def _show(args: argparse.Namespace) -> None:

@@ -7,22 +7,17 @@ their own. A part is a range of runs trained together; its JSON is for people, i
 from __future__ import annotations
 
 import dataclasses
-import platform
-import subprocess
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sensli._version import __version__
 from sensli.paper.config import RESULT_FORMAT, Plan, Settings, digest
 from sensli.paper.engines import Outcome, engine
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.files import Damaged, read_json, read_tensors, write_bytes, write_json, write_tensors
-from sensli.paper.machine import Machine
 from sensli.paper.seeds import run_seed
 
 
@@ -121,7 +116,7 @@ class Store:
         raise NoResults(f"{self.root}: run {run + 1} of {arm} is not stored, and another arm builds on it.")
 
     def save(
-        self, plan: Plan, arm: str, runs: list[int], outcome: Outcome, seconds: float, machine: Machine | None = None
+        self, plan: Plan, arm: str, runs: list[int], outcome: Outcome, seconds: float, origin: dict[str, Any]
     ) -> None:
         """Write the tensors first and the JSON last: a part without its JSON does not exist."""
         path = self._path(plan, arm, runs, "runs").with_suffix(".json")
@@ -143,8 +138,7 @@ class Store:
                 "seconds": round(seconds, 3),
                 "format": RESULT_FORMAT,
                 "tensors": tensors,
-                **provenance(),
-                **({"device": str(machine)} if settings.engine == "cnn" and machine else {}),
+                **origin,
             },
         )
         self._path(plan, arm, runs, "unfinished").unlink(missing_ok=True)
@@ -161,33 +155,6 @@ class Store:
 
     def _path(self, plan: Plan, arm: str, runs: list[int], kind: str) -> Path:
         return self.folder(plan, arm) / f"{kind}-{runs[0]:04d}-{runs[-1]:04d}.pt"
-
-
-@lru_cache
-def provenance() -> dict[str, Any]:
-    """Which code on which software computed a result."""
-    return {
-        "commit": _commit(),
-        "versions": {"sensli": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def _commit() -> str | None:
-    """The commit of the checkout this package runs from, marked where files differ from it; None if installed."""
-    here = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        call = ["git", "-C", str(here), *arguments]
-        return subprocess.run(call, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        # an installed package may lie inside somebody else's repository: only our own source tree counts
-        if Path(git("rev-parse", "--show-toplevel")) / "src" / "sensli" / "paper" != here:
-            return None
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", str(here)) else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def readable(root: Path) -> Store:

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from sensli.paper.progress import progress
+from sensli.terminal import progress
 
 CHUNK = 1 << 18
 PAUSES = (0.5, 2.0, 5.0)  # seconds before the next attempt when one brought nothing new
@@ -23,16 +23,17 @@ class FetchError(Exception):
 
 def fetch(url: str, target: Path, *, pauses: tuple[float, ...] = PAUSES) -> None:
     """Bring `url` to `target`. What has arrived waits in `<target>.part`, and the next attempt or process goes on there."""
+    if os.environ.get("SENSLI_OFFLINE"):
+        raise FetchError("nothing is downloaded where SENSLI_OFFLINE is set, as it is for the workers of a Ray cluster")
     part = target.with_name(target.name + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         failures = 0
-        with progress(1.0) as bar:
-            bar.start(f"fetching {target.name}", 1.0)
+        with progress(f"fetching {target.name}", 1.0) as reach:
             while True:
                 before = part.stat().st_size if part.exists() else 0
                 try:
-                    if _attempt(url, part, before, bar.advance):
+                    if _attempt(url, part, before, reach):
                         break
                     reason = "the connection was cut"
                 except urllib.error.HTTPError as error:
@@ -48,7 +49,7 @@ def fetch(url: str, target: Path, *, pauses: tuple[float, ...] = PAUSES) -> None
                     raise FetchError(reason)
                 if failures:
                     time.sleep(pauses[failures - 1])
-            bar.note(f"fetched {url}")
+            print(f"fetched {url}")
         os.replace(part, target)
     except OSError as error:
         raise FetchError(f"{error.filename or target}: {error.strerror}") from None

@@ -1,0 +1,30 @@
+"""Twenty networks in each of three arms, side by side as Ray tasks; started again, it computes only what is missing."""
+
+from pathlib import Path
+
+from sensli.paper import runner, tables
+from sensli.paper.config import Options, parse, plan
+from sensli.paper.on_ray import ray_place
+from sensli.paper.store import Store
+
+EXPERIMENT = {
+    "name": "wide",
+    "title": "FNN of width 8 on two spirals, one insertion",
+    "shows": "grown, small, large",
+    "runs": 20,
+    "settings": {
+        "network": {"kind": "fnn", "widths": [8]},
+        "optimizer": {"lr": 0.1},
+        "batch": 45,
+        "epochs": 150,
+    },
+    "arms": {"grown": {"insert_at": [30]}, "small": {}, "large": {"network": {"widths": [8, 8]}}},
+}
+
+if __name__ == "__main__":
+    one = plan(parse(EXPERIMENT, "this file"), "stated", Options())
+    store = Store(Path("results"))
+    # ray_place("10.0.0.1:6379") would take a cluster; without an address it is a Ray on this machine
+    computed = runner.run([one], store, place=ray_place())
+    print(f"{computed} of {len(one.arms)} arms computed, the others were there")
+    print(tables.plain(tables.measured(one, store.load_all(one))))

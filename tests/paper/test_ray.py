@@ -1,0 +1,235 @@
+"""The experiments on a real Ray: the same numbers, a lost worker, a stop at any moment, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from paper.pictures import TINY, raw, tiny
+from paper.test_config import GOOD
+from sensli.paper import cli, data, runner
+from sensli.paper.config import Options, parse, plan
+from sensli.paper.data import DataError
+from sensli.paper.errors import PaperError
+from sensli.paper.machine import Machine
+from sensli.paper.on_ray import ray_place
+from sensli.paper.store import Store
+
+ray = pytest.importorskip("ray", reason="Ray is missing. Get it with: pip install 'sensli[ray]'")
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own, at its start and end
+]
+LONG = {**GOOD, "runs": 2, "settings": {**GOOD["settings"], "epochs": 4000}, "arms": {"LI": {"insert_at": [900]}}}
+
+
+class Brought(type(Path())):
+    """A data folder that brings its images along: where it arrives, they are made up, or cannot be read if it is called so."""
+
+    def __reduce__(self):
+        return _arrived, (str(self),)
+
+
+def _arrived(folder):
+    data._LOADERS["cifar10"] = lambda folder: raw(100 // (folder.name != "broken") + 50)
+    return Path(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started():
+    """One Ray for all: `--on ray` uses the one that its process has, and leaves it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setitem(data._LOADERS, "cifar10", lambda folder: raw())
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.CRITICAL}
+        ray.init(address="local", num_cpus=2, **options)
+        yield
+        assert ray.is_initialized(), "it was ours, and was shut down"
+        ray.shutdown()
+
+
+def planned(experiment, **options):
+    return plan(parse(experiment, "mine.json"), "stated", Options(**options))
+
+
+def same(one, store, other):
+    """Equal to the bit, but for what a clock said."""
+    for arm in one.arms:
+        mine, theirs = store.load(one, arm).runs, other.load(one, arm).runs
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - {"seconds", "look_seconds"}:
+            assert torch.equal(mine[name].nan_to_num(), theirs[name].nan_to_num()), (arm, name)
+
+
+def within(seconds, found):
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)
+
+
+def descendants(of, title):
+    """The processes under `of` whose command begins with `title`."""
+    parents, titles = {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            titles[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # gone meanwhile
+            continue
+    found = []
+    for process, words in titles.items():
+        above = process
+        while above > 1 and above != of:
+            above = parents.get(above, 0)
+        if above == of and process != of and words.startswith(title):
+            found.append(process)
+    return found
+
+
+def test_the_numbers_are_the_same_to_the_bit(tmp_path, capsys):
+    plans = [planned(GOOD), planned(TINY)]
+    there, here = Store(tmp_path / "ray"), Store(tmp_path / "here")
+    machine = Machine(Brought("data"), "cpu")
+    assert runner.run(plans, there, machine, ray_place()) == 2 + 6
+    lines = capsys.readouterr().out.splitlines()
+    for run in (1, 2):  # the network to train from the start is known only when its partner has grown
+        order = [line for line in lines if f"run {run} of 2" in line]
+        grown, whole = (next(i for i, line in enumerate(order) if arm in line) for arm in ("LI", "whole"))
+        assert grown < whole
+    runner.run(plans, here, machine)
+    for one in plans:
+        same(one, there, here)
+    assert there.load(plans[1], "LI").facts["device"] == "cpu, 1 threads"
+    assert runner.run(plans, there, machine, ray_place()) == 0
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The long experiment, computed without Ray."""
+    store = Store(tmp_path_factory.mktemp("whole"))
+    runner.run([planned(LONG)], store)
+    return store
+
+
+def as_soon_as_there_is_a_state(store, action):
+    def watch():
+        within(300, lambda: list(store.root.rglob("unfinished*")))
+        action()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_a_lost_worker_costs_little(tmp_path, whole, capsys):
+    store, one = Store(tmp_path), planned(LONG)
+
+    def kill():
+        (worker,) = descendants(os.getpid(), "ray::sensli")
+        os.kill(worker, signal.SIGKILL)
+
+    thread = as_soon_as_there_is_a_state(store, kill)
+    runner.run([one], store, place=ray_place(save_every=0.0))
+    thread.join()
+    out = capsys.readouterr().out
+    assert "LI: 2 runs: its worker was lost (WorkerCrashedError); doing it again" in out
+    assert "went on from where it was stopped" in out and "Lease ID" not in out
+    same(one, store, whole)
+    assert not list(tmp_path.rglob("unfinished*"))
+
+
+def test_what_was_stopped_goes_on_without_ray(tmp_path, whole, capsys):
+    store, one = Store(tmp_path), planned(LONG)
+    thread = as_soon_as_there_is_a_state(store, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        runner.run([one], store, place=ray_place(save_every=0.0))
+    thread.join()
+    within(100, lambda: not descendants(os.getpid(), "ray::sensli"))
+    runner.run([one], store)
+    assert "went on from where it was stopped" in capsys.readouterr().out
+    same(one, store, whole)
+
+
+def test_ctrl_c_of_the_command_with_a_ray_of_its_own(tmp_path, capsys):
+    arms = {"quick": {"epochs": 5}, "slow": {"epochs": 60_000}}
+    experiment = {**GOOD, "runs": 1, "arms": arms, "recipes": {"stated": {}}}
+    (tmp_path / "mine.json").write_text(json.dumps(experiment))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "sensli.cli", "paper", "run", "mine.json", "--on", "ray", "--out", "out"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
+    try:
+        within(300, lambda: list(tmp_path.rglob("runs-*.json")) or process.poll() is not None)
+        below = descendants(process.pid, "")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "stopped\n")
+    assert "quick: 1 run, " in out and "slow" not in out
+    assert below
+    within(100, lambda: not any(Path(f"/proc/{one}").exists() for one in below))
+    one = planned({**experiment, "arms": {"quick": arms["quick"]}})
+    assert runner.run([one], Store(tmp_path / "out")) == 0
+    assert Store(tmp_path / "out").missing(planned(experiment), "slow") == [0]
+
+
+def test_an_error_in_a_task_is_one_line(tmp_path):
+    store = Store(tmp_path / "out")
+    with pytest.raises(
+        PaperError, match=r"before the first run, on \S+: ZeroDivisionError: .*test_ray.py, line \d+\)"
+    ) as found:
+        runner.run([planned(TINY)], store, Machine(Brought(tmp_path / "broken"), "cpu"), ray_place())
+    assert "\n" not in str(found.value) and "Traceback" in str(found.value.__cause__)
+    missing = tiny(data={"name": "fashion_mnist", "train": 96, "validation": 32})
+    text = rf"on \S+: Fashion-MNIST is not complete in {tmp_path}\S+ and cannot be downloaded \(nothing is downloaded where SENSLI_OFF"
+    with pytest.raises(DataError, match=text):
+        runner.run([planned(missing)], store, Machine(tmp_path, "cpu"), ray_place())
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["2", "--ray-address", "auto"], "--ray-address has a meaning with --on ray only"),
+        (["2", "--on", "ray", "--ray-address", "nonsense"], "--ray-address nonsense: not an address"),
+        (
+            ["2", "--on", "ray", "--ray-address", "127.0.0.1:9"],
+            "127.0.0.1:9: nobody answers there (Connection refused)",
+        ),
+        (
+            ["2", "--on", "ray", "--ray-cpus", "3"],
+            "--ray-cpus 3: the largest machine of this Ray has 2. Choose from 1 to 2.",
+        ),
+        (["5", "--on", "ray", "--device", "cuda"], "--device cuda: no machine of this Ray has a GPU"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, words, text):
+    assert call(tmp_path, words) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+def test_without_ray_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert call(tmp_path, ["2", "--on", "ray"]) == 2
+    assert "Get it with: pip install 'sensli[ray]'" in capsys.readouterr().err
+
+
+def call(folder, words):
+    parser = argparse.ArgumentParser()
+    cli.add_commands(parser)
+    return cli.main(parser.parse_args(["run", *words, "--out", str(folder / "out")]))
