@@ -18,13 +18,13 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 from browser import chromium, opened  # noqa: E402
 from sensli.demo import demo  # noqa: E402
 
-STILL, SIZE, FRAMES = 1500, {"width": 1080, "height": 1090}, 24
+STILL, SIZE, FRAMES = 600, {"width": 1080, "height": 1090}, 24
 
 
 def main() -> None:
     assets = ROOT / "docs" / "assets"
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
-        demo(Path(folder), seed=4, as_json=True)
+        demo(Path(folder), seed=1, as_json=True)
         with opened(browser, Path(folder) / "growth.html", viewport=SIZE, reduced_motion="reduce") as page:
             last = int(page.get_attribute("#slider", "max") or 0)
             frames, times = [], []

@@ -81,7 +81,7 @@ def test_demo_trains_prints_and_draws(
     monkeypatch.setattr(demo, "TAU", 0.2)
     assert main(["demo", "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    for word in ("baseline", "grown", "extended", "epoch 20: +Linear(6, 6) + ReLU after 1 | merit ", "test error"):
+    for word in ("baseline", "grown", "extended", "epoch 20: +Linear(10, 10) + ReLU after ", "test error"):
         assert word in out
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert f"the film of it: {tmp_path / 'out' / 'growth.html'}" in out
@@ -137,7 +137,19 @@ def test_without_plots_the_demo_says_how_to_get_them(tmp_path: Path) -> None:
 
 
 def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("demo", "sites", "report", "bench"):
+    for command in (
+        "demo",
+        "sites",
+        "report",
+        "bench",
+        "paper",
+        "paper list",
+        "paper run",
+        "paper show",
+        "paper report",
+    ):
         with pytest.raises(SystemExit):
-            main([command, "--help"])
-        assert "example: " in capsys.readouterr().out
+            main([*command.split(), "--help"])
+        assert (
+            f"example: {'SENSLI_DATA=~/data ' if command == 'bench' else ''}sensli {command}" in capsys.readouterr().out
+        )

@@ -44,9 +44,9 @@ def test_every_method_and_task_has_code_that_runs() -> None:
     assert len(cards) >= 10 and cards <= set(PAGES)
 
 
-def _texts() -> Iterator[str]:
+def _texts(pattern: str = "**/*.py") -> Iterator[str]:
     """All texts of the source; what an f-string fills in becomes a sign of its own."""
-    for file in (ROOT / "src" / "sensli").rglob("*.py"):
+    for file in (ROOT / "src" / "sensli").glob(pattern):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
@@ -59,10 +59,23 @@ def _is_raised(heading: str, texts: list[str]) -> bool:
     return any(re.search(pattern, text, re.S) for text in texts)
 
 
+def _quoted() -> list[str]:
+    headings = re.findall(r"^### (.+)$", (DOCS / "errors.md").read_text(), re.M)
+    return [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
+
+
+def test_errors_of_every_part_are_there() -> None:
+    """Each file that a user's mistake can reach has at least one of its texts on the page."""
+    parts = "averaging checkpoint ddp distributed finding flow fsdp grower history loading measuring merits optim own_rate rates storage"
+    parts += " surgery triggers wrappers page/reading integrations/lightning integrations/sklearn"
+    known = [text for text in _quoted() if len(text) > 12]
+    texts = {part: list(_texts(f"{part}.py")) for part in parts.split()}
+    assert [part for part, its in texts.items() if not any(_is_raised(text, its) for text in known)] == []
+
+
 def test_error_texts_are_those_of_the_code() -> None:
     texts = list(_texts())
-    headings = re.findall(r"^### (.+)$", (DOCS / "errors.md").read_text(), re.M)
-    quoted = [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
+    quoted = _quoted()
     # built from a registry by one_of
     unknown = {text for text in quoted if text.startswith("unknown ")}
     assert len(quoted) > 25
@@ -77,7 +90,7 @@ def test_it_builds_strictly(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "api" / "index.html").read_text()
-    for name in ("find_sites", "Grower", "Plateau", "Look"):
+    for name in ("find_sites", "Grower", "Plateau", "Look", "load_checkpoint", "GrowthCallback", "GrowingClassifier"):
         assert f'id="sensli.{name}"' in page or f".{name}" in page
     # nothing is loaded from another server
     front = (tmp_path / "site" / "index.html").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,11 @@ def test_a_user_s_model_on_a_batch(folder: Path, capsys: pytest.CaptureFixture[s
     assert main(["sites", "mymodel.py:make", "--batch", "batch.pt"]) == 0
     out = capsys.readouterr().out
     assert "merit" in out and "Conv2d(8, 8, 3) + ReLU after 1" in out and "top only" in out
+    assert main(["sites", "mymodel.py:make", "--batch", "batch.pt", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    values = [merit["value"] for merit in told["merits"]]
+    assert values == sorted(values, reverse=True) and len(values) == len(told["sites"])
+    assert told["choices"]["by merit"] == [told["merits"][0]["site"]] and f"{values[0]:.3e}" in out
 
 
 def test_a_user_s_model_on_a_text_byte_by_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

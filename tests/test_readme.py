@@ -17,7 +17,10 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 
 @pytest.mark.parametrize(("code", "output"), BLOCKS)
-def test_readme_code_prints_what_it_says(code: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_code_prints_what_it_says(
+    code: str, output: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them saves its history
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     # Words to the letter; numbers after training to a few per cent, because processors round differently.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,26 +144,26 @@ def test_the_log_is_told_every_decision() -> None:
     told: list[Look] = []
     grower = grow(log=told.append)
     assert told == grower.history.record.looks
-
-    class Writer:
-        def __init__(self) -> None:
-            self.scalars: dict[tuple[str, int], float] = {}
-            self.texts: list[str] = []
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            self.scalars[tag, step] = value
-
-        def add_text(self, tag: str, text: str, step: int) -> None:
-            self.texts.append(text)
-
-    writer = Writer()
-    grow(log=writer)
-    best = told[0].merits[0]
-    assert writer.scalars[f"sensli/merit/{best.site}", 2] == best.value
-    assert [writer.scalars["sensli/parameters", call] for call in (2, 4)] == [62, 82]
-    assert writer.texts == [str(look) for look in told]
     with pytest.raises(TypeError, match="give a callable that takes one Look"):
         grow(log=3)
+
+
+def test_tensorboard_gets_merits_sizes_and_decisions(tmp_path: Path) -> None:
+    """What its own reader finds in the file that its own writer wrote."""
+    pytest.importorskip("tensorboard", reason="TensorBoard is missing. Get it with: pip install 'sensli[dev]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        looks = grow(log=writer).history.record.looks
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    best = looks[0].merits[0]
+    merits = {event.step: event.value for event in events.Scalars(f"sensli/merit/{best.site}")}
+    assert merits[2] == pytest.approx(best.value)
+    assert [(e.step, e.value) for e in events.Scalars("sensli/parameters")] == [(2, 62), (4, 82)]
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("sensli/decision/text_summary")]
+    assert texts == [str(look) for look in looks]
 
 
 def test_a_log_that_fails_does_not_stop_the_training() -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from sensli import __version__
@@ -55,12 +56,15 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train a baseline, a growing and an extended network on two spirals",
         description="Train three networks side by side on two spirals: small, growing, and large from the start.",
-        epilog="example: sensli demo --out demo --seed 1",
+        epilog="example: sensli demo --out demo --seed 2",
     )
     demo.add_argument(
-        "--out", type=Path, default=Path("sensli-demo"), help="folder for the picture (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("sensli-demo"),
+        help="folder for the film, the picture and the history (default: %(default)s)",
     )
-    demo.add_argument("--seed", type=int, default=4, help="of the initial weights (default: %(default)s)")
+    demo.add_argument("--seed", type=int, default=1, help="of the initial weights (default: %(default)s)")
     demo.add_argument("--json", action="store_true", help="print results and decisions as JSON, and nothing else")
     demo.set_defaults(run=_demo)
 
@@ -105,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "--layer", choices=("auto", *FORMS), default="auto", help="the form of the new layer (default: %(default)s)"
     )
     sites.add_argument("--where", choices=KINDS, help="only sites of this kind")
-    sites.add_argument("--json", action="store_true", help="print the places and their costs as JSON")
+    sites.add_argument("--json", action="store_true", help="print the places, their costs and merits as JSON")
     sites.set_defaults(run=_sites)
 
     report = commands.add_parser(
@@ -159,17 +163,24 @@ def _sites(args: argparse.Namespace) -> None:
         return
     from sensli.data_files import loss_for, read_batches, text_batches
     from sensli.measuring import measure
-    from sensli.ranking import compare_choices
+    from sensli.ranking import CHOICES, compare_choices
+    from sensli.record import SiteMerit
 
     directory = Path(args.model) if Path(args.model).is_dir() else None
     batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, length=args.length)
     first = batches[0]
     sites = find_sites(model, first if isinstance(first, dict) else first[0], layer=args.layer, where=args.where)
     if not sites:
-        print(sites.explain())
+        print(json.dumps(sites.to_dict(), indent=1) if args.json else sites.explain())
         return
     merits = measure(model, sites, batches, loss_for(batches))
-    print(merits, compare_choices(merits, min(args.count, len(merits))), sep="\n\n")
+    count = min(args.count, len(merits))
+    if args.json:
+        ranked = [asdict(SiteMerit.of(merit)) for merit in merits.ranked]
+        chosen = {name: [str(merit.site) for merit in choose(merits, count)] for name, choose in CHOICES.items()}
+        print(json.dumps({**sites.to_dict(), "norm": merits.norm, "merits": ranked, "choices": chosen}, indent=1))
+        return
+    print(merits, compare_choices(merits, count), sep="\n\n")
     for path, reason in sites.skipped:
         print(f"skipped {path or 'the model'}: {reason}")
 

@@ -22,7 +22,7 @@ from sensli.page import Curve, Film, page_data, write_page
 from sensli.tables import text_table
 from sensli.terminal import Reach, paint_decision, progress, require_plots
 
-WIDTH, EPOCHS, LOOKS, RATE, TAU = 6, 2000, (200, 600), 0.2, 1.0
+WIDTH, HIDDEN, EPOCHS, LOOKS, RATE, TAU = 10, 2, 1000, (150, 300, 450), 0.1, 1.0
 FRAMES = 70  # pictures of the film, besides those of the decisions
 
 
@@ -75,24 +75,24 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
             f"the folder '{out}' cannot be written ({error.strerror}). Choose another one with --out."
         ) from error
     x, y, x_test, y_test = spirals()
-    arms = [
-        Arm("baseline", network(1, seed)),
-        Arm("grown", network(1, seed), LOOKS),
-        Arm("extended", network(1 + len(LOOKS), seed)),
-    ]
+    baseline, grown = Arm("baseline", network(HIDDEN, seed)), Arm("grown", network(HIDDEN, seed), LOOKS)
     if not as_json:
         print(
-            f"Two spirals, {len(x)} points. The growing network starts with one hidden layer of {WIDTH} units; its places now:"
+            f"Two spirals, {len(x)} points. The growing network starts with {HIDDEN} hidden layers of {WIDTH} units; its places now:"
         )
-        print(find_sites(arms[1].model, x[:1]).explain(), end="\n\n")
+        print(find_sites(grown.model, x[:1]).explain(), end="\n\n")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small are many times faster on one thread
     try:
-        with progress("training", EPOCHS * len(arms)) as reach:
-            for number, arm in enumerate(arms):
-                _train(arm, x, y, reach, number * EPOCHS, quiet=as_json)
+        with progress("training", EPOCHS * 3) as reach:
+            _train(baseline, x, y, reach, 0, quiet=as_json)
+            _train(grown, x, y, reach, EPOCHS, quiet=as_json)
+            # as large from the start as the grown one ended: a look may have refused
+            extended = Arm("extended", network(HIDDEN + len(grown.history), seed))
+            _train(extended, x, y, reach, 2 * EPOCHS, quiet=as_json)
     finally:
         torch.set_num_threads(threads)
+    arms = [baseline, grown, extended]
     results = [_result(arm, x, y, x_test, y_test) for arm in arms]
     rows = [
         [
@@ -115,7 +115,7 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
         return
     print("\n" + text_table(header, rows))
     print(f"\nthe film of it: {page}   (open it in a browser)\npicture: {picture}")
-    print("One run of many: another one with --seed. FLOPs count all training steps and both measurements.")
+    print("One run of many: another one with --seed. FLOPs count all training steps and all measurements.")
 
 
 def _train(arm: Arm, x: Tensor, y: Tensor, reach: Reach, before: int, *, quiet: bool) -> None:
@@ -171,13 +171,13 @@ def _result(arm: Arm, x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor) -> d
 
 def _page(arms: list[Arm], results: list[dict[str, Any]], x: Tensor, y: Tensor) -> dict[str, Any]:
     epochs = list(range(1, EPOCHS + 1))
-    looks = " and ".join(map(str, LOOKS))
+    looks = ", ".join(map(str, LOOKS[:-1])) + f" and {LOOKS[-1]}"
     return page_data(
         arms[1].history,
         title="A network grows on two spirals",
-        intro=f"It starts with one hidden layer of {WIDTH} units. At epochs {looks} it measures what a new layer would "
-        "be worth at each place and inserts the best one as an identity. Beside it: the same network that never grows (baseline), and "
-        "one that has the full size from the start (extended).",
+        intro=f"It starts with {HIDDEN} hidden layers of {WIDTH} units. At epochs {looks} it measures what a new layer would "
+        f"be worth at each place, and inserts the best one as an identity if it passes the threshold tau = {TAU:g}. Beside it: the same "
+        "network that never grows (baseline), and one that has the size of the grown one from the start (extended).",
         measure="training loss",
         curves=[Curve(arm.name, epochs, arm.losses, arm.name) for arm in arms],
         films=[arm.film for arm in arms],

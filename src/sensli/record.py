@@ -180,5 +180,5 @@ def _ahead(first: float, second: float) -> str:
     return (
         f", {first / second:.2g} times the next"
         if first >= 1.5 * second
-        else f", {first / second - 1:.1%} ahead of the next"
+        else f", {100 * (first / second - 1):.1f} % ahead of the next"
     )

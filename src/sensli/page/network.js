@@ -40,7 +40,7 @@ const marks = (look, units, epoch) => { // unit index -> merit of the site behin
 };
 const describe = (units) => units.map((u) => `${u.path || "model"} ${u.label}${u.growth ? ` (inserted at epoch ${bornAt(u.growth)})` : ""}`).join(", ");
 const boxes = (epoch) => {
-  const units = unitsAt(epoch), width = room("network").clientWidth;
+  const units = unitsAt(epoch), width = widthOf("network");
   const high = Math.max(20, Math.min(34, 440 / Math.max(units.length, 1))), gap = Math.min(8, high / 4);
   const most = Math.log10(10 + Math.max(...units.map((u) => u.parameters), 10));
   const left = Math.min(150, width * 0.3), wide = width - left - 74;
@@ -71,14 +71,15 @@ const boxes = (epoch) => {
   move(wanted, paint);
 };
 const graph = (film, frame, epoch) => {
-  const units = unitsAt(epoch), layers = film.weights[frame], width = room("network").clientWidth, height = 330, bottom = 52;
+  const units = unitsAt(epoch), layers = film.weights[frame], width = widthOf("network"), height = 330, bottom = 52;
+  const edge = Math.min(60, width * 0.1), apart = (width - 2 * edge) / layers.length, tight = apart < 96 ? (apart < 60 ? 2 : 1) : 0;
   const columns = [{ key: "input", size: layers[0].weight[0].length, name: "input" }].concat(layers.map((layer, i) => {
     const unit = units.find((u) => inside(layer.path, u.path)) || { growth: null, path: layer.path };
     const from = units.indexOf(unit), until = units.findIndex((u, k) => k > from && u.parameters > 0);
     const names = units.slice(from, until < 0 ? units.length : until).map((u) => u.path);
-    return { key: layer.path, size: layer.weight.length, growth: unit.growth, name: i === layers.length - 1 ? `${names.join(", ")} (output)` : names.join(", ") };
+    return { key: layer.path, size: layer.weight.length, growth: unit.growth, name: i === layers.length - 1 && tight < 2 ? `${names.join(", ")} (output)` : names.join(", ") };
   }));
-  const edge = Math.min(60, width * 0.1), wanted = new Map(columns.map((c, i) => [c.key, { ...c, place: edge + (i * (width - 2 * edge)) / (columns.length - 1), grow: 1 }]));
+  const wanted = new Map(columns.map((c, i) => [c.key, { ...c, place: edge + i * apart, grow: 1 }]));
   const node = (column, k) => (height - bottom) / 2 + (k - (column.size - 1) / 2) * Math.min(40, (height - bottom - 24) / Math.max(column.size, 1));
   const paint = (now) => {
     const svg = drawing(width, height, `The network at epoch ${epoch}: ${describe(units)}`);
@@ -100,7 +101,7 @@ const graph = (film, frame, epoch) => {
         }));
       }
       svg.append(draw("text", { x: column.place, y: height - 26, "text-anchor": "middle", opacity: column.grow }, column.name));
-      if (young) svg.append(draw("text", { x: column.place, y: height - 10, "text-anchor": "middle", fill: colour("grown"), opacity: column.grow }, width > 520 ? `inserted at ${bornAt(column.growth)}` : `at ${bornAt(column.growth)}`));
+      if (young) svg.append(draw("text", { x: column.place, y: height - 10, "text-anchor": "middle", fill: colour("grown"), opacity: column.grow }, tight < 1 ? `inserted at ${bornAt(column.growth)}` : `at ${bornAt(column.growth)}`));
     }
     room("network").replaceChildren(svg);
   };

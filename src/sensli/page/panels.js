@@ -8,7 +8,9 @@ const decision = (epoch) => {
     room("decision").replaceChildren(...parts);
     return;
   }
-  for (const line of look.line.split("\n")) parts.push(make("p", { class: "line" }, line));
+  for (const line of look.line.split("\n")) { // a number must not break at its minus sign
+    parts.push(make("p", { class: "line" }, ...line.split(/(\S*\de[-+]\d+\S*)/).map((part, i) => (i % 2 ? make("span", { class: "whole" }, part) : part))));
+  }
   if (look.merits.length) {
     const threshold = look.mean === null ? null : look.tau * look.mean;
     const most = Math.max(look.merits[0].value, threshold || 0) * 1.04 || 1;
@@ -72,7 +74,7 @@ const screens = () => {
 
 // --- the curves ---
 const chart = (epoch) => {
-  const width = room("loss").clientWidth, height = data.films.length && width > 420 ? 320 : 240, left = 44, bottom = 26, top = 8;
+  const width = widthOf("loss"), height = data.films.length && width > 420 ? 320 : 240, left = 44, bottom = 26, top = 8;
   const values = data.curves.flatMap((c) => c.values.filter((v) => v !== null)).sort((a, b) => a - b);
   at("legend").replaceChildren(...data.curves.map((c) => {
     const value = valueAt(c, epoch), sign = make("b", { style: { color: colour(c.role) } }, "━ ");

@@ -2,6 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
 const room = (id) => at(id).querySelector(".drawing");
+const widthOf = (id) => Math.max(240, room(id).clientWidth); // before the first layout and in a hidden frame it is 0
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const whole = (value) => value.toLocaleString("en-US");

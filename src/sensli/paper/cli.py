@@ -24,7 +24,12 @@ RESULTS = Path("results")
 def add_parser(subparsers: Any) -> None:
     """Plug `paper` into a parser's subcommands; `args.run(args)` then does the work and raises what goes wrong."""
     text = "the paper's experiments: list, run, show, report"
-    parser = subparsers.add_parser("paper", help=text, description=text.capitalize() + ".")
+    parser = subparsers.add_parser(
+        "paper",
+        help=text,
+        description=text.capitalize() + ".",
+        epilog="example: sensli paper run 2, then sensli paper report",
+    )
     add_commands(parser)
     parser.set_defaults(run=execute)
 
@@ -32,8 +37,9 @@ def add_parser(subparsers: Any) -> None:
 def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="paper_command", required=True, metavar="list|run|show|report")
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        one: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    def command(name: str, text: str, example: str) -> argparse.ArgumentParser:
+        epilog = f"example: sensli paper {name}{example}"
+        one: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, epilog=epilog)
         one.add_argument(
             "--out", type=Path, default=RESULTS, metavar="DIR", help=f"results folder (default: {RESULTS})"
         )
@@ -48,12 +54,12 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         one.add_argument("--bf16", action="store_true", help="CNN experiments in bfloat16, where the device can do it")
         return one
 
-    command("list", "All experiments: what they show, what they cost, what is already computed.")
-    for name, text in (
-        ("run", "Compute what is missing, then show it. A stopped run goes on where it was."),
-        ("show", "Figures and tables from stored results."),
+    command("list", "All experiments: what they show, what they cost, what is already computed.", "")
+    for name, text, example in (
+        ("run", "Compute what is missing, then show it. A stopped run goes on where it was.", " 2 --as run --runs 10"),
+        ("show", "Figures and tables from stored results.", " 2"),
     ):
-        one = command(name, text)
+        one = command(name, text, example)
         targets = (
             "a number, a name, 'all' (the paper's), 'spirals' or 'cnn' (of them), 'further' (ours), or an experiment "
             "file (.json, .toml)"
@@ -72,7 +78,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             one.add_argument("--ray-address", metavar="ADDRESS", help=head)
             cpus = "with --on ray: CPUs and threads of each task (default: 1 for spirals, an even share for CNNs)"
             one.add_argument("--ray-cpus", type=int, metavar="N", help=cpus)
-    report = command("report", "The claims one by one, with verdicts, as Markdown and HTML.")
+    report = command("report", "The claims one by one, with verdicts, as Markdown and HTML.", " --to page")
     report.add_argument("--to", type=Path, metavar="DIR", help="where the report goes (default: report in the results)")
 
 
