@@ -27,7 +27,9 @@ def growing_estimators() -> list[Figure]:
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # both on one thread: small matrices gain nothing from more, and on a busy machine lose much
+    torch.set_num_threads(
+        1
+    )  # both on one thread: small matrices gain nothing from more, and on a busy machine lose much
     limits = threadpool_limits(1)
     try:
         for name, classify in names.items():

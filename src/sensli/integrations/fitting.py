@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from sensli.grower import Grower
 from sensli.history import Growth, History
@@ -89,12 +90,18 @@ def fit_growing(
 
 
 def fit_again(model: nn.Module, data: Data, loss_fn: Loss, plan: Plan, found: Fitted) -> None:
-    """Train another model through the same epochs and insertions, on data of which nothing is held out."""
-    optimizer = _optimizer(model, plan)
+    """Train another model through the same epochs and insertions, on data of which nothing is held out.
+
+    The end is known this time, so the learning rate falls to zero over the second half.
+    """
+    optimizer, total = _optimizer(model, plan), sum(found.way)
+    schedule = LambdaLR(optimizer, lambda epoch: min(1.0, 2 * (1 - epoch / max(1, total))))
     for epochs, growth in zip(found.way, (*found.history, None), strict=True):
-        _train(model, data, loss_fn, optimizer, plan.batch_size, epochs)
+        for _ in range(epochs):
+            _train(model, data, loss_fn, optimizer, plan.batch_size, 1)
+            schedule.step()
         if growth is not None:
-            repeat(model, growth, optimizer=optimizer)
+            repeat(model, growth, optimizer=optimizer, scheduler=schedule)
 
 
 def _optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
