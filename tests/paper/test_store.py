@@ -150,3 +150,15 @@ def test_a_read_only_folder(tmp_path, trained):
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="Permission denied"):
         runner.run([make_plan()], Store(tmp_path / "results"))
+
+
+def test_an_arm_that_another_experiment_has_computed_is_not_computed_again(tmp_path):
+    store = Store(tmp_path)
+    first = plan(parse({**GOOD, "name": "first"}, "first.json"), "stated", Options())
+    second = plan(parse({**GOOD, "name": "second", "runs": GOOD["runs"] + 1}, "second.json"), "stated", Options())
+    runner.run([first], store)
+    assert all(store.missing(second, arm) == [GOOD["runs"]] for arm in second.arms)  # one run more
+    runner.run([second], store)
+    for arm in second.arms:
+        mine, theirs = store.load(second, arm).runs["train_loss"], store.load(first, arm).runs["train_loss"]
+        assert len(mine) == len(theirs) + 1 and torch.equal(mine[: len(theirs)], theirs)

@@ -60,9 +60,23 @@ class Store:
         return self.root / plan.key / f"{arm}-{digest(plan.arms[arm], plan.seed)}"
 
     def parts(self, plan: Plan, arm: str, *, verify: bool = True) -> tuple[list[Part], list[tuple[Path, str]]]:
-        """The whole parts of an arm, and the damaged ones with the reason; `verify=False` leaves the tensors unread."""
+        """The whole parts of an arm, and the damaged ones with the reason; `verify=False` leaves the tensors unread.
+
+        Other experiments may have computed the same arm, as its digest tells: what they have counts as well.
+        """
         good, bad = [], []
-        for path in sorted(self.folder(plan, arm).glob("runs-*.json")):
+        own = self.folder(plan, arm)
+        others = self.root.glob(f"*/*-{digest(plan.arms[arm], plan.seed)}")
+        for folder in (own, *sorted(folder for folder in others if folder != own)):
+            found, damaged = self._parts_in(folder, verify)
+            good += found
+            bad += damaged if folder == own else []
+        return good, bad
+
+    @staticmethod
+    def _parts_in(folder: Path, verify: bool) -> tuple[list[Part], list[tuple[Path, str]]]:
+        good, bad = [], []
+        for path in sorted(folder.glob("runs-*.json")):
             try:
                 facts = read_json(path)
                 if verify:
@@ -86,9 +100,13 @@ class Store:
         parts, damaged = self.parts(plan, arm)
         rows: dict[int, tuple[dict[str, Tensor], int]] = {}
         axes: dict[str, Tensor] = {}
+        seconds = 0.0
         for part in parts:
+            if all(run in rows for run in part.runs):  # another experiment has them too
+                continue
             content = read_tensors(part.path.with_suffix(".pt"), part.facts["tensors"])
             axes = content["axes"]
+            seconds += part.facts["seconds"]
             for row, run in enumerate(part.runs):
                 rows.setdefault(run, (content["runs"], row))
         have = sum(run in rows for run in range(plan.runs))
@@ -101,7 +119,6 @@ class Store:
             )
         first = rows[0][0]
         runs = {name: torch.stack([rows[run][0][name][rows[run][1]] for run in range(plan.runs)]) for name in first}
-        seconds = sum(part.facts["seconds"] for part in parts)
         return Result(arm, plan.arms[arm], runs, axes, seconds, parts[0].facts)
 
     def load_all(self, plan: Plan) -> dict[str, Result]:
