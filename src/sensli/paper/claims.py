@@ -155,7 +155,7 @@ C3 = Claim(
         Cheaper("4", "FNN LI", "FNN2"),
         Cheaper("13", "ResNet LI", "ResNet2"),
         Cheaper("5", "CNN LI", "CNN2"),
-        Cheaper("1", "CNN LI", "CNN"),
+        Cheaper("1", "CNN LI", "CNN", time=True),
     ),
 )
 
