@@ -33,7 +33,9 @@ class Machine:
     compile: bool = False
 
     def __str__(self) -> str:
-        return f"{self.chosen().type}, {torch.get_num_threads()} threads" + (", compiled" if self.compile else "")
+        threads = torch.get_num_threads()
+        words = f"{self.chosen().type}, {threads} thread{'s' if threads > 1 else ''}"
+        return words + (", compiled" if self.compile else "")
 
     def chosen(self) -> torch.device:
         """The device, or one line that says why it cannot be had."""

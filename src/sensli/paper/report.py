@@ -176,12 +176,14 @@ def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
         for own in (True, False)
     )
     commits = sorted({_commit(result.facts["commit"]) for _, results in stored for result in results.values()})
+    devices = {str(r.facts["device"]) for _, results in stored for r in results.values() if "device" in r.facts}
+    cnns = f" (CNNs: {'; '.join(sorted(devices))})" if devices else ""
     preset = next((f" --preset {one.preset}" for one, _ in stored if one.preset != "paper"), "")
     cnn = f", `sensli paper run cnn{preset}`" if any(one.experiment.name in CNN for one, _ in stored) else ""
     return [
         Heading("How it was measured"),
         Paragraph(
-            f"{versions}, {facts['machine']}, one thread (CNNs: all), seed {stored[0][0].seed}, commits {', '.join(commits)}. "
+            f"{versions}, {facts['machine']}, one thread{cnns}, seed {stored[0][0].seed}, commits {', '.join(commits)}. "
             f"Training took {paper:.0f} s for the paper's experiments and {further:.0f} s for the further ones. To "
             f"get this page again: `sensli paper run spirals further`{cnn}, then `sensli paper report{preset}`, which writes "
             "it as one HTML file as well."
