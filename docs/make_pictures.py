@@ -43,9 +43,7 @@ def main() -> None:
                 assets / "growth.gif", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True
             )
         with opened(browser, Path(folder) / "growth.html", place=f"epoch={STILL}", viewport=SIZE) as page:
-            Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(128).save(
-                assets / "growth.png", optimize=True
-            )
+            Image.open(io.BytesIO(page.screenshot())).convert("RGB").save(assets / "growth.png", optimize=True)
 
 
 if __name__ == "__main__":

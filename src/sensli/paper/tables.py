@@ -101,8 +101,11 @@ def measured(plan: Plan, results: Mapping[str, Result]) -> Table:
     for arm, result in results.items():
         finals = [str(interval(result.final(curve))) for curve in ("train_loss", "test_loss", "test_error")]
         flops = f"{result.final('flops').mean().item():.3e}" if "flops" in result.runs else ""
+        # Hours on a machine with other work compare nothing: times of CNNs are shown where the experiment is about time.
+        timed = "flops" not in result.runs or "cost" in plan.experiment.figures
+        seconds = f"{result.seconds:.1f}" if timed else ""
         remark = "chance level: did not train" if at_chance(result) else ""
-        rows.append((arm, *finals, _places(result), _dead(result), flops, f"{result.seconds:.1f}", remark))
+        rows.append((arm, *finals, _places(result), _dead(result), flops, seconds, remark))
     return _without_empty_columns(header, rows)
 
 
