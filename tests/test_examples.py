@@ -63,3 +63,7 @@ def test_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     printed = run("15_many_runs_with_ray.py", tmp_path)
     assert "3 of 3 arms computed" in printed and "wide (stated), large: 20 runs" in printed
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    assert "2 layers inserted, the averaged model is right on 9" in run("16_mixed_precision.py", tmp_path)
