@@ -48,6 +48,14 @@ def _arrived(folder):
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _interruptible():
+    """A job in the background is started with Ctrl-C ignored, and hands that on to what it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def started():
     """One Ray for all: `--on ray` uses the one that its process has, and leaves it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +121,7 @@ def test_the_numbers_are_the_same_to_the_bit(tmp_path, capsys):
     runner.run(plans, here, machine)
     for one in plans:
         same(one, there, here)
-    assert there.load(plans[1], "LI").facts["device"] == "cpu, 1 threads"
+    assert there.load(plans[1], "LI").facts["device"] == "cpu, 1 thread"
     assert runner.run(plans, there, machine, ray_place()) == 0
 
 
