@@ -181,6 +181,8 @@ class Cheaper:
                 verdict = CONFIRMED if found.flops.mean < 1 else OPPOSITE
                 if self.time and not found.steady.high < 1:
                     verdict = OPPOSITE if found.steady.low > 1 else NOT_CONFIRMED
+                if all(at_chance(side) for side in sides):
+                    verdict = NOT_TRAINED
                 findings.append(Finding(setting, measured, verdict))
                 continue
             first, second = (engine(s).counts(s).flops for s in (one.arms[self.first], one.arms[self.second]))
@@ -236,13 +238,18 @@ class Threshold:
             accepted = (best >= 1).double()
             mixed = 0 < accepted.mean().item() < 1
             parts = [
-                f"after {time} epochs: {int(accepted[:, k].sum())} of {len(best)} runs, median ratio "
-                f"{number(best[:, k].median().item())}"
+                f"after {time} epochs: {int(accepted[:, k].sum())} of {len(best)} runs, {_median(best[:, k])}"
                 for k, time in enumerate(result.settings.insert_at)
             ]
             verdict = ONE_RUN if len(best) < 2 else CONFIRMED if mixed else NOT_CONFIRMED
+            verdict = NOT_TRAINED if at_chance(result) else verdict
             findings.append(Finding(f"{named(one)}: {self.arm}, ratio at least 1", "; ".join(parts), verdict))
         return findings or awaiting(self.experiment, f"{self.arm}, ratio at least 1")
+
+
+def _median(ratios: torch.Tensor) -> str:
+    median = ratios.median().item()
+    return f"median ratio {number(median)}" if math.isfinite(median) else "all merits zero"
 
 
 @dataclass(frozen=True)
