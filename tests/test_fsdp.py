@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -121,9 +122,12 @@ def all_at_once() -> Any:
     return found
 
 
-def test_a_sharded_run_grows_resumes_and_equals_one_process_on_the_joined_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("processes", "work"), [(2, all_at_once), (4, grow)], ids=["two", "four"])
+def test_a_sharded_run_grows_resumes_and_equals_one_process_on_the_joined_batches(
+    tmp_path: Path, processes: int, work: Any
+) -> None:
     torch.set_num_threads(1)
-    found = ranks.run(all_at_once, 2, tmp_path)
+    found = ranks.run(work, processes, tmp_path)
     model = make_model()
     grower, merits = train(model, data(0, 1), 6)
     compare(found, result(model, grower, merits))
