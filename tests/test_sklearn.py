@@ -105,3 +105,15 @@ def test_the_last_training_is_on_all_samples(capsys: pytest.CaptureFixture[str])
     assert torch.allclose(whole.model_[0].mean, torch.from_numpy(x).mean(0))
     assert not torch.allclose(part.model_[0].mean, torch.from_numpy(x).mean(0))
     assert whole.n_layers_ == part.n_layers_ == 1 + len(whole.history_)
+
+
+@pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])
+@pytest.mark.parametrize(
+    ("name", "value"), [("width", 0), ("max_layers", 0), ("patience", -1), ("validation_fraction", 1.5), ("tau", -1.0)]
+)
+def test_settings_that_mean_nothing_are_refused_before_anything_is_fitted(kind: Any, name: str, value: Any) -> None:
+    x, y = load_wine(return_X_y=True)
+    model = kind(**{**SMALL, name: value})
+    with pytest.raises(ValueError, match=f"^{name}={value}: give "):
+        model.fit(x, y)
+    assert not hasattr(model, "model_") and not hasattr(model, "classes_") and not hasattr(model, "n_features_in_")

@@ -44,13 +44,8 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         **options: Any,
     ) -> None:
         check_options(trigger, batches, options)
-        self._trigger, self._monitor, self._batches, self._metrics, self._options = (
-            trigger,
-            monitor,
-            batches,
-            metrics,
-            options,
-        )
+        self._trigger, self._monitor, self._batches = trigger, monitor, batches
+        self._metrics, self._options = metrics, options
         self.grower: Grower | None = None  # made in the first epoch, when there is a batch
         self._example: Any = None
         self._loaded: dict[str, Any] | None = None

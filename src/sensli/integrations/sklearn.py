@@ -67,6 +67,23 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
 
     model_: nn.Sequential
 
+    def _check_settings(self) -> None:
+        """Refuse settings that mean nothing, when fitting as scikit-learn wants it, and before anything is changed."""
+        for name, fine, what in (
+            ("width", self.width >= 1, "units of a hidden layer, at least 1"),
+            ("max_layers", self.max_layers >= 1, "hidden layers at most, at least 1"),
+            ("learning_rate", self.learning_rate > 0, "a step size above 0"),
+            ("weight_decay", self.weight_decay >= 0, "0 or more"),
+            ("batch_size", self.batch_size >= 1, "samples in a batch, at least 1"),
+            ("max_epochs", self.max_epochs >= 1, "epochs at most, at least 1"),
+            ("validation_fraction", 0 <= self.validation_fraction < 1, "the share held out, from 0 to below 1"),
+            ("patience", self.patience >= 1, "looks at the held-out part without improvement, at least 1"),
+            ("tolerance", 0 <= self.tolerance < 1, "the relative improvement that counts, from 0 to below 1"),
+            ("tau", self.tau >= 0, "the threshold, 0 or more"),
+        ):
+            if not fine:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give {what}.")
+
     def _fit(self, x: Any, y: Any, sample_weight: Any, outputs: int, groups: Any = None) -> None:
         """Train on targets that are tensors already; ``groups`` are the classes to hold out alike."""
         weight = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
@@ -127,6 +144,7 @@ class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingClassifier:
         """Fit to samples X of shape (n, features) and labels y."""
+        self._check_settings()
         first = not (self.warm_start and hasattr(self, "model_"))
         X, y = validate_data(self, X, y, dtype=np.float64, reset=first)
         check_classification_targets(y)
@@ -159,6 +177,7 @@ class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingRegressor:
         """Fit to samples X of shape (n, features) and targets y of shape (n,) or (n, targets)."""
+        self._check_settings()
         first = not (self.warm_start and hasattr(self, "model_"))
         X, y = validate_data(self, X, y, dtype=np.float64, reset=first, multi_output=True, y_numeric=True)
         targets = y.reshape(len(y), -1).astype(np.float64)
