@@ -15,8 +15,9 @@ from sensli.history import Growth, History
 from sensli.measuring import measure
 from sensli.merits import Merit, Merits
 from sensli.probe import Probe
+from sensli.replaying import replay
 from sensli.sites import Site, Sites
-from sensli.surgery import insert, replay, undo
+from sensli.surgery import insert, undo
 
 __all__ = [
     "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "__version__",

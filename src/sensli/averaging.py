@@ -13,7 +13,7 @@ from torch import nn
 
 from sensli.errors import UnsupportedModel
 from sensli.history import Growth
-from sensli.surgery import repeat
+from sensli.replaying import repeat
 from sensli.wrappers import bare
 
 Averaged: TypeAlias = nn.Module | Sequence[nn.Module] | None

@@ -17,13 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sensli import random_state, storage
+from sensli.cutting import count_growths
 from sensli.distributed import Together
 from sensli.errors import CheckpointError
 from sensli.fsdp import distributed_like, reshard, whole
 from sensli.grower import Grower
 from sensli.history import History
 from sensli.optim import as_optimizers
-from sensli.surgery import count_growths, replay
+from sensli.replaying import replay
 from sensli.wrappers import bare
 
 

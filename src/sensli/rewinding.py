@@ -11,7 +11,8 @@ from sensli.copies import copied_model
 from sensli.history import Growth, History
 from sensli.optim import Optimizers
 from sensli.rates import Schedulers
-from sensli.surgery import repeat, undo
+from sensli.replaying import repeat
+from sensli.surgery import undo
 from sensli.wrappers import bare
 
 

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from sensli.grower import Grower
 from sensli.history import Growth, History
-from sensli.surgery import repeat, undo
+from sensli.replaying import repeat
+from sensli.surgery import undo
 from sensli.triggers import Every
 
 Data = tuple[Tensor, Any]  # inputs, and what the loss takes besides the output

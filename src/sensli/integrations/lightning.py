@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from sensli.checkpoint import arrange, names_in
+from sensli.cutting import count_growths
 from sensli.errors import SensliError, UnsupportedModel
 from sensli.grower import Grower
 from sensli.history import History
 from sensli.integrations import missing
 from sensli.integrations.looking import Facts, check_options, standing_in
-from sensli.surgery import count_growths, replay
+from sensli.replaying import replay
 from sensli.triggers import Trigger
 from sensli.wrappers import bare
 

@@ -22,8 +22,8 @@ from sensli.paper.data import FACTS
 from sensli.paper.engines import Job
 from sensli.paper.logbook import Logbook
 from sensli.paper.seeds import run_seed
+from sensli.replaying import replay
 from sensli.sensitivity import Catch
-from sensli.surgery import replay
 from sensli.triggers import At
 
 EVALUATION_BATCH = 500

@@ -1,0 +1,65 @@
+"""`replay`: a fresh model through the insertions of a history; `repeat`: one of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from sensli.copies import copied_model
+from sensli.cutting import inserted
+from sensli.distributed import Changing
+from sensli.errors import HistoryError, SensliError
+from sensli.history import Growth, History
+from sensli.optim import Optimizers
+from sensli.rates import Schedulers
+from sensli.sites import Ref
+from sensli.surgery import insert
+from sensli.wrappers import bare
+
+
+def replay(model: nn.Module, history: History) -> nn.Module:
+    """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
+    with Changing(model, "replay a history") as together:
+        together.agree_on(f"{len(history)} growths")
+        _replay(bare(model), history)
+    return model
+
+
+def _replay(model: nn.Module, history: History) -> None:
+    if any(True for _ in inserted(model)):
+        raise HistoryError(f"this {type(model).__name__} has grown already; replay starts from a fresh model.")
+    trial = copied_model(model)  # a history that does not fit must leave the model as it was
+    for target in (trial, model):
+        for growth in history:
+            repeat(target, growth)
+
+
+def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> Growth:
+    """Insert the same layer at the same place of another model, found by its path. An optimizer follows, its rates stay."""
+    site = replace(
+        growth.site,
+        anchor=Ref(growth.site.path),
+        neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
+    )
+    try:
+        again = insert(model, site, optimizer=optimizer, scheduler=scheduler)
+    except (SensliError, ValueError, TypeError, RuntimeError) as error:
+        raise HistoryError(
+            f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
+            "The factory must build the architecture that the history began with."
+        ) from error
+    if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
+        raise HistoryError(
+            f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
+            f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
+            "missing from the history."
+        )
+    for name, shape in growth.beside.items():
+        if again.beside.get(name) != shape:
+            raise HistoryError(
+                f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
+                f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
+                "the history began with."
+            )
+    return again
