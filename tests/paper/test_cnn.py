@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
 
 from paper.pictures import TINY, raw, tiny
-from sensli import count_flops
+from sensli import count_flops, find_sites, measure
 from sensli.paper import cnn, convnets, data, files, machine, pipeline, runner, training
 from sensli.paper.config import Network, Options, parse, plan
 from sensli.paper.data import FACTS
@@ -144,6 +145,20 @@ def test_what_was_recorded_is_what_was_counted():
     shown = found["new_gradient"]
     assert shown.shape == (3, 3, 1, 12, 12) and not shown.isnan().any() and (shown.flatten(2).abs().amax(2) > 0).all()
     assert (found["seconds"].diff() > 0).all() and (found["look_seconds"] > 0).all()
+
+
+def test_a_look_computes_what_is_counted_for_it():
+    network, stages = Network("cnn", (8,), channels=(4, 6)), [2, 1]
+    model = convnets.build(network, CIFAR, 0, stages)
+    x, y = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
+    sites = find_sites(model, x, layer="relu", where="conv")
+    with FlopCounterMode(display=False) as counter:
+        measure(model, sites, [(x, y)], cross_entropy, norm="frobenius")
+    elements = (
+        3 * (4 * 32**2 + 6 * 16**2) + 2 * 8
+    )  # biases, ReLUs and poolings, which the paper counts and torch does not
+    first = 2 * 9 * 3 * 4 * 32**2  # nobody asks for the gradient of the images
+    assert counter.get_total_flops() == 2 * (convnets.look_flops(network, CIFAR, stages) - 3 * elements - first)
 
 
 def test_the_threshold_rejects_and_the_control_arms_obey_it_too():

@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
     pytest.mark.filterwarnings("ignore"),  # Ray's own, at its start and end
 ]
-LONG = {**GOOD, "runs": 2, "settings": {**GOOD["settings"], "epochs": 4000}, "arms": {"LI": {"insert_at": [900]}}}
+LONG = {**GOOD, "runs": 2, "settings": {**GOOD["settings"], "epochs": 1000}, "arms": {"LI": {"insert_at": [300]}}}
 
 
 class Brought(type(Path())):
@@ -44,6 +45,27 @@ class Brought(type(Path())):
 
 def _arrived(folder):
     data._LOADERS["cifar10"] = lambda folder: raw(100 // (folder.name != "broken") + 50)
+    return Path(folder)
+
+
+class Held(type(Path())):
+    """A data folder that holds back the worker it arrives at: after its first state it waits until the folder is there."""
+
+    def __reduce__(self):
+        return _hold, (str(self),)
+
+
+def _hold(folder):
+    from sensli.paper import pieces, ray_worker
+
+    def train(given, save, *rest, **timing):
+        def save_and_wait(state):
+            save(state)
+            within(300, Path(folder).exists)
+
+        return pieces.train(given, save_and_wait, *rest, **timing)
+
+    ray_worker.train = train
     return Path(folder)
 
 
@@ -133,14 +155,20 @@ def whole(tmp_path_factory):
     return store
 
 
-def as_soon_as_there_is_a_state(store, action):
+@contextmanager
+def at_the_first_state(store, action):
+    """A machine whose worker waits after its first state until that has arrived here and `action` was done."""
+    go = Held(store.root / "go")
+
     def watch():
         within(300, lambda: list(store.root.rglob("unfinished*")))
         action()
+        go.mkdir()
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        yield Machine(go, "cpu")
+        watching.result()
 
 
 def test_a_lost_worker_costs_little(tmp_path, whole, capsys):
@@ -150,9 +178,8 @@ def test_a_lost_worker_costs_little(tmp_path, whole, capsys):
         (worker,) = descendants(os.getpid(), "ray::sensli")
         os.kill(worker, signal.SIGKILL)
 
-    thread = as_soon_as_there_is_a_state(store, kill)
-    runner.run([one], store, place=ray_place(save_every=0.0))
-    thread.join()
+    with at_the_first_state(store, kill) as machine:
+        runner.run([one], store, machine, ray_place(save_every=0.0))
     out = capsys.readouterr().out
     assert "LI: 2 runs: its worker was lost (WorkerCrashedError); doing it again" in out
     assert "went on from where it was stopped" in out and "Lease ID" not in out
@@ -162,10 +189,11 @@ def test_a_lost_worker_costs_little(tmp_path, whole, capsys):
 
 def test_what_was_stopped_goes_on_without_ray(tmp_path, whole, capsys):
     store, one = Store(tmp_path), planned(LONG)
-    thread = as_soon_as_there_is_a_state(store, lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        runner.run([one], store, place=ray_place(save_every=0.0))
-    thread.join()
+    with (
+        at_the_first_state(store, lambda: os.kill(os.getpid(), signal.SIGINT)) as machine,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        runner.run([one], store, machine, ray_place(save_every=0.0))
     within(100, lambda: not descendants(os.getpid(), "ray::sensli"))
     runner.run([one], store)
     assert "went on from where it was stopped" in capsys.readouterr().out

@@ -98,3 +98,9 @@ def forward_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
 def extended_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
     """The same with one more layer at every place: what the paper counts for a measurement (times three)."""
     return forward_flops(network, facts, [2 * count for count in stages])
+
+
+def look_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
+    """What a measurement of one image computes here: three passes of the network as it is, and a weight gradient at every place."""
+    places = zip(stages, layer_flops(network, facts), strict=True)
+    return 3 * forward_flops(network, facts, stages) + sum(count * flops for count, flops in places)
