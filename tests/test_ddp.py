@@ -27,10 +27,10 @@ def make_model() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def data(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+def data(rank: int, world: int, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     """This rank's share of each joined batch; the joined batches are the same for any number of ranks."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(STEPS, 4 * BATCH, 4, dtype=torch.float64, generator=generator)
+    x = torch.randn(steps, 4 * BATCH, 4, dtype=torch.float64, generator=generator)
     y = (x[..., 0] * x[..., 1] > 0).long()
     return [(a.chunk(world)[rank], b.chunk(world)[rank]) for a, b in zip(x, y, strict=True)]
 
@@ -92,6 +92,7 @@ def all_at_once() -> Any:
     runs = {"largest": grow(), "random": grow(**options, broadcast_buffers=False)}
     grow(static_graph=True)
     ranks_that_differ()
+    early_stops()
     resumed()
     return runs
 
@@ -166,7 +167,8 @@ def ranks_that_differ() -> None:
     with Probe(model, sites) as probe:
         cross_entropy(model(batches[0][0]), batches[0][1]).backward()
     first = measure(plain, find_sites(plain, whole[0][0]), whole[:1], cross_entropy)
-    assert all(abs(a.value / b.value - 1) < 1e-12 for a, b in zip(probe.merits(), first, strict=True))
+    for _ in range(2):  # asking does not change what was caught
+        assert all(abs(a.value / b.value - 1) < 1e-12 for a, b in zip(probe.merits(), first, strict=True))
 
     # one rank's bad batch is everybody's error, and nobody waits
     bad = [(batches[0][0] * float("nan"), batches[0][1])] if rank == 1 else batches
@@ -201,7 +203,48 @@ def ranks_that_differ() -> None:
     assert metrics == [0.5]
     message = raised(lambda: grower.step(batches, cross_entropy, metric=None if rank else 1.0))
     assert "metric=" in message
-    assert "max_batches" in raised(lambda: measure(model, sites, batches, cross_entropy, confidence=0.9))
+
+
+def early_stops() -> None:
+    """All ranks stop at the same look, the one at which a single process stops that has the joined batches."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batches, whole = data(rank, world, 60), data(0, 1, 60)
+    plain = make_model()
+    model = DistributedDataParallel(make_model())
+    sites, own = find_sites(model, batches[0][0]), find_sites(plain, whole[0][0])
+    level: dict[str, Any] = {"confidence": 0.9, "tolerance": 0.2}
+    for given in (list, iter):  # of known length, and of unknown
+        expected = measure(plain, own, given(whole), cross_entropy, **level)
+        found = measure(model, sites, given(batches), cross_entropy, **level)
+        assert expected.clear and expected.batches < 60
+        assert (found.clear, found.samples, found.batches) == (True, expected.samples, world * expected.batches)
+        assert all(abs(a.value / b.value - 1) < 1e-9 for a, b in zip(found, expected, strict=True))
+
+    # never clear: exact, also where one rank's data ends long before the other's
+    level = {"confidence": 1 - 1e-12}
+    uneven = batches if rank == 0 else batches[:5]
+    found = measure(model, sites, uneven, cross_entropy, **level)
+    joined = [(x.chunk(world)[0], y.chunk(world)[0]) for x, y in whole]
+    joined += [(x.chunk(world)[1], y.chunk(world)[1]) for x, y in whole[:5]]
+    exact = measure(plain, own, joined, cross_entropy)
+    assert found.clear is False and found.batches == 65
+    assert all(abs(a.value / b.value - 1) < 1e-12 for a, b in zip(found, exact, strict=True))
+    assert all(abs(a.ratio / b.ratio - 1) < 1e-12 for a, b in zip(found, exact, strict=True))
+
+    # a failure after some looks is everybody's error, and nobody waits
+    bad = [*batches[:10], (batches[0][0] * float("nan"), batches[0][1])] if rank == 1 else batches
+    message = raised(lambda: measure(model, sites, bad, cross_entropy, **level))
+    assert ("nan" in message) if rank == 1 else ("rank 1 failed: MeasurementError" in message), message
+
+    # a rank without data knows the others' maps: the norm of a convolution hangs on them
+    torch.manual_seed(0)
+    images = torch.randn(8, 3, 6, 6), torch.arange(8) % 2
+    small = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    exact = measure(small, find_sites(small, images[0], where="conv"), [images], cross_entropy)
+    wrapped = DistributedDataParallel(small)
+    sites = find_sites(wrapped, images[0], where="conv")
+    found = measure(wrapped, sites, [images] if rank else [], cross_entropy)
+    assert found.norm == "operator" and abs(found.best.ratio / exact.best.ratio - 1) < 1e-5
 
 
 class Seen(triggers.Trigger):

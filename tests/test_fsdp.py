@@ -106,6 +106,11 @@ def refused() -> None:
     whole = data(0, 1)[:1]
     expected = measure(plain, find_sites(plain, whole[0][0], layer="residual"), whole, cross_entropy)
     assert all(abs(a.value / b.value - 1) < 1e-9 for a, b in zip(probe.merits(), expected, strict=True))
+    level: dict[str, Any] = {"confidence": 0.9, "tolerance": 0.5}
+    expected = measure(plain, find_sites(plain, whole[0][0], layer="residual"), data(0, 1, 30), cross_entropy, **level)
+    found = measure(model, sites, data(rank, world, 30), cross_entropy, **level)
+    assert (found.clear, found.samples) == (True, expected.samples) and expected.batches < 30
+    assert all(abs(a.value / b.value - 1) < 1e-9 for a, b in zip(found, expected, strict=True))
     assert "ratio=False" in raised(lambda: Probe(model, sites))
     parts = make_model()
     fully_shard(parts[4])

@@ -5,7 +5,9 @@ Whoever changes or measures a model opens a `Together`. Without several processe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +17,7 @@ from torch import Tensor, nn
 
 from sensli import fsdp
 from sensli.errors import DistributedError
-from sensli.running import device_of
-from sensli.sensitivity import Catch, Sum
+from sensli.sensitivity import SiteCatch, Sum, WeightCatch
 from sensli.wrappers import around, forget_compiled, is_a
 
 
@@ -56,8 +57,8 @@ class Together:
             self._agreed = True
             gather(self.group, (f"{type(value).__name__}: {value}", None), self.what)
 
-    def agree(self, fact: Any = None) -> list[Any]:
-        """Wait for all ranks; raise if one failed or if ``str`` of the facts differ. Returns the facts of all ranks, by rank."""
+    def agree(self, fact: Any = None, *, last: bool = True) -> list[Any]:
+        """Wait for all ranks; raise if one failed. Returns the facts of all ranks, by rank. Unless it is the last time, work goes on."""
         self._agreed = True
         if self.group is None:
             return [fact]
@@ -67,6 +68,7 @@ class Together:
                 raise DistributedError(
                     f"could not {self.what}, because rank {rank} failed: {error} Nothing was changed on any rank."
                 )
+        self._agreed = last
         return [its for _, its in answers]
 
     def agree_on(self, fact: str) -> None:
@@ -106,30 +108,42 @@ def mean_metric(model: nn.Module, metric: float | None) -> float | None:
     return None if metric is None else sum(metrics) / len(metrics)
 
 
-def reduce_sums(
-    together: Together, catch: Catch, sizes: Sequence[float], unit: float, count: int
-) -> tuple[list[float], float, int]:
-    """Add up over all ranks what each of them caught: gradients (never their norms), sizes, counts, units alive.
+@dataclass(frozen=True)
+class Caught:
+    """What one process has caught, or all of them together. Sizes are in units of the first batch."""
 
-    Sizes are in units of a rank's first batch; all are brought to the first rank's that had any.
+    sites: list[SiteCatch]
+    weights: list[WeightCatch]
+    sizes: list[float]
+    unit: float
+    count: int
+
+
+def joined(together: Together, caught: Caught, device: Any, *, last: bool = True) -> Caught:
+    """What all ranks have caught: gradients added up (never their norms), sizes, counts, units alive. What each holds stays as it is.
+
+    Sizes are brought to the unit of the first rank that has any. Unless it is the `last` time, the ranks will meet again.
     """
-    device = device_of(catch.model)
-    sums = [*(site.sum for site in catch.sites), *(weight.sum for weight in catch.weights)]
-    told = together.agree((unit, list(sizes), count, [_forms(each) for each in sums]))
+    own: list[SiteCatch | WeightCatch] = [*caught.sites, *caught.weights]
+    fact = (caught.unit, caught.sizes, caught.count, [(_forms(each.sum), each.shape) for each in own])
+    told = together.agree(fact, last=last)
     if together.group is None:
-        return list(sizes), unit, count
-    common = next((its for its, _, _, _ in told if its), 0.0)
-    if not common:
-        return list(sizes), unit, 0  # no rank had data
-    for index, each in enumerate(sums):
-        for j in range(len(each.groups)):
-            form = next((forms[index][j] for _, _, _, forms in told if forms[index][j]), None)
+        return caught
+    common, shapes = next(((unit, forms) for unit, _, _, forms in told if unit), (0.0, told[0][3]))
+    copies: list[Any] = [copy(each) for each in own]
+    for index, each in enumerate(copies):
+        each.shape = shapes[index][1]  # a rank without data has not seen it
+        each.sum = each.sum.like()
+        for j in range(len(each.sum.groups)):
+            form = next((forms[index][0][j] for _, _, _, forms in told if forms[index][0][j]), None)
             if form is not None:
-                each.groups[j] = _summed(each.groups[j], form, unit / common, device, together.group)
-    for site in catch.sites:
+                part = own[index].sum.groups[j]
+                each.sum.groups[j] = _summed(part, form, caught.unit / common, device, together.group)
+    sites = copies[: len(caught.sites)]
+    for site in sites:
         site.alive = _any_alive(site.alive, site.site.layer.width, device, together.group)
-    totals = [sum(its_sizes[j] * its_unit / common for its_unit, its_sizes, _, _ in told) for j in range(len(sizes))]
-    return totals, common, sum(its for _, _, its, _ in told)
+    totals = [sum(sizes[j] * unit / (common or 1.0) for unit, sizes, _, _ in told) for j in range(len(caught.sizes))]
+    return Caught(sites, copies[len(sites) :], totals, common, sum(count for _, _, count, _ in told))
 
 
 def same_values(together: Together, values: list[float], mean: float | None) -> tuple[list[float], float | None]:

@@ -9,7 +9,7 @@ from typing import Any
 from sensli.confidence import Estimate, estimate
 from sensli.errors import MeasurementError
 from sensli.merits import Merit, Merits
-from sensli.sensitivity import Catch, SiteCatch, WeightCatch
+from sensli.sensitivity import SiteCatch, WeightCatch
 from sensli.sites import Site
 
 
@@ -34,23 +34,27 @@ def value_of(caught: SiteCatch | WeightCatch, norm: str, sizes: Sequence[float],
     return max(0.0, estimate_of(caught, norm, sizes, remaining).value)
 
 
-def mean_of_weights(catch: Catch, norm: str, sizes: Sequence[float], remaining: float) -> float | None:
+def mean_of_weights(
+    weights: Sequence[WeightCatch], norm: str, sizes: Sequence[float], remaining: float
+) -> float | None:
     """The mean over the existing weights of the squared norm of their gradient: the denominator of the threshold."""
-    if not catch.weights:
+    if not weights:
         return None
     halves = [sum(sizes[0::2]), sum(sizes[1::2])]
     parts = halves if halves[1] else sizes
-    return sum(value_of(weight, norm, parts, remaining) for weight in catch.weights) / len(catch.weights)
+    return sum(value_of(weight, norm, parts, remaining) for weight in weights) / len(weights)
 
 
-def as_merits(sites: Sequence[Site], catch: Catch, values: Sequence[float], mean: float | None, **facts: Any) -> Merits:
+def as_merits(
+    sites: Sequence[Site], caught: Sequence[SiteCatch], values: Sequence[float], mean: float | None, **facts: Any
+) -> Merits:
     if mean is not None and not math.isfinite(mean):
         raise MeasurementError(
             f"the mean over the existing weights is {mean}: one of their gradients is not finite although the loss is. "
             "Lower the learning rate, clip gradients, or measure with ratio=False."
         )
     records = []
-    for site, caught, value in zip(sites, catch.sites, values, strict=True):
+    for site, its, value in zip(sites, caught, values, strict=True):
         quotient = None if mean is None else (value / mean if mean > 0 else math.inf)
-        records.append(Merit(site, value, quotient, caught.dead))
+        records.append(Merit(site, value, quotient, its.dead))
     return Merits(records, **facts).check()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,13 +12,13 @@ from torch import nn
 
 from sensli.backward import LossFunction, backward
 from sensli.confidence import GROUPS, is_clear, next_look
-from sensli.distributed import Together, reduce_sums, same_values
+from sensli.distributed import Caught, Together, joined, same_values
 from sensli.errors import MeasurementError
 from sensli.estimates import as_merits, estimate_of, mean_of_weights, share_remaining, value_of
 from sensli.fsdp import readable
 from sensli.merits import Merits
 from sensli.norms import choose
-from sensli.running import untouched
+from sensli.running import device_of, untouched
 from sensli.sensitivity import Catch
 from sensli.sites import Site
 from sensli.wrappers import bare
@@ -44,11 +46,6 @@ def measure(
     """
     together = Together(model, "measure the merits")
     model = bare(model)
-    if confidence is not None and together.group is not None:
-        raise ValueError(
-            "confidence= looks at the sums while they grow, which several processes do not share before the end. Use max_batches=, or "
-            "leave both out for the exact merits."
-        )
     if not sites:
         raise MeasurementError(
             "there are no sites to measure. find_sites(...).explain() says which places were skipped and why."
@@ -61,46 +58,89 @@ def measure(
     catch = Catch(model, places, weights=ratio, groups=1 if confidence is None else GROUPS)
     # Without weights that train, only the activations at the sites are asked for.
     catch.keeps_activations = not catch.weights
-    sizes = [0.0] * (1 if confidence is None else GROUPS)
-    unit, count, look, clear = 0.0, 0, 0, False
-    known = _length(batches)
-    exhausted = False
+    taken = _Taken(model, catch, batches, loss_fn, max_batches)
+    clear, remaining = None, 0.0
 
     with together, untouched(model), torch.inference_mode(False), torch.enable_grad(), catch.hooked():
-        for batch in batches:
-            size = backward(model, catch, batch, loss_fn, count, unit)
-            unit = unit or size
-            sizes[catch.group] += size / unit
-            count += 1
-            catch.group = count % len(sizes)
-            if confidence is not None and count >= 4 and next_look(count - 1) == count and count != known:
-                look += 1
-                remaining = share_remaining(count, known)
-                seen = sizes[:count]
-                estimates = [estimate_of(site, norm, seen, remaining) for site in catch.sites]
-                clear = is_clear(
-                    estimates, seen, look=look, confidence=confidence, remaining=remaining, tolerance=tolerance
-                )
-                if clear:
-                    break
-            if count == max_batches:
-                break
+        if confidence is None:
+            taken.up_to(None)
         else:
-            exhausted = True
-        sizes, unit, count = reduce_sums(together, catch, sizes, unit, count)
-    if count == 0:
+            clear, remaining = _until_clear(together, taken, norm, confidence, tolerance)
+        caught = joined(together, taken.caught(), device_of(model))
+    if caught.count == 0:
         raise MeasurementError(
             "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
         )
-    whole = confidence is None or exhausted or count == known
-    remaining = 0.0 if whole else share_remaining(count, known)
-    values = [value_of(site, norm, sizes[:count], remaining) for site in catch.sites]
-    mean = mean_of_weights(catch, norm, sizes[:count], remaining)
+    sizes = _filled(caught)
+    values = [value_of(site, norm, sizes, remaining) for site in caught.sites]
+    mean = mean_of_weights(caught.weights, norm, sizes, remaining)
     values, mean = same_values(together, values, mean)
     return as_merits(
-        sites, catch, values, mean, norm=norm, batches=count, samples=round(sum(sizes) * unit), confidence=confidence,
-        tolerance=tolerance, clear=clear if confidence is not None else None,
+        sites, caught.sites, values, mean, norm=norm, batches=caught.count, samples=round(sum(sizes) * caught.unit),
+        confidence=confidence, tolerance=tolerance, clear=clear,
     )  # fmt: skip
+
+
+class _Taken:
+    """The batches that this process has taken so far, and what they gave."""
+
+    def __init__(
+        self, model: nn.Module, catch: Catch, batches: Iterable[Any], loss_fn: LossFunction | None, most: int | None
+    ) -> None:
+        self.model, self.catch, self.loss_fn, self.most = model, catch, loss_fn, most
+        self.known = _length(batches)
+        self.unit, self.count, self.exhausted = 0.0, 0, False
+        self._sizes = [0.0] * len(catch.sites[0].sum)
+        self._rest = iter(batches)
+
+    def up_to(self, count: int | None) -> None:
+        """Take batches until there are so many in all, or as many as there are or may be."""
+        most = min((limit for limit in (count, self.most) if limit is not None), default=None)
+        for batch in islice(self._rest, None if most is None else max(most - self.count, 0)):
+            size = backward(self.model, self.catch, batch, self.loss_fn, self.count, self.unit)
+            self.unit = self.unit or size
+            self._sizes[self.catch.group] += size / self.unit
+            self.count += 1
+            self.catch.group = self.count % len(self._sizes)
+        self.exhausted = most is None or self.count < most or self.count == self.known
+
+    @property
+    def finished(self) -> bool:
+        return self.exhausted or self.count == self.most
+
+    def caught(self) -> Caught:
+        return Caught(self.catch.sites, self.catch.weights, self._sizes, self.unit, self.count)
+
+
+def _until_clear(
+    together: Together, taken: _Taken, norm: str, confidence: float, tolerance: float
+) -> tuple[bool, float]:
+    """Take batches until the best site is clear or nothing is left: whether it is, and which share of the data was not seen."""
+    goal, look = 0, 0
+    while True:
+        goal, look = next_look(goal), look + 1
+        taken.up_to(goal)
+        # All ranks come here equally often; one whose data has ended waits for the others.
+        states = together.agree((taken.finished, taken.exhausted, taken.count, taken.known), last=False)
+        finished, exhausted, counts, known = zip(*states, strict=True)
+        whole = None if None in known else sum(known)
+        if all(exhausted):
+            return False, 0.0
+        remaining = share_remaining(sum(counts), whole)
+        own = replace(taken.caught(), weights=[])
+        seen = joined(together, own, device_of(taken.model), last=False)
+        sizes = _filled(seen)
+        estimates = [estimate_of(site, norm, sizes, remaining) for site in seen.sites]
+        clear = is_clear(estimates, sizes, look=look, confidence=confidence, remaining=remaining, tolerance=tolerance)
+        if together.agree(clear, last=False)[0]:  # the first rank's word: machines may differ in the last bit
+            return True, remaining
+        if all(finished):
+            return False, remaining
+
+
+def _filled(caught: Caught) -> list[float]:
+    """The sizes of the groups that hold something: they are filled in order."""
+    return [size for size in caught.sizes if size]
 
 
 def check_level(confidence: float | None, tolerance: float) -> None:

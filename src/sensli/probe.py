@@ -10,12 +10,13 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from sensli.distributed import Together, reduce_sums, same_values
+from sensli.distributed import Caught, Together, joined, same_values
 from sensli.errors import MeasurementError
 from sensli.estimates import as_merits, mean_of_weights
 from sensli.fsdp import is_sharded
 from sensli.merits import Merits
 from sensli.norms import choose
+from sensli.running import device_of
 from sensli.sensitivity import Catch
 from sensli.sites import Site
 from sensli.wrappers import bare
@@ -102,13 +103,14 @@ class Probe:
                 )
             passes = max(1, self._catch.caught // len(self._catch.sites))
             # As DistributedDataParallel does with the gradients: the mean over the processes.
-            sizes, _, passes = reduce_sums(together, self._catch, [1.0], 1.0, passes)
-        values = [site.merit(self._norm, sum(sizes)) for site in self._catch.sites]
+            own = Caught(self._catch.sites, self._catch.weights, [1.0], 1.0, passes)
+            caught = joined(together, own, device_of(self._model))
+        values = [site.merit(self._norm, sum(caught.sizes)) for site in caught.sites]
         if self._scaler is not None and not all(map(math.isfinite, values)):
             raise MeasurementError(
                 f"the scaled gradients of the probed pass overflowed at the scale {self._scaler.get_scale():g}; the scaler skips such a "
                 "step and lowers its scale. Probe the next step."
             )
-        mean = mean_of_weights(self._catch, self._norm, sizes, 0.0)
+        mean = mean_of_weights(caught.weights, self._norm, caught.sizes, 0.0)
         values, mean = same_values(together, values, mean)
-        return as_merits(self._sites, self._catch, values, mean, norm=self._norm, batches=passes)
+        return as_merits(self._sites, caught.sites, values, mean, norm=self._norm, batches=caught.count)

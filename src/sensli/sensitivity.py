@@ -54,6 +54,10 @@ class Sum:
             else:  # the first one came from autograd: it may be expanded, or the gradient of another weight as well
                 self.groups[j], self._owned[j] = held + gradient, True
 
+    def like(self) -> Sum:
+        """An empty one with as many groups."""
+        return Sum(len(self))
+
     def total(self, without: int | None = None) -> Tensor | None:
         """The sum over all groups, or over all but one."""
         if without is None:
@@ -117,14 +121,14 @@ class WeightCatch:
         self.parameter = parameter
         self.owner = owner
         self.sum = Sum(groups)
-        self.size: tuple[int, ...] = ()
+        self.shape: tuple[int, ...] = ()  # the spatial one of a convolution's input
 
     @property
     def geometry(self) -> Geometry:
-        if not isinstance(self.owner, _CONVOLUTIONS) or not self.size:
+        if not isinstance(self.owner, _CONVOLUTIONS) or not self.shape:
             return Geometry()
         conv = self.owner
-        return Geometry(self.size, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
+        return Geometry(self.shape, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
 
     def merit(self, norm: str, samples: float, without: int | None = None) -> float:
         total = self.sum.total(without)
@@ -162,7 +166,7 @@ class Catch:
                     handles.append(place.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             for weight in self.weights:
                 if isinstance(weight.owner, _CONVOLUTIONS):
-                    handles.append(weight.owner.register_forward_pre_hook(_size_of(weight)))
+                    handles.append(weight.owner.register_forward_pre_hook(_shape_for(weight)))
             self.active = True
             with eager():
                 yield self
@@ -270,10 +274,10 @@ def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:
                 yield WeightCatch(name, parameter, module, groups)
 
 
-def _size_of(weight: WeightCatch) -> Callable[..., None]:
+def _shape_for(weight: WeightCatch) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         if args and isinstance(args[0], Tensor):
             axes = weight.parameter.dim() - 2
-            weight.size = tuple(args[0].shape[-axes:])  # from the end: a single sample may come without its batch
+            weight.shape = tuple(args[0].shape[-axes:])  # from the end: a single sample may come without its batch
 
     return hook
