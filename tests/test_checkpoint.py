@@ -57,12 +57,14 @@ Y = (X[:, 0] * X[:, 1] > 0).long() + (X[:, 2] > 0).long()
 class Run:
     """A model with all that hangs on it, and an epoch of training that draws from the global random state."""
 
-    def __init__(self, make_optimizer: Any, make_scheduler: Any, file: Path | None = None) -> None:
+    def __init__(
+        self, make_optimizer: Any, make_scheduler: Any, own_rate: float | None, file: Path | None = None
+    ) -> None:
         def optimizer_of(model: nn.Module) -> Any:
             return make_optimizer(two_groups(model))
 
         def grower_of(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-            options: dict[str, Any] = {"tau": 0.0, "select": "random", "count": 2, "lr_scale": 0.9}
+            options: dict[str, Any] = {"tau": 0.0, "select": "random", "count": 2, "lr_scale": 0.9, "own_rate": own_rate}
             return Grower(model, optimizer, example=X[:1], trigger=triggers.Every(2), scheduler=scheduler, **options)
 
         if file is None:
@@ -117,12 +119,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "own_rate"), [("SGD", None), ("AdamW", None), ("AdamW", 0.5)])
 @pytest.mark.parametrize("make_scheduler", EACH)
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(make_scheduler: Any, kind: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    make_scheduler: Any, kind: str, own_rate: float | None, tmp_path: Path
+) -> None:
     file = tmp_path / "run"
     random.seed(0)
-    run = Run(OPTIMIZERS[kind], make_scheduler)
+    run = Run(OPTIMIZERS[kind], make_scheduler, own_rate)
     for _ in range(3):
         run.epoch()
     run.save(file)
@@ -131,11 +135,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(make_scheduler: Any, 
     torch.manual_seed(99)  # what a new process would not share
     random.seed(99)
     numpy.random.seed(99)  # noqa: NPY002
-    again = Run(OPTIMIZERS[kind], make_scheduler, file)
+    again = Run(OPTIMIZERS[kind], make_scheduler, own_rate, file)
     assert len(again.grower.history) == 2
     for _ in range(3):
         again.epoch()
     assert len(again.grower.history) == 6
+    # a group of weights and one of biases, and with a rate of their own such a pair for every layer
+    assert len(again.optimizer.param_groups) == (2 if own_rate is None else 14)
     assert same(run.all(), again.all())
 
 

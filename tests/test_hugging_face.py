@@ -242,9 +242,10 @@ def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
     def settings() -> dict[str, Any]:
         return {"num_train_epochs": 3, "logging_strategy": "no", **(options() if callable(options) else options)}
 
-    whole = make(tmp_path, first := grow(2, 3, lr_scale=0.8, batches=2), **settings())
+    growing: dict[str, Any] = {"lr_scale": 0.8, "batches": 2, "own_rate": 0.5 if step == 8 else None}
+    whole = make(tmp_path, first := grow(2, 3, **growing), **settings())
     whole.train()
-    resumed = make(tmp_path / "again", second := grow(2, 3, lr_scale=0.8, batches=2), **settings())
+    resumed = make(tmp_path / "again", second := grow(2, 3, **growing), **settings())
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     assert len(first.history) == len(second.history) == 2
     assert first.history == second.history

@@ -22,7 +22,7 @@ from sensli.distributed import Together
 from sensli.errors import CheckpointError
 from sensli.fsdp import distributed_like, reshard, whole
 from sensli.grower import Grower
-from sensli.history import History
+from sensli.history import Growth, History
 from sensli.optim import as_optimizers
 from sensli.replaying import replay
 from sensli.wrappers import bare
@@ -112,6 +112,7 @@ def load_checkpoint(
         network = bare(model)
     optimizer = make_optimizer(model) if make_optimizer is not None else None
     scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
+    add_own_groups(history, optimizer, scheduler)
     # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
     _load_each("optimizer", as_optimizers(optimizer), content["optimizers"], lambda o, s: load_optimizer(o, s, network))
     _load_each("scheduler", _several(scheduler), content["schedulers"], lambda s, state: s.load_state_dict(state))
@@ -124,6 +125,13 @@ def load_checkpoint(
         states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         random_state.restore(states[rank] if rank < len(states) else states[0])
     return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
+
+
+def add_own_groups(history: Iterable[Growth], optimizer: Any, scheduler: Any) -> None:
+    """Give optimizers that were built anew, and their schedulers, the groups of layers that have a rate of their own (`own_rate`)."""
+    for growth in history:
+        if growth.own_rate is not None:
+            growth.own_rate.add(optimizer, scheduler)
 
 
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], network: nn.Module) -> None:

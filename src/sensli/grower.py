@@ -25,6 +25,7 @@ from sensli.merits import Merit, Merits
 from sensli.norms import choose
 from sensli.optim import Optimizers, as_optimizers
 from sensli.outline import outline
+from sensli.own_rate import check_own_rate
 from sensli.rates import Schedulers
 from sensli.record import Look, reason_of
 from sensli.sites import Site, Sites
@@ -62,7 +63,8 @@ class Grower:
     At a call on which ``trigger`` fires, the merits of all sites are measured; a layer is inserted if its merit is at least
     ``tau`` times the mean over the existing weights. ``select`` names which: ``"largest"``, or as controls ``"smallest"``
     and ``"random"`` (whether to insert is then still the largest merit's decision), or a callable on `Merits`; ``count``
-    layers at once at most. ``lr_scale`` multiplies the learning rates after each growth.
+    layers at once at most. ``lr_scale`` multiplies the learning rates after each growth; ``own_rate`` gives every new layer a group of its
+    own, with that many times its neighbours' rate.
     ``log`` is told every decision, also not to insert: a callable on `Look` (``print`` gives one line each), or a TensorBoard writer.
     ``averaged`` is a `torch.optim.swa_utils.AveragedModel` of the model (or several) that grows with it. ``model`` may be wrapped in
     DistributedDataParallel: then all processes call `step`, each with its own batches, and all insert the same layer.
@@ -84,6 +86,7 @@ class Grower:
         confidence: float | None = None,
         tolerance: float = 0.0,
         lr_scale: float = 1.0,
+        own_rate: float | None = None,
         scheduler: Schedulers = None,
         averaged: Averaged = None,
         seed: int = 0,
@@ -104,6 +107,8 @@ class Grower:
                 "confidence= stops when the single largest merit is clear; use it with select='largest' and count=1."
             )
         check_level(confidence, tolerance)
+        if own_rate is not None:
+            check_own_rate(optimizer, own_rate)
         choose(norm, ())
         check_request(layer, where)
         check_log(log)
@@ -116,7 +121,7 @@ class Grower:
         check_alike(model, averaged)
         self._example, self._layer, self._where = example, layer, where
         self._trigger, self._tau, self._norm, self._select = trigger, tau, norm, select
-        self._count, self._lr_scale = count, lr_scale
+        self._count, self._lr_scale, self._own_rate = count, lr_scale, own_rate
         self._confidence, self._tolerance = confidence, tolerance
         self._log = log
         self._look: Look | None = None  # of the call that runs
@@ -244,7 +249,10 @@ class Grower:
 
     def _insert(self, merit: Merit, factor: float) -> Growth:
         check_alike(self.model, self._averaged)
-        growth = insert(self.model, merit.site, optimizer=self._optimizer, scheduler=self._scheduler, lr_scale=factor)
+        growth = insert(
+            self.model, merit.site, optimizer=self._optimizer, scheduler=self._scheduler, lr_scale=factor,
+            own_rate=self._own_rate,
+        )  # fmt: skip
         follow(self._averaged, growth)
         growth = replace(growth, details={"epoch": self.calls, "merit": merit.value, "ratio": merit.ratio})
         self.history.append(growth)

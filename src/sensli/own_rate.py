@@ -29,13 +29,15 @@ class OwnRate:
 
     factor: float
     groups: tuple[tuple[int, int], ...]
+    sources: tuple[int, ...]  # the neighbours' groups that these are like
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> OwnRate:
-        return cls(data["factor"], tuple((pair[0], pair[1]) for pair in data["groups"]))
+        groups = tuple((pair[0], pair[1]) for pair in data["groups"])
+        return cls(data["factor"], groups, tuple(data.get("sources") or (0 for _ in groups)))
 
     def check(self, optimizers: Optimizers, schedulers: Schedulers, own: list[Any]) -> None:
         """Raise unless the groups are there and hold nothing but the growth's parameters."""
@@ -49,6 +51,13 @@ class OwnRate:
                     f"group {index} of optimizer {number} is not the one that the growth added for its own learning rate, or other "
                     "parameters joined it since. Pass the same optimizers, in the same order, and take out what was added later."
                 )
+
+    def add(self, optimizers: Optimizers, schedulers: Schedulers) -> None:
+        """Add the groups, empty, to optimizers that were built anew, and to their schedulers; where they are already, do nothing."""
+        known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+        for (number, index), source in zip(self.groups, self.sources, strict=True):
+            if number < len(known) and index == len(known[number].param_groups):
+                _add_group(known[number], drivers, source, self.factor)
 
     def remove(self, optimizers: Optimizers, schedulers: Schedulers) -> None:
         """Take the groups out again, and the schedulers' entries for them."""
@@ -76,34 +85,36 @@ class OwnRatePlan:
         """Add the groups, let the newcomers join them, extend the schedulers."""
         made: list[tuple[Group, Group]] = []  # the neighbours' group, the new one
         added: list[tuple[int, int]] = []
+        sources: list[int] = []
         for _, optimizer, source in self.joining.places:
             if all(source is not known for known, _ in made):
                 index = next(i for i, group in enumerate(optimizer.param_groups) if group is source)
-                new = _group_like(source, self.factor)
-                for scheduler in self.schedulers:
-                    if unwrapped(scheduler.optimizer) is optimizer:
-                        _extend(scheduler, index, self.factor)
-                made.append((source, new))
                 number = next(i for i, each in enumerate(self.optimizers) if each is optimizer)
                 added.append((number, len(optimizer.param_groups)))
-                optimizer.param_groups.append(new)
+                sources.append(index)
+                made.append((source, _add_group(optimizer, self.schedulers, index, self.factor)))
         places = tuple(
             (newcomer, optimizer, next(new for known, new in made if known is source))
             for newcomer, optimizer, source in self.joining.places
         )
         replace(self.joining, places=places).apply()
-        return OwnRate(self.factor, tuple(added))
+        return OwnRate(self.factor, tuple(added), tuple(sources))
 
 
-def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joining, factor: float) -> OwnRatePlan:
-    """Check that every scheduler can follow a new group."""
+def check_own_rate(optimizers: Optimizers, factor: float) -> None:
+    """Refuse a factor that means nothing, or that there is no rate for."""
     if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
         raise OptimizerError(
             f"own_rate={factor!r}: the factor to the neighbours' learning rate must be a positive number."
         )
-    known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
-    if not known:
+    if not as_optimizers(optimizers):
         raise OptimizerError("own_rate= needs optimizer=: the rate is the optimizer's, and none was given.")
+
+
+def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joining, factor: float) -> OwnRatePlan:
+    """Check that every scheduler can follow a new group."""
+    check_own_rate(optimizers, factor)
+    known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
     _refuse_undriven(known, drivers, "the new layer cannot have a rate of its own")
     for scheduler in drivers:
         groups = len(unwrapped(scheduler.optimizer).param_groups)
@@ -127,6 +138,16 @@ def _refuse_undriven(optimizers: tuple[Optimizer, ...], schedulers: tuple[LRSche
                 f"{what} without the scheduler of {called(optimizer)}: its groups carry initial_lr, so a scheduler drives them, and it "
                 "keeps one entry per group. Pass scheduler=; if none is in use any more, delete initial_lr from the groups."
             )
+
+
+def _add_group(optimizer: Optimizer, schedulers: tuple[LRScheduler, ...], source: int, factor: float) -> Group:
+    """An empty group like the source, with all rates times a factor, and the schedulers' entries for it."""
+    new = _group_like(optimizer.param_groups[source], factor)
+    for scheduler in schedulers:
+        if unwrapped(scheduler.optimizer) is optimizer:
+            _extend(scheduler, source, factor)
+    optimizer.param_groups.append(new)
+    return new
 
 
 def _group_like(source: Group, factor: float) -> Group:

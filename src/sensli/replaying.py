@@ -36,14 +36,16 @@ def _replay(model: nn.Module, history: History) -> None:
 
 
 def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> Growth:
-    """Insert the same layer at the same place of another model, found by its path. An optimizer follows, its rates stay."""
+    """Insert the same layer at the same place of another model, found by its path. An optimizer follows: its rates stay, and groups of
+    the growth's own come with it."""
     site = replace(
         growth.site,
         anchor=Ref(growth.site.path),
         neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
     )
     try:
-        again = insert(model, site, optimizer=optimizer, scheduler=scheduler)
+        own = growth.own_rate.factor if growth.own_rate is not None and optimizer is not None else None
+        again = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=own)
     except (SensliError, ValueError, TypeError, RuntimeError) as error:
         raise HistoryError(
             f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sensli.checkpoint import arrange, names_in
+from sensli.checkpoint import add_own_groups, arrange, names_in
 from sensli.cutting import count_growths
 from sensli.errors import SensliError, UnsupportedModel
 from sensli.grower import Grower
@@ -85,6 +85,8 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loaded and self._loaded["grower"]:
             # Before Lightning loads the optimizers' states by index: theirs is the order in which they followed the growth.
+            history = History.from_dict(self._loaded["grower"]["history"])
+            add_own_groups(history, trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
             for optimizer, names in zip(trainer.optimizers, self._loaded["names"], strict=True):
                 arrange(optimizer, names, pl_module)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from sensli.flops import count_flops
@@ -24,7 +25,7 @@ def check_options(trigger: Trigger, batches: int | None, options: dict[str, Any]
             raise TypeError(f"{name}= is the trainer's own: leave it out, the callback takes it from there.")
     # What is to be checked does not depend on the model, except for averaged=, which belongs to the one that comes.
     known = {"example": None, **{name: value for name, value in options.items() if name != "averaged"}}
-    Grower(nn.Identity(), trigger=trigger, **known)
+    Grower(nn.Identity(), torch.optim.SGD([torch.zeros(1)]), trigger=trigger, **known)
 
 
 class StandIn:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sensli.checkpoint import arrange, names_in
+from sensli.checkpoint import add_own_groups, arrange, names_in
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel
 from sensli.grower import Grower
 from sensli.history import History
@@ -223,6 +223,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if checkpoint is not None and self._loaded is not None and self._loaded["names"]:
             # The saved state goes by numbers, in the order in which that optimizer had followed the growths.
             network = bare(self._trainer.model_wrapped)
+            add_own_groups(self._history, self._trainer.optimizer, self._trainer.lr_scheduler)
             for optimizer, names in zip(as_optimizers(self._trainer.optimizer), self._loaded["names"], strict=True):
                 arrange(optimizer, names, network)
         return given(checkpoint)
