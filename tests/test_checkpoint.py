@@ -64,7 +64,13 @@ class Run:
             return make_optimizer(two_groups(model))
 
         def grower_of(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-            options: dict[str, Any] = {"tau": 0.0, "select": "random", "count": 2, "lr_scale": 0.9, "own_rate": own_rate}
+            options: dict[str, Any] = {
+                "tau": 0.0,
+                "select": "random",
+                "count": 2,
+                "lr_scale": 0.9,
+                "own_rate": own_rate,
+            }
             return Grower(model, optimizer, example=X[:1], trigger=triggers.Every(2), scheduler=scheduler, **options)
 
         if file is None:
