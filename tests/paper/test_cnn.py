@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -209,7 +208,7 @@ def test_a_stopped_run_goes_on_to_the_bit_from_every_epoch(settings, tmp_path):
 
 
 KILLED = """
-import sys
+import os, signal, sys
 sys.path[:0] = {paths!r}
 import torch
 from pathlib import Path
@@ -221,6 +220,14 @@ from sensli.paper.store import Store
 torch.set_num_threads(1)
 data._LOADERS["cifar10"] = lambda folder: raw()
 Job.__init__.__defaults__ = (*Job.__init__.__defaults__[:-1], 0.0)
+save = Store.save_state
+
+def save_and_die(self, *given):
+    save(self, *given)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[1] == "die":
+    Store.save_state = save_and_die
 runner.run([plan(parse(TINY, "tiny.json"), "stated", Options(runs=1))], Store(Path({out!r})))
 """
 
@@ -229,13 +236,9 @@ runner.run([plan(parse(TINY, "tiny.json"), "stated", Options(runs=1))], Store(Pa
 def test_a_killed_process_goes_on_to_the_bit(tmp_path):
     paths = [str(Path(__file__).parents[1]), str(Path(cnn.__file__).parents[2])]
     script = KILLED.format(paths=paths, out=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.rglob("unfinished*")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it had finished before it could be killed"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    killed = subprocess.run([sys.executable, "-c", script, "die"], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL and list(tmp_path.rglob("unfinished*"))
+    done = subprocess.run([sys.executable, "-c", script, "live"], capture_output=True, text=True, check=True).stdout
     assert "went on from where it was stopped" in done
     one = plan(parse(TINY, "tiny.json"), "stated", Options(runs=1))
     result = Store(tmp_path).load(one, "LI")
