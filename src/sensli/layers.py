@@ -25,6 +25,7 @@ from sensli.norms import Geometry
 from sensli.twins import Twin
 
 FORMS = ("relu", "residual", "parametric", "twin")
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 # Elementwise activations of torch and the constructor arguments that shape them (a copy must be the same function).
 ACTIVATIONS: dict[str, tuple[str, ...]] = {

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from sensli.arguments import first_tensor, value_at, with_first, with_value
 from sensli.errors import MeasurementError
+from sensli.layers import CONVOLUTIONS
 from sensli.norms import Geometry, squared_norm
 from sensli.running import widened
 from sensli.sites import Site
 from sensli.vjp import VirtualTwin, split
 from sensli.wrappers import eager
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Sum:
@@ -125,7 +124,7 @@ class WeightCatch:
 
     @property
     def geometry(self) -> Geometry:
-        if not isinstance(self.owner, _CONVOLUTIONS) or not self.shape:
+        if not isinstance(self.owner, CONVOLUTIONS) or not self.shape:
             return Geometry()
         conv = self.owner
         return Geometry(self.shape, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
@@ -165,7 +164,7 @@ class Catch:
                     hook = self._before(catch)
                     handles.append(place.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             for weight in self.weights:
-                if isinstance(weight.owner, _CONVOLUTIONS):
+                if isinstance(weight.owner, CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_shape_for(weight)))
             self.active = True
             with eager():
