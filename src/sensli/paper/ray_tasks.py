@@ -67,7 +67,7 @@ class Tasks:
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": near}
         self.box = ray.remote(**options)(Mailbox).remote()
         self.asked = self.box.collect.remote()
-        self.sent: list[Any] = []
+        self.sent: list[Any] = []  # and not answered yet
 
     def send(self, number: int, orders: Sequence[Order]) -> Any:
         share = self.share(orders[0].settings)
@@ -80,6 +80,7 @@ class Tasks:
 
     def answer(self, reference: Any, what: str) -> tuple[Any, str]:
         """What came back and from which machine; what failed there is raised here, in one line."""
+        self.sent.remove(reference)
         host, content = self.ray.get(reference)
         if isinstance(content, str):
             raise RayError(f"{host}: {content}")
@@ -116,6 +117,9 @@ class Tasks:
     def close(self) -> None:
         """Nothing of ours goes on in a cluster that does."""
         with suppress(Exception):  # the connection may be what was lost
-            for reference in self.sent:
-                self.ray.cancel(reference, force=True)
+            if self.sent:
+                # To cancel what has just finished ends this process: Ray takes it for a broken state of its own.
+                _, running = self.ray.wait(self.sent, num_returns=len(self.sent), timeout=0)
+                for reference in running:
+                    self.ray.cancel(reference, force=True)
             self.ray.kill(self.box)
