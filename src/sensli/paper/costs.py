@@ -29,8 +29,8 @@ class Ratios:
 
     def __str__(self) -> str:
         return (
-            f"FLOPs ratio {self.computed} ({self.flops} by the paper's rule, which counts a look as passes of a network extended "
-            f"everywhere), time ratio {self.time}, from median epochs {self.steady}; the insertions alone make it {self.chosen}; "
+            f"FLOPs ratio {self.computed}; by the paper's rule, which counts a look as passes of a network extended everywhere, "
+            f"{self.flops}; time ratio {self.time}, from median epochs {self.steady}; the insertions alone make it {self.chosen}; "
             f"looking took {number(100 * self.looking.mean)} % of the time"
         )
 

@@ -54,7 +54,7 @@ def curves(plan: Plan, results: Results) -> Figure:
     for colour, (arm, result) in zip(_cycle(len(results)), results.items(), strict=True):
         _line(top, plan, result, "train_loss", arm, color=colour)
         _line(bottom, plan, result, "test_error", arm, color=colour)
-    _finish(plan, results, figure, top, bottom, "mean with 95 % band")
+    _finish(plan, results, figure, top, bottom, "mean with 95\N{NO-BREAK SPACE}% band")
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,8 @@ def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
         for own in (True, False)
     )
     commits = sorted({_commit(result.facts["commit"]) for _, results in stored for result in results.values()})
-    devices = {str(r.facts["device"]) for _, results in stored for r in results.values() if "device" in r.facts}
+    told = [str(r.facts["device"]) for _, results in stored for r in results.values() if "device" in r.facts]
+    devices = {re.sub(r"\b1 threads", "1 thread", text) for text in told}  # as results of before spell it
     cnns = f" (CNNs: {'; '.join(sorted(devices))})" if devices else ""
     preset = next((f" --preset {one.preset}" for one, _ in stored if one.preset != "paper"), "")
     cnn = f", `sensli paper run cnn{preset}`" if any(one.experiment.name in CNN for one, _ in stored) else ""
