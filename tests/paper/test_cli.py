@@ -43,6 +43,13 @@ def test_run_show_list_report(call, tmp_path, capsys):
     assert "<script" not in html and "http" not in html
     summary = json.loads((tmp_path / "page" / "summary.json").read_text())
     assert summary["experiments"]["3-stated"]["runs"] == 3 and set(summary["claims"]) >= {"C1", "C9"}
+    assert "left out" not in capsys.readouterr().out
+    stored = next((tmp_path / "results" / "4-stated").rglob("runs-*.pt"))
+    stored.write_bytes(stored.read_bytes()[:-9])
+    assert call("report", *SHORT, "--to", "page") == 0
+    left_out = capsys.readouterr().out.splitlines()[0]
+    assert left_out.startswith("left out: ") and "experiment 4 (stated), arm" in left_out
+    assert "0 of 3 runs are stored for this configuration (1 damaged left out)" in left_out
 
 
 def test_an_experiment_of_the_user(call, tmp_path, capsys):

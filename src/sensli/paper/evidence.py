@@ -45,6 +45,7 @@ class Evidence:
         self.store, self.options = store, options
         self.experiments = catalog.bundled()
         self._loaded: dict[str, dict[str, Result] | None] = {}
+        self.left_out: list[str] = []  # of what some results are stored, and not all
 
     def each(self, name: str, recipes: tuple[str, ...] = ()) -> Iterator[tuple[Plan, dict[str, Result]]]:
         """Every recipe of an experiment (or the named ones) that has all its results."""
@@ -59,8 +60,10 @@ class Evidence:
             if one.key not in self._loaded:
                 try:
                     self._loaded[one.key] = self.store.load_all(one)
-                except NoResults:
+                except NoResults as error:
                     self._loaded[one.key] = None
+                    if any(self.store.root.glob(f"{one.key}/*/runs-*.json")):
+                        self.left_out.append(str(error))
             results = self._loaded[one.key]
             if results is not None:
                 yield one, results

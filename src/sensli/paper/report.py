@@ -28,6 +28,8 @@ def write(store: Store, options: Options, folder: Path) -> list[Path]:
     evidence = Evidence(store, options)
     names = [*catalog.paper_names(), *catalog.further_names()]
     stored = [(one, results) for name in names for one, results in evidence.each(name)]
+    for reason in evidence.left_out:
+        print(f"left out: {reason}")
     if not stored:
         raise NoResults(
             f"{store.root}: nothing is stored for these options. Compute it with: sensli paper run spirals further"

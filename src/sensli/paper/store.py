@@ -111,7 +111,7 @@ class Store:
                 rows.setdefault(run, (content["runs"], row))
         have = sum(run in rows for run in range(plan.runs))
         if have < plan.runs:
-            lost = f" ({len(damaged)} damaged files left out)" if damaged else ""
+            lost = f" ({len(damaged)} damaged left out)" if damaged else ""
             name = plan.experiment.name
             raise NoResults(
                 f"{self.root}: experiment {name} ({plan.words}), arm {arm}: {have} of {plan.runs} runs are stored for "
