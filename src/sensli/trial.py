@@ -89,6 +89,7 @@ class Trial:
     def __init__(self, flow: Flow, example: Any) -> None:
         self.model = flow.model
         self._example = to_device(example, device_of(self.model))
+        self._takes_gradients = flow.takes_gradients
         self._output = flow.output  # in eval mode, as it came out when the run was recorded
         self._seen: dict[tuple[str, str], Seen | None] = {}
         for call in flow.calls:
@@ -177,7 +178,7 @@ class Trial:
                     handles.append(module.register_forward_pre_hook(self._numbered(), prepend=True))
             try:
                 _seed(0)
-                return run(model, fresh(self._example, nodes=graph))
+                return run(model, fresh(self._example, nodes=graph and self._takes_gradients))
             finally:
                 for handle in handles:
                     handle.remove()
@@ -272,7 +273,7 @@ class Trial:
     def _grown(self, sites: Sequence[Site]) -> Iterator[list[_New]]:
         """The copy with a layer at every site, in their order."""
         bound = [_bound(self.model, site) for site in sites]
-        real = set(_spread(sites))
+        real = _shown(sites)
         standing: Counter[Site] = Counter()
         new: list[_New] = []
         try:
@@ -323,14 +324,13 @@ def _is_null(site: Site) -> bool:
     return site.layer.twin is not None and site.layer.twin.null
 
 
-def _spread(sites: Sequence[Site]) -> Iterator[int]:
-    """Of the twins of one container the first, the middle and the last."""
-    groups: dict[str, list[int]] = {}
+def _shown(sites: Sequence[Site]) -> set[int]:
+    """Of the twins of one container the first: it is put there itself, and stands for its equals."""
+    first: dict[object, int] = {}
     for index, site in enumerate(sites):
         if site.layer.twin is not None:
-            groups.setdefault(f"{site.path.rpartition('.')[0]} {site.layer.twin.null}", []).append(index)
-    for group in groups.values():
-        yield from sorted({group[0], group[len(group) // 2], group[-1]})
+            first.setdefault((site.path.rpartition(".")[0], site.layer), index)
+    return set(first.values())
 
 
 def _watched(each: _New) -> list[Any]:
