@@ -115,12 +115,11 @@ class Trial:
                 output = self._run(False, new, graph=True)
             except Exception as error:
                 return Verdict(together=_raised(error))
-            verdict = Verdict(_locally_wrong(new, "eval"))
-            if verdict.good:
-                verdict = self._compared(False, output, new)
+            wrong = _locally_wrong(new, "eval")
             outputs = [each.output for each in new]
-            gradients = self._gradients(output, outputs) if verdict.good else None
-        if gradients is not None:
+            gradients = None if wrong else self._gradients(output, outputs)
+        verdict = Verdict(wrong) if wrong else self._compared(False, output, new)
+        if verdict.good and gradients is not None:
             # Units that are off behind a ReLU are left out: another new layer behind them, with a ReLU of its own, gives them nothing back.
             on = [None if o is None else o.detach() != 0 for o in outputs]
             verdict.wrong = self._other_gradients(sites, gradients, on)
@@ -136,10 +135,11 @@ class Trial:
                 output = self._run(True, new)
             except Exception as error:
                 return Verdict(together=_raised(error))
-            verdict = Verdict(_locally_wrong(new, "training"))
-            return self._compared(True, output, new) if verdict.good else verdict
+        wrong = _locally_wrong(new, "training")
+        return Verdict(wrong) if wrong else self._compared(True, output, new)
 
     def _compared(self, training: bool, output: Any, new: list[_New]) -> Verdict:
+        """The output with the layers against the one without; they have been taken out again."""
         in_list = any(each.cut.way == "list" for each in new)
         if not training and not _difference(self._output, output, in_list):
             return Verdict()
@@ -148,7 +148,7 @@ class Trial:
         if problem and self._is_random(training):
             return Verdict()  # it differs from run to run: that its layers are identities is all that can be known
         mode = "training" if training else "eval"
-        return Verdict(together=f"{problem} in {mode} mode" if problem else None)
+        return Verdict(together=f"{problem} in {mode} mode with a layer there: {_WHY}" if problem else None)
 
     def _baseline(self, training: bool) -> Any:
         """The outputs of the copy as it is; None where it does not run in this mode."""
@@ -308,6 +308,7 @@ class Trial:
         return self._layers[site, real, number]
 
 
+_WHY = "the forward pass counts, indexes or slices its modules, or asks for their class"
 _NO_GRADIENT = "a layer there would get no gradient"
 _OTHER_GRADIENT = (
     "its values are read elsewhere too: the gradient that could be measured is not the one that a layer there would get"
