@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from sensli._version import __version__
-from sensli.benchmarks import cnn, measuring, resume, sklearn, transformers
+from sensli.benchmarks import cnn, finding, measuring, resume, sklearn, transformers
 from sensli.benchmarks.figure import Figure
 from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
 from sensli.tables import text_table
 
 BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
+    "find": finding.search_cost,
     "measure": measuring.measure_against_extended,
     "memory": measuring.memory,
     "probe": measuring.probe,
