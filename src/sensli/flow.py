@@ -96,8 +96,6 @@ def record(model: nn.Module, example: Any) -> Flow:
             f"'{on_meta}' of {type(model).__name__} is on the meta device: it has a shape and no values, so there is nothing to run or "
             "to measure. Load the weights first (model.to_empty(device='cpu') gives memory, load_state_dict values)."
         )
-    if isinstance(example, tuple | list | dict) and not any(True for _ in tensors(example)):
-        raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
     try:
         with torch.inference_mode(False), torch.no_grad():
             twin = unsharded(model) if is_sharded(model) else copied_model(model)

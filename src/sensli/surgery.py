@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli import checks
 from sensli.cutting import apply_cut, inserted, join, plan_cut, renames_of, take_out
 from sensli.distributed import Changing
 from sensli.errors import HistoryError, UnsupportedModel
 from sensli.fsdp import readable_part
 from sensli.history import Growth
+from sensli.merits import Merit, as_site
 from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
 from sensli.outline import GROWTH
 from sensli.own_rate import plan_own_rate
-from sensli.rates import Schedulers, plan_rate_scaling
+from sensli.rates import Schedulers, as_schedulers, plan_rate_scaling
 from sensli.same_output import check_same, outputs
 from sensli.sites import Ref, Site
 from sensli.wrappers import bare
@@ -24,7 +26,7 @@ from sensli.wrappers import bare
 
 def insert(
     model: nn.Module,
-    site: Site,
+    site: Site | Merit,
     *,
     optimizer: Optimizers = None,
     scheduler: Schedulers = None,
@@ -42,6 +44,11 @@ def insert(
     layer train from then on. ``own_rate`` is a factor to the neighbours' learning rate for the new layer, which then has its own groups.
     """
     with Changing(model, f"insert {site}") as together:
+        bare(model)
+        site = as_site("site", site)
+        checks.flag("freeze_rest", freeze_rest)
+        if check is not None:
+            checks.example("check", check)
         return _insert(bare(model), site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
 
 
@@ -130,7 +137,9 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
     If no step was taken since, model and optimizer are to the bit what they were. Otherwise the function changes as it must.
     """
-    with Changing(model, f"undo {growth.name}") as together:
+    with Changing(model, f"undo {getattr(growth, 'name', 'a growth')}") as together:
+        bare(model)
+        checks.instance("growth", growth, Growth, "the Growth that insert returned (for example grower.history[-1])")
         _undo(bare(model), growth, together, optimizer, scheduler)
 
 
@@ -148,6 +157,7 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
             f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
+    as_schedulers(scheduler)
     gone = list(layer.parameters())
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.check(optimizer, scheduler, gone)
