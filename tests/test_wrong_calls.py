@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import json
 import random
 import traceback
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from sensli import (
     History,
     Probe,
     SensliError,
+    checks,
     count_flops,
     find_sites,
     insert,
@@ -367,6 +370,103 @@ def test_a_wrong_argument_is_told_clearly_and_changes_nothing(setting: Setting, 
     before = setting.state()
     faults = {repr(value): fault(setting, before, function, argument, value) for value in TABLE[function, argument]}
     assert {value: fault for value, fault in faults.items() if fault is not None} == {}
+
+
+# of both callbacks, which check the options of the Grower that they will make
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "trigger": TABLE["Grower", "trigger"],
+    "monitor": (5, True, ["val_loss"], nn.ReLU),
+    "batches": (*NOT_WHOLE, 0, -1),
+    "metrics": NOT_A_FLAG,
+    "example": NOT_AN_EXAMPLE,
+    "tau": TABLE["Grower", "tau"],
+    "select": TABLE["Grower", "select"],
+    "lr_scale": TABLE["Grower", "lr_scale"],
+    "own_rate": TABLE["Grower", "own_rate"],
+    "seed": TABLE["Grower", "seed"],
+    "optimizer": (Of("one", lambda s: s.optimizer, "the trainer's own"),),
+    "scheduler": (Of("one", lambda s: s.scheduler, "the trainer's own"),),
+    "model": (Of("one", lambda s: s.model, "the trainer's own"),),
+}
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_callback_is_not_made_with_wrong_options(
+    setting: Setting, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(library)
+    make = importlib.import_module(f"sensli.integrations.{library}").GrowthCallback
+    monkeypatch.setitem(CALLS, library, lambda s, **given: make(**{"trigger": Every(2), **given}))
+    before = setting.state()
+    faults = {
+        (name, repr(value)): fault(setting, before, library, name, value) for name in OPTIONS for value in OPTIONS[name]
+    }
+    assert {row: fault for row, fault in faults.items() if fault is not None} == {}
+    make(Every(2), monitor="loss", batches=np.int64(3), metrics=np.True_, tau=torch.tensor(0.5), lr_scale=0.5)
+
+
+def test_what_is_as_good_as_the_right_type_is_taken(setting: Setting) -> None:
+    """Numbers of numpy and torch, a merit for its site, merits for sites, a list of calls."""
+    sites, data = setting.sites, setting.data
+    merits = measure(
+        setting.model,
+        setting.merits,
+        data,
+        loss_fn,
+        max_batches=np.int64(2),
+        ratio=np.True_,
+        confidence=np.float32(0.9),
+    )
+    assert [merit.site for merit in merits] == list(sites) and merits.batches <= 2 and type(merits.confidence) is float
+    assert [m.site for m in measure(setting.model, iter(sites), data, loss_fn)] == list(sites)
+    with Probe(setting.model, setting.merits) as probe:
+        loss_fn(setting.model(setting.x), data[0][1]).backward()
+    assert [merit.site for merit in probe.merits()] == list(sites)
+
+    assert At([3, 6]).calls == At(3, 6).calls == At((6, 3)).calls == At(range(3, 7, 3)).calls == {3, 6}
+    assert Every(np.int32(4)).calls == 4 and type(Every(torch.tensor(4)).calls) is int
+    assert Budget(parameters=1e6).limits == {"parameters": 1_000_000}
+    assert Plateau(threshold=0).threshold == 0.0
+
+    model = deep(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.5))
+    kinds = find_sites(setting.stranger, images(), kernel_size=np.int64(1))
+    assert all("1)" in str(site) for site in kinds if site.kind == "conv")
+    grower = Grower(
+        model, optimizer, example=setting.x, trigger=Every(1), tau=torch.tensor(0.0), count=np.int64(1), lr_scale=torch.tensor(0.5),
+        seed=np.uint8(3),
+    )  # fmt: skip
+    for metric in (torch.tensor(0.5, requires_grad=True), np.float32(0.5), torch.tensor([0.5]), 1, NAN):
+        grower.step(data, loss_fn, metric=metric)
+    assert optimizer.param_groups[0]["lr"] == 0.5**6
+    assert all(type(metric) in (float, type(None)) for _, metric in grower.history.record.metrics)
+    json.dumps(grower.state_dict(), allow_nan=False)  # plain data still
+
+    other = deep(3)
+    found = measure(other, find_sites(other, setting.x), data, loss_fn)
+    growth = insert(other, found.best, lr_scale=np.float64(1.0), check=data[0])
+    assert str(growth.site) == str(found.best.site)
+    assert replay(deep(3), [growth])[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("x" * 1000, "'" + "x" * 29 + "..." + "x" * 14 + "'"),
+        (10**400, "..."),
+        (torch.zeros(500, 500), "a float32 tensor of shape (500, 500)"),
+        (list(range(1000)), "a list of 1000 entries"),
+        ((1,), "(1)"),
+        ({"a": [1, {}]}, "{'a': [1, {}]}"),
+        (np.zeros((2, 3)), "a ndarray of shape (2, 3)"),
+        (nn.Linear(2, 2), "a Linear"),
+        (nn.Linear, "the class Linear"),
+        (print, "the function print"),
+        (Path("a") / "b", "a/b"),
+    ],
+)
+def test_a_value_in_a_text_is_short(value: Any, text: str) -> None:
+    assert text in checks.shown(value) and len(checks.shown(value)) < 80
 
 
 def test_the_table_is_long_and_its_calls_are_right_but_for_the_wrong_argument(tmp_path: Path) -> None:

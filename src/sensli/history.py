@@ -67,8 +67,7 @@ class Growth:
         missing = [key for key in _NEEDED if not isinstance(data, Mapping) or key not in data]
         if missing:
             raise HistoryError(
-                f"data must be what Growth.to_dict() returned (the key {missing[0]!r} is missing), got {checks.shown(data)}. Use an "
-                "intact copy."
+                f"data must be what Growth.to_dict() returned (the key {missing[0]!r} is missing), got {checks.shown(data)}."
             )
         return cls(
             site=Site.from_dict(data["site"]),
@@ -174,9 +173,10 @@ class History(Sequence[Growth]):
         try:
             record = Record.from_dict(data["record"]) if "record" in data else None
             return cls((Growth.from_dict(entry) for entry in data["growths"]), record=record)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, HistoryError, KeyError, TypeError, ValueError) as error:
+            reason = str(error).rstrip(".")
             raise HistoryError(
-                f"the history is damaged: {type(error).__name__}: {error}. Use an intact copy."
+                f"the history is damaged: {type(error).__name__}: {reason}. Use an intact copy."
             ) from error
 
     def to_json(self) -> str:
