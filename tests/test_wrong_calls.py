@@ -37,6 +37,7 @@ from sensli import (
     undo,
 )  # fmt: skip
 from sensli.norms import Geometry, choose, squared_norm
+from sensli.page import page_data, read_history, write_page
 from sensli.ranking import compare_choices
 from sensli.triggers import At, AtMost, Budget, Every, Plateau
 
@@ -79,6 +80,13 @@ class Setting:
         kept["numbers"] = (random.getstate(), np.random.get_state()[1].tobytes())  # noqa: NPY002
         kept["files"] = {file.name: file.read_bytes() for file in self.folder.iterdir()}
         return kept
+
+
+class Writer:
+    """A writer like TensorBoard's."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def add_text(self, tag: str, text_string: str, global_step: int) -> None: ...
 
 
 class Of:
@@ -137,6 +145,11 @@ CALLS: dict[str, Callable[..., Any]] = {
     "History.save": lambda s, **given: s.grower.history.save(**{"path": s.folder / "history.json", **given}),
     "History.load": lambda s, **given: History.load(**{"path": s.folder / "history.json", **given}),
     "Growth.from_dict": lambda s, **given: Growth.from_dict(**{"data": s.growth.to_dict(), **given}),
+    "page_data": lambda s, **given: page_data(**{"history": s.grower.history, **given}),
+    "write_page": lambda s, **given: write_page(
+        **{"path": s.folder / "page.html", "data": page_data(s.grower.history), **given}
+    ),
+    "read_history": lambda s, **given: read_history(**{"path": s.file, **given}),
     "save_checkpoint": lambda s, **given: save_checkpoint(
         **{
             "path": s.folder / "new.ckpt",
@@ -277,7 +290,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
     ("Grower", "averaged"): (3, "ema", [None], nn.ReLU, {"a": 1}),
     ("Grower", "seed"): ("a", 1.5, True, None, [0], -1, 2**64, NAN),
-    ("Grower", "log"): (5, "print", True, [print]),
+    ("Grower", "log"): (5, "print", True, [print], Writer),
     ("Grower.step", "batches"): (*NOT_BATCHES, *BAD_BATCHES),
     ("Grower.step", "loss_fn"): (*NOT_A_LOSS, Of("None", lambda s: None, "is missing"), *BAD_LOSSES),
     ("Grower.step", "metric"): ("0.5", [0.5], {"loss": 1}, True, 1j, torch.ones(2), nn.ReLU, np.ones(3)),
@@ -307,6 +320,10 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("History.save", "path"): NOT_A_PATH,
     ("History.load", "path"): NOT_A_PATH,
     ("Growth.from_dict", "data"): NOT_DATA,
+    ("page_data", "history"): NOT_A_HISTORY,
+    ("write_page", "path"): NOT_A_PATH,
+    ("write_page", "data"): (None, 3, "x", [], nn.ReLU, Of("a history", lambda s: s.grower.history, "History")),
+    ("read_history", "path"): NOT_A_PATH,
     ("save_checkpoint", "path"): NOT_A_PATH,
     ("save_checkpoint", "model"): NOT_A_MODEL,
     ("save_checkpoint", "optimizer"): NOT_AN_OPTIMIZER,

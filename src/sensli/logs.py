@@ -24,7 +24,10 @@ Log = Callable[[Look], Any] | ScalarWriter | None
 
 def check_log(log: Log) -> None:
     """Refuse what is neither, before any training."""
-    if log is not None and not callable(log) and not isinstance(log, ScalarWriter):
+    writer = isinstance(log, ScalarWriter)
+    if log is not None and (
+        isinstance(log, type) if writer else not callable(log)
+    ):  # the class of a writer can be called too
         what = "a function that takes one Look (for example print), or a writer with add_scalar and add_text"
         checks.refuse("log", what, log, WrongType)
 

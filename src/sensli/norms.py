@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def _check(gradient: Tensor, geometry: Geometry) -> None:
     if not geometry.size:
         return
     for name in ("size", "stride", "dilation"):
-        given = checks.instance(name, getattr(geometry, name), tuple, "a tuple of whole numbers")
+        given: Any = checks.instance(name, getattr(geometry, name), (tuple, list), "a tuple of whole numbers")
         if (given or name == "size") and len(given) != gradient.dim() - 2:
             raise ValueError(
                 f"{name} {given} has {len(given)} entries, but a kernel of shape {tuple(gradient.shape)} "

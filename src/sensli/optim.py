@@ -113,7 +113,8 @@ def as_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
 
 def unwrapped(given: Any) -> Optimizer:
     # Look inside first: the wrappers pass for instances of Optimizer themselves. A scheduler holds one, but is no wrapper of it.
-    for name in () if isinstance(given, LRScheduler) else ("optimizer", "_optimizer"):
+    names = () if isinstance(given, LRScheduler) else ("optimizer", "_optimizer")
+    for name in names:
         inner = getattr(given, name, None)
         if inner is not given and hasattr(inner, "param_groups"):
             return unwrapped(inner)

@@ -36,7 +36,7 @@ def insert(
     freeze_rest: bool = False,
     own_rate: float | None = None,
 ) -> Growth:
-    """Insert the site's layer into the model in place; the function does not change, and training goes on.
+    """Insert the site's layer into the model in place; the function does not change, and training goes on. A merit stands for its site.
 
     The new parameters join the optimizer's groups of their neighbours (``group`` decides where those are in none); moments and
     schedule stay. ``lr_scale`` multiplies all learning rates from then on. ``check`` is a batch, ``(input, target)`` or an input, on
@@ -44,12 +44,11 @@ def insert(
     layer train from then on. ``own_rate`` is a factor to the neighbours' learning rate for the new layer, which then has its own groups.
     """
     with Changing(model, f"insert {site}") as together:
-        bare(model)
-        site = as_site("site", site)
+        network, site = bare(model), as_site("site", site)
         checks.flag("freeze_rest", freeze_rest)
         if check is not None:
             checks.example("check", check)
-        return _insert(bare(model), site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
+        return _insert(network, site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
 
 
 def _insert(
@@ -138,9 +137,9 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
     If no step was taken since, model and optimizer are to the bit what they were. Otherwise the function changes as it must.
     """
     with Changing(model, f"undo {getattr(growth, 'name', 'a growth')}") as together:
-        bare(model)
+        network = bare(model)
         checks.instance("growth", growth, Growth, "the Growth that insert returned (for example grower.history[-1])")
-        _undo(bare(model), growth, together, optimizer, scheduler)
+        _undo(network, growth, together, optimizer, scheduler)
 
 
 def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optimizers, scheduler: Schedulers) -> None:

@@ -189,8 +189,13 @@ class Budget(Trigger):
     """Fires as long as there is room, and lets only layers through that fit: ``Budget(parameters=1_000_000)``."""
 
     def __init__(self, *, parameters: int | None = None, flops: int | None = None, depth: int | None = None) -> None:
-        limits = {"parameters": parameters, "flops": flops, "depth": depth}
-        self.limits = {name: _limit(name, limit) for name, limit in limits.items() if limit is not None}
+        # Sizes are whole, so a limit such as 1e6 or 10.5 is the whole number below it.
+        limits = {"parameters": (parameters, 1_000_000), "flops": (flops, 1_000_000), "depth": (depth, 20)}
+        self.limits = {
+            name: int(checks.at_least(name, limit, 1, example))
+            for name, (limit, example) in limits.items()
+            if limit is not None
+        }
         if not self.limits:
             raise ValueError(
                 "Budget needs a limit: parameters, flops (per sample) or depth (for example Budget(parameters=1_000_000)), got none."
@@ -205,8 +210,3 @@ class Budget(Trigger):
 
     def __repr__(self) -> str:
         return f"Budget({', '.join(f'{name}={limit:,}' for name, limit in self.limits.items())})"
-
-
-def _limit(name: str, value: float) -> int:
-    """Sizes are whole, so a limit such as 1e6 or 10.5 is the whole number below it."""
-    return int(checks.at_least(name, value, 1, 1_000_000))
