@@ -113,6 +113,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "insert": lambda s, **given: insert(
         **{"model": s.model, "site": s.sites[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
+    "insert without an optimizer": lambda s, **given: insert(s.model, s.sites[0], **given),
     "undo": lambda s, **given: undo(
         **{"model": s.model, "growth": s.growth, "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
@@ -128,6 +129,7 @@ CALLS: dict[str, Callable[..., Any]] = {
             **given,
         }
     ),
+    "Grower without an optimizer": lambda s, **given: Grower(s.model, example=s.x, trigger=Every(2), **given),
     "Grower.step": _grower_step,
     "Grower.load_state_dict": lambda s, **given: s.grower.load_state_dict(**{"state": s.grower.state_dict(), **given}),
     "At": lambda s, calls=(3,): At(*calls),
@@ -264,6 +266,10 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("insert", "group"): (99, -1, True, 0.0, "0", {"params": []}, [0]),
     ("insert", "freeze_rest"): NOT_A_FLAG,
     ("insert", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("insert without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("insert without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("insert without an optimizer", "group"): (Of("0", lambda s: 0, "needs optimizer="),),
+    ("insert without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "another optimizer"),),
     ("undo", "model"): NOT_A_MODEL,
     ("undo", "growth"): NOT_A_GROWTH,
     ("undo", "optimizer"): NOT_AN_OPTIMIZER,
@@ -291,6 +297,9 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "averaged"): (3, "ema", [None], nn.ReLU, {"a": 1}),
     ("Grower", "seed"): ("a", 1.5, True, None, [0], -1, 2**64, NAN),
     ("Grower", "log"): (5, "print", True, [print], Writer),
+    ("Grower without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("Grower without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("Grower without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "another optimizer"),),
     ("Grower.step", "batches"): (*NOT_BATCHES, *BAD_BATCHES),
     ("Grower.step", "loss_fn"): (*NOT_A_LOSS, Of("None", lambda s: None, "is missing"), *BAD_LOSSES),
     ("Grower.step", "metric"): ("0.5", [0.5], {"loss": 1}, True, 1j, torch.ones(2), nn.ReLU, np.ones(3)),
@@ -330,6 +339,11 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("save_checkpoint", "scheduler"): NOT_A_SCHEDULER,
     ("save_checkpoint", "grower"): (3, "x", {}, Grower, Of("a history", lambda s: s.grower.history, "History")),
     ("save_checkpoint", "history"): NOT_A_HISTORY[1:],
+    ("save_checkpoint", "extra"): (
+        Of("a module", lambda s: s.model, "Sequential"), Of("a class", lambda s: nn.ReLU, "type"),
+        Of("an array", lambda s: [np.ones(2)], "ndarray"),
+        Of("a number of numpy", lambda s: {"loss": np.float64(1)}, "float64"), Of("a function", lambda s: {1: loss_fn}, "function"),
+    ),
     ("load_checkpoint", "path"): NOT_A_PATH,
     ("load_checkpoint", "make_model"): (*NOT_A_FACTORY, None),
     ("load_checkpoint", "make_optimizer"): NOT_A_FACTORY,

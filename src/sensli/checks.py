@@ -218,12 +218,12 @@ def batches(name: str, value: T) -> T:
     return value
 
 
-def path(name: str, value: object) -> Path:
+def path(name: str, value: object, *, error: Error | None = None) -> Path:
     """The path of a file. A number is none: open() would take it for a file that somebody else has open."""
     what = "the path of a file (for example 'run.ckpt')"
     found = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(found, str):
-        refuse(name, what, value, WrongType)
+        refuse(name, what, value, error or WrongType)
     if not Path(found).name:
-        refuse(name, what, value, ValueError)
+        refuse(name, what, value, error or ValueError)
     return Path(found)

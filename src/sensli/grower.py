@@ -24,7 +24,7 @@ from sensli.logs import Log, check_log, tell
 from sensli.measuring import check_level, measure
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
-from sensli.optim import Optimizers, as_optimizers
+from sensli.optim import Optimizers, as_optimizers, check_needed
 from sensli.outline import outline
 from sensli.own_rate import check_own_rate
 from sensli.rates import Schedulers, plan_rate_scaling
@@ -107,6 +107,7 @@ class Grower:
             )
         confidence, tolerance = check_level(confidence, tolerance)
         lr_scale = plan_rate_scaling(optimizer, scheduler, lr_scale).factor
+        check_needed(optimizer, lr_scale=lr_scale != 1)
         own_rate = None if own_rate is None else check_own_rate(optimizer, own_rate)
         choose(norm, ())
         check_request(layer, where)

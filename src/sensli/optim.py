@@ -111,6 +111,12 @@ def as_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
     return tuple(unwrapped(each) for each in as_list(given))
 
 
+def check_needed(optimizers: Optimizers, **asked: bool) -> None:
+    """Refuse what was asked for where nothing would come of it without an optimizer."""
+    for name in (name for name, given in asked.items() if given and not as_optimizers(optimizers)):
+        raise OptimizerError(f"{name}= needs optimizer=: rates and groups are the optimizer's, and none was given.")
+
+
 def unwrapped(given: Any) -> Optimizer:
     # Look inside first: the wrappers pass for instances of Optimizer themselves. A scheduler holds one, but is no wrapper of it.
     names = () if isinstance(given, LRScheduler) else ("optimizer", "_optimizer")

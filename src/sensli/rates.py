@@ -82,9 +82,14 @@ class RateScaling:
 Holders: TypeAlias = dict[str, tuple[Any, ...]]
 
 
+def check_factor(factor: float) -> float:
+    """The factor as a number; one that means nothing is refused."""
+    return checks.positive("lr_scale", factor, 0.5, error=OptimizerError)
+
+
 def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: float) -> RateScaling:
     """Check that the factor reaches every rate, and list what it changes; nothing has changed before `apply`."""
-    factor = checks.positive("lr_scale", factor, 0.5, error=OptimizerError)
+    factor = check_factor(factor)
     known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
     driven = [unwrapped(scheduler.optimizer) for scheduler in drivers]
     for scheduler, optimizer in zip(drivers, driven, strict=True):

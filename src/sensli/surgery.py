@@ -15,10 +15,10 @@ from sensli.errors import HistoryError, UnsupportedModel
 from sensli.fsdp import readable_part
 from sensli.history import Growth
 from sensli.merits import Merit, as_site
-from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
+from sensli.optim import Newcomer, Optimizers, as_optimizers, check_needed, leave, plan_joining
 from sensli.outline import GROWTH
 from sensli.own_rate import plan_own_rate
-from sensli.rates import Schedulers, as_schedulers, plan_rate_scaling
+from sensli.rates import Schedulers, as_schedulers, check_factor, plan_rate_scaling
 from sensli.same_output import check_same, outputs
 from sensli.sites import Ref, Site
 from sensli.wrappers import bare
@@ -46,6 +46,8 @@ def insert(
     with Changing(model, f"insert {site}") as together:
         network, site = bare(model), as_site("site", site)
         checks.flag("freeze_rest", freeze_rest)
+        lr_scale = check_factor(lr_scale)
+        check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
         if check is not None:
             checks.example("check", check)
         return _insert(network, site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)

@@ -19,7 +19,7 @@ _ZIP = b"PK\x03\x04"  # what torch.save writes begins so
 
 def read_history(path: str | os.PathLike[str]) -> History:
     """Read a file that `History.save`, `save_checkpoint`, `json.dump` or `torch.save` wrote. Runs no code from it."""
-    path = checks.path("path", path)
+    path = checks.path("path", path, error=HistoryError)
     content = path.read_bytes()
     try:
         if content.lstrip()[:1] in (b"{", b"["):
