@@ -128,6 +128,11 @@ def test_a_trigger_of_ones_own_combines_too():
     assert firing(Odd() & AtMost(2)) == [1, 3]
 
 
+def test_a_trigger_of_ones_own_without_its_question_is_told():
+    with pytest.raises(NotImplementedError, match=r"Mute must define fires\(self, moment\)"):
+        type("Mute", (Trigger,), {})().fires(Moment(1))
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -262,7 +262,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("insert", "optimizer"): NOT_AN_OPTIMIZER,
     ("insert", "scheduler"): (*NOT_A_SCHEDULER, ANOTHER_ONES),
     ("insert", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
-    ("insert", "check"): (5, 1.5, True, (), [], {}, (None, 1), {"x": 1}, nn.ReLU),
+    ("insert", "check"): (Of("three", lambda s: (s.x, s.x, s.x), "tensor"), 5, 1.5, True, (), [], {}, (None, 1), {"x": 1}, nn.ReLU),
     ("insert", "group"): (99, -1, True, 0.0, "0", {"params": []}, [0]),
     ("insert", "freeze_rest"): NOT_A_FLAG,
     ("insert", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
@@ -433,6 +433,9 @@ def test_a_callback_is_not_made_with_wrong_options(
         (name, repr(value)): fault(setting, before, library, name, value) for name in OPTIONS for value in OPTIONS[name]
     }
     assert {row: fault for row, fault in faults.items() if fault is not None} == {}
+    if library == "transformers":
+        monkeypatch.setitem(CALLS, "attach", lambda s, trainer: make(Every(2)).attach(trainer))
+        assert [fault(setting, before, "attach", "trainer", value) for value in (None, 3, "x", nn.ReLU)] == [None] * 4
     make(Every(2), monitor="loss", batches=np.int64(3), metrics=np.True_, tau=torch.tensor(0.5), lr_scale=0.5)
 
 

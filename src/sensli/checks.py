@@ -210,6 +210,15 @@ def example(name: str, value: T) -> T:
     return value
 
 
+def batch(name: str, value: T) -> T:
+    """An input of the model, or a pair of an input and a target."""
+    example(name, value)
+    if isinstance(value, (tuple, list)) and len(value) > 2:
+        what = "an input or an (input, target) pair (for several inputs ((a, b), target) or a dict)"
+        refuse(name, what, value, BadExample)
+    return value
+
+
 def batches(name: str, value: T) -> T:
     """Something that yields batches. Only what it is, because asking it for the first one may use it up or draw random numbers."""
     single = isinstance(value, (str, bytes, type, Tensor, Mapping, nn.Module))

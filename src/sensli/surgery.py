@@ -49,7 +49,7 @@ def insert(
         lr_scale = check_factor(lr_scale)
         check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
         if check is not None:
-            checks.example("check", check)
+            checks.batch("check", check)
         return _insert(network, site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
 
 

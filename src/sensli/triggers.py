@@ -27,7 +27,9 @@ class Trigger:
 
     def fires(self, moment: Moment) -> bool:
         """Whether to look at this call. Asked exactly once per call."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define fires(self, moment): whether to look at this call."
+        )
 
     def allows(self, site: Site, moment: Moment) -> bool:
         """Whether the limits leave room for this site's layer."""

@@ -70,9 +70,9 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def attach(self, trainer: Trainer) -> None:
         """Join a Trainer. ``Trainer(callbacks=[...])`` does it by itself; call it after ``trainer.add_callback(...)`` to resume."""
+        checks.instance("trainer", trainer, Trainer, "a transformers.Trainer")
         if self.trainer is trainer:
             return
-        checks.instance("trainer", trainer, Trainer, "a transformers.Trainer")
         if self.trainer is not None:
             raise SensliError(
                 "this GrowthCallback belongs to another Trainer already. Make a new one for this Trainer."
