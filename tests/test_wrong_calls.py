@@ -35,7 +35,7 @@ from sensli import (
     replay,
     save_checkpoint,
     undo,
-)  # fmt: skip
+)
 from sensli.norms import Geometry, choose, squared_norm
 from sensli.page import page_data, read_history, write_page
 from sensli.ranking import compare_choices
@@ -100,10 +100,6 @@ class Of:
 
 
 # Every function with arguments that are right; a row of the table puts a wrong one in the place of one of them.
-def _grower_step(s: Setting, **given: Any) -> Any:
-    return s.grower.step(**{"batches": s.data, "loss_fn": loss_fn, "metric": 0.5, **given})
-
-
 CALLS: dict[str, Callable[..., Any]] = {
     "find_sites": lambda s, **given: find_sites(**{"model": s.model, "example": s.x, **given}),
     "measure": lambda s, **given: measure(
@@ -130,7 +126,7 @@ CALLS: dict[str, Callable[..., Any]] = {
         }
     ),
     "Grower without an optimizer": lambda s, **given: Grower(s.model, example=s.x, trigger=Every(2), **given),
-    "Grower.step": _grower_step,
+    "Grower.step": lambda s, **given: s.grower.step(**{"batches": s.data, "loss_fn": loss_fn, "metric": 0.5, **given}),
     "Grower.load_state_dict": lambda s, **given: s.grower.load_state_dict(**{"state": s.grower.state_dict(), **given}),
     "At": lambda s, calls=(3,): At(*calls),
     "Every": lambda s, calls=3: Every(calls),
@@ -218,7 +214,6 @@ BAD_LOSSES = (
     Of("returns None", lambda s: lambda o, t: None, "NoneType"), Of("returns a float", lambda s: lambda o, t: 1.0, "float"),
     Of("returns a vector", lambda s: lambda o, t: o[:, 0], "shape (6,)"),
 )  # fmt: skip
-NOT_A_FUNCTION = (3, "print", [print], {"a": 1})
 NOT_A_PATH = (
     None, 3, True, 1.5, b"run.ckpt", "", [], ["run.ckpt"], nn.ReLU, Of("the model", lambda s: s.model, "Sequential"),
 )  # fmt: skip

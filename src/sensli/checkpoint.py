@@ -147,7 +147,7 @@ def load_checkpoint(
 
 
 def _check_schedulers(given: Any) -> None:
-    """Whatever keeps a state and is stepped may be saved, also a scheduler that is none of torch."""
+    """Whatever has a state and a step may be saved, including schedulers that are not torch's."""
     for each in _several(given):
         able = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
         if not able or isinstance(each, (type, Optimizer)):

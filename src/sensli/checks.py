@@ -1,7 +1,7 @@
 """Arguments are checked where they enter: one function per concept, one form of text, "NAME must be WHAT, got VALUE."
 
-Each takes the argument's name and its value, and returns the value as the code behind it wants it. A value out of range is a ValueError,
-a wrong type a `WrongType`; where a fault has an error class of its own, that is raised for both.
+Each takes the argument's name and its value, and returns the value in the form that the code after it uses. A value out of
+range raises ValueError, a wrong type `WrongType`; where a mistake has its own error class, that is raised for both.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _plain(value: object) -> object:
 
 
 def number(name: str, value: object, what: str = "a number", *, error: Error | None = None) -> float:
-    """A real number, of Python, numpy or torch. bool is none; nan and infinity are numbers."""
+    """A real number of Python, numpy or torch. A bool is not one; nan and infinity are."""
     found = _plain(value)
     if isinstance(found, bool) or not isinstance(found, Real):
         refuse(name, what, value, error or WrongType)
@@ -117,7 +117,7 @@ def share(name: str, value: object, example: float, *, zero: bool = False) -> fl
 def whole(
     name: str, value: object, example: int, *, least: int = 1, below: int | None = None, error: Error | None = None
 ) -> int:
-    """A whole number of at least ``least``. 2.0 is none."""
+    """A whole number of at least ``least``. 2.0 is not one."""
     bound = f"of at least {least}" if below is None else f"from {least} to {below - 1}"
     what = f"a whole number {bound} (for example {example})"
     return integer(name, value, what, lambda found: found >= least and (below is None or found < below), error)
@@ -130,7 +130,7 @@ def odd(name: str, value: object, example: int, why: str) -> int:
 
 
 def integer(name: str, value: object, what: str, fine: Callable[[int], bool], error: Error | None = None) -> int:
-    """A whole number, of Python, numpy or torch, for which ``fine`` holds."""
+    """A whole number of Python, numpy or torch for which ``fine`` holds."""
     found = _plain(value)
     if isinstance(found, bool) or not isinstance(found, Integral):
         refuse(name, what, value, error or WrongType)
@@ -194,7 +194,7 @@ def instance(
 
 
 def model(name: str, value: object) -> nn.Module:
-    """A module itself: not its class, its path or its state dict."""
+    """The module itself, not its class, its path or its state dict."""
     if not isinstance(value, nn.Module):
         hint = f"Give an instance: {value.__name__}(...)." if isinstance(value, type) else "Give the model itself."
         refuse(name, "an nn.Module", value, UnsupportedModel, hint)
@@ -228,7 +228,7 @@ def batches(name: str, value: T) -> T:
 
 
 def path(name: str, value: object, *, error: Error | None = None) -> Path:
-    """The path of a file. A number is none: open() would take it for a file that somebody else has open."""
+    """The path of a file. A number is not a path: open() would take it for the descriptor of a file that is open elsewhere."""
     what = "the path of a file (for example 'run.ckpt')"
     found = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(found, str):

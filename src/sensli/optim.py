@@ -112,7 +112,7 @@ def as_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
 
 
 def check_needed(optimizers: Optimizers, **asked: bool) -> None:
-    """Refuse what was asked for where nothing would come of it without an optimizer."""
+    """Refuse options that would have no effect without an optimizer."""
     for name in (name for name, given in asked.items() if given and not as_optimizers(optimizers)):
         raise OptimizerError(f"{name}= needs optimizer=: rates and groups are the optimizer's, and none was given.")
 
