@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli import random_state, storage
+from sensli import checks, random_state, storage
 from sensli.cutting import count_growths
 from sensli.distributed import Together
-from sensli.errors import CheckpointError
+from sensli.errors import CheckpointError, WrongType
 from sensli.fsdp import distributed_like, reshard, whole
 from sensli.grower import Grower
-from sensli.history import Growth, History
+from sensli.history import Growth, History, as_growths
 from sensli.optim import as_optimizers
 from sensli.replaying import replay
 from sensli.wrappers import bare
@@ -58,6 +58,13 @@ def save_checkpoint(
     """
     together = Together(model, "save a checkpoint")
     with together:
+        bare(model)
+        path = checks.path("path", path)
+        if grower is not None:
+            checks.instance("grower", grower, Grower, "a Grower")
+        if history is not None and not isinstance(history, History):
+            history = History(as_growths("history", history))
+        _check_schedulers(scheduler)
         content = _content(model, optimizer, scheduler, grower, history, extra)
         content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
     with Together(model, "write a checkpoint") as together:
@@ -102,9 +109,20 @@ def load_checkpoint(
     ``make_grower(model, optimizer, scheduler)`` are called on the grown one. ``wrap(model)``, such as ``DistributedDataParallel`` or a
     function that calls ``fully_shard``, comes after the weights and before the optimizer. ``random=False`` leaves the random states alone.
     """
+    path = checks.path("path", path)
+    checks.factory("make_model", make_model, "the model that growing began with")
+    for name, made, what in (
+        ("make_optimizer", make_optimizer, "an optimizer, given the model"),
+        ("make_scheduler", make_scheduler, "a scheduler, given the optimizer"),
+        ("make_grower", make_grower, "a Grower, given model, optimizer and scheduler"),
+        ("wrap", wrap, "the wrapped model, given the model"),
+    ):
+        if made is not None:
+            checks.factory(name, made, what)
+    checks.flag("random", random)
     content = storage.read(path)
     history = History.from_dict(content["history"])
-    model: Any = make_model()
+    model: Any = checks.model("what make_model() returns", make_model())
     network = bare(replay(model, history))
     _load_model(network, content, path)
     if wrap is not None:
@@ -118,6 +136,7 @@ def load_checkpoint(
     _load_each("scheduler", _several(scheduler), content["schedulers"], lambda s, state: s.load_state_dict(state))
     grower = make_grower(model, optimizer, scheduler) if make_grower is not None else None
     if grower is not None:
+        checks.instance("what make_grower(...) returns", grower, Grower, "a Grower")
         if content["grower"] is None:
             raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to go on from.")
         grower.load_state_dict(content["grower"])
@@ -125,6 +144,14 @@ def load_checkpoint(
         states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         random_state.restore(states[rank] if rank < len(states) else states[0])
     return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
+
+
+def _check_schedulers(given: Any) -> None:
+    """Whatever has a state and a step may be saved, including schedulers that are not torch's."""
+    for each in _several(given):
+        able = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
+        if not able or isinstance(each, (type, Optimizer)):
+            checks.refuse("scheduler", "a scheduler or a list of them", each, WrongType)
 
 
 def add_own_groups(history: Iterable[Growth], optimizer: Any, scheduler: Any) -> None:

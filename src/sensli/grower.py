@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from sensli import checks
 from sensli.averaging import Averaged, check_alike, follow
 from sensli.backward import LossFunction
 from sensli.distributed import mean_metric
-from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
+from sensli.errors import HistoryError, SensliError, ZeroMerits
 from sensli.finding import check_request, find_sites
 from sensli.flops import count_flops
 from sensli.fsdp import reshard
@@ -23,10 +24,10 @@ from sensli.logs import Log, check_log, tell
 from sensli.measuring import check_level, measure
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
-from sensli.optim import Optimizers, as_optimizers
+from sensli.optim import Optimizers, as_optimizers, check_needed
 from sensli.outline import outline
 from sensli.own_rate import check_own_rate
-from sensli.rates import Schedulers
+from sensli.rates import Schedulers, plan_rate_scaling
 from sensli.record import Look, reason_of
 from sensli.sites import Site, Sites
 from sensli.surgery import insert, undo
@@ -92,27 +93,26 @@ class Grower:
         seed: int = 0,
         log: Log = None,
     ) -> None:
-        if not isinstance(trigger, Trigger):
-            raise TypeError(
-                f"trigger={trigger!r}: give one of sensli.triggers, such as triggers.Every(10) & triggers.AtMost(3)."
-            )
-        if not tau >= 0:
-            raise ValueError(f"tau={tau}: the threshold is a quotient of squared norms, so it must be at least 0.")
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"count={count!r}: give how many layers may go in at once, a whole number from 1.")
-        if not callable(select) and select not in SELECTIONS:
-            raise ValueError(one_of("selection", select, SELECTIONS))
+        bare(model)
+        checks.example("example", example)
+        what = "one of sensli.triggers (for example triggers.Every(10) & triggers.AtMost(3))"
+        checks.instance("trigger", trigger, Trigger, what)
+        tau = checks.at_least("tau", tau, 0, 1.0)
+        count = checks.whole("count", count, 1)
+        if not callable(select):
+            checks.one_of("select", select, SELECTIONS, other="a function of Merits that returns one of them")
         if confidence is not None and (select != "largest" or count != 1):
             raise ValueError(
                 "confidence= stops when the single largest merit is clear; use it with select='largest' and count=1."
             )
-        check_level(confidence, tolerance)
-        if own_rate is not None:
-            check_own_rate(optimizer, own_rate)
+        confidence, tolerance = check_level(confidence, tolerance)
+        lr_scale = plan_rate_scaling(optimizer, scheduler, lr_scale).factor
+        check_needed(optimizer, lr_scale=lr_scale != 1)
+        own_rate = None if own_rate is None else check_own_rate(optimizer, own_rate)
         choose(norm, ())
         check_request(layer, where)
+        seed = checks.whole("seed", seed, 0, least=0, below=2**64)
         check_log(log)
-        bare(model)
         self.model = model
         self.history = History()
         self.last_merits: Merits | None = None  # of the last look, also where nothing was inserted
@@ -142,6 +142,9 @@ class Grower:
         Returns the growth (with ``count`` > 1 the first choice; `history` has all), or None if nothing was inserted. A call that
         raises does not count, and leaves the model as it was.
         """
+        checks.batches("batches", batches)
+        checks.loss("loss_fn", loss_fn)
+        metric = None if metric is None else checks.number("metric", metric)
         trigger = self._trigger.state_dict()
         self.calls += 1
         self._look = None
@@ -294,6 +297,7 @@ class Grower:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. The model must have been grown by `replay` of the same history before."""
+        checks.instance("state", state, Mapping, "what Grower.state_dict() returned", error=HistoryError)
         missing_entries = {"calls", "history", "trigger", "generator"} - set(state)
         if missing_entries:
             raise HistoryError(f"this is no state of a Grower: it lacks {sorted(missing_entries)}. Use an intact copy.")

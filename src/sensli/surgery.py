@@ -7,16 +7,18 @@ from typing import Any
 
 from torch import nn
 
+from sensli import checks
 from sensli.building import build_layer
 from sensli.cutting import apply_cut, inserted, join, plan_cut, renames_of, take_out
 from sensli.distributed import Changing
 from sensli.errors import HistoryError
 from sensli.fsdp import readable_part
 from sensli.history import Growth
-from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
+from sensli.merits import Merit, as_site
+from sensli.optim import Newcomer, Optimizers, as_optimizers, check_needed, leave, plan_joining
 from sensli.outline import GROWTH
 from sensli.own_rate import plan_own_rate
-from sensli.rates import Schedulers, plan_rate_scaling
+from sensli.rates import Schedulers, as_schedulers, check_factor, plan_rate_scaling
 from sensli.same_output import check_same, outputs
 from sensli.sites import Ref, Site
 from sensli.wrappers import bare
@@ -24,7 +26,7 @@ from sensli.wrappers import bare
 
 def insert(
     model: nn.Module,
-    site: Site,
+    site: Site | Merit,
     *,
     optimizer: Optimizers = None,
     scheduler: Schedulers = None,
@@ -34,7 +36,7 @@ def insert(
     freeze_rest: bool = False,
     own_rate: float | None = None,
 ) -> Growth:
-    """Insert the site's layer into the model in place; the function does not change, and training goes on.
+    """Insert the site's layer into the model in place; the function does not change, and training goes on. A merit stands for its site.
 
     The new parameters join the optimizer's groups of their neighbours (``group`` decides where those are in none); moments and
     schedule stay. ``lr_scale`` multiplies all learning rates from then on. ``check`` is a batch, ``(input, target)`` or an input, on
@@ -42,7 +44,13 @@ def insert(
     layer train from then on. ``own_rate`` is a factor to the neighbours' learning rate for the new layer, which then has its own groups.
     """
     with Changing(model, f"insert {site}") as together:
-        return _insert(bare(model), site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
+        network, site = bare(model), as_site("site", site)
+        checks.flag("freeze_rest", freeze_rest)
+        lr_scale = check_factor(lr_scale)
+        check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
+        if check is not None:
+            checks.batch("check", check)
+        return _insert(network, site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
 
 
 def _insert(
@@ -130,8 +138,10 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
     If no step was taken since, model and optimizer are to the bit what they were. Otherwise the function changes as it must.
     """
-    with Changing(model, f"undo {growth.name}") as together:
-        _undo(bare(model), growth, together, optimizer, scheduler)
+    with Changing(model, f"undo {getattr(growth, 'name', 'a growth')}") as together:
+        network = bare(model)
+        checks.instance("growth", growth, Growth, "the Growth that insert returned (for example grower.history[-1])")
+        _undo(network, growth, together, optimizer, scheduler)
 
 
 def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optimizers, scheduler: Schedulers) -> None:
@@ -148,6 +158,7 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
             f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
+    as_schedulers(scheduler)
     gone = list(layer.parameters())
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.check(optimizer, scheduler, gone)
