@@ -8,7 +8,6 @@ the new block is called once and the output stays.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -18,15 +17,10 @@ from torch import Tensor, nn
 
 from sensli.copies import copied_model
 from sensli.lists import Fact, Index, ListPlace, put_into_list, take_from_list
+from sensli.numbering import find_indices, is_number, own_numbers
+from sensli.rebuilding import COUNTS, build_again, disagreeing, is_large, shapes
 from sensli.running import device_of, forked_random_state, run, tensors, to_device
 from sensli.twins import Twin
-
-# How people call a number of blocks; used only where nothing can be built anew to tell.
-_COUNTS = frozenset(
-    f"{prefix}{number}_{what}" for prefix in ("", "_") for number in ("num", "n") for what in ("layers", "layer", "blocks", "block")
-) | {"depth", "num_hidden_layers"}  # fmt: skip
-_NUMBERS = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
-_SMALL = 200_000_000  # parameters: what may be built with values where the meta device does not do
 
 
 def plan_list(model: nn.Module, example: Any, container: str, source: int, twin: Twin) -> ListPlace | None:
@@ -39,10 +33,12 @@ def plan_list(model: nn.Module, example: Any, container: str, source: int, twin:
     trial.eval()
     blocks = list(trial.get_submodule(container).children())
     count, position = len(blocks), source + 1
+    indices = find_indices(blocks)
+    if not {*own_numbers(blocks, source)} <= {(index.module, index.name) for index in indices}:
+        return None  # nothing tells which number a twin should have
     before = _made_general(trial, example)
     layer = twin.build(blocks[source], trial)
     layer.eval()
-    indices = tuple(_indices(blocks))
 
     def holds(place: ListPlace) -> bool:
         """Whether the grown copy runs the new block once and gives the same output; the copy is put back."""
@@ -66,7 +62,7 @@ def plan_list(model: nn.Module, example: Any, container: str, source: int, twin:
                     return place
                 take_from_list(trial, container, place, position)
         return None
-    named = tuple(fact for fact in _numbers(trial, container, count) if fact.name in _COUNTS)
+    named = tuple(fact for fact in _numbers(trial, container, count) if fact.name in COUNTS)
     for guess in (named, *((*named, fact) for fact in _numbers(trial, container, count) if fact not in named)):
         if holds(ListPlace(guess, indices)):
             return ListPlace(guess, indices)
@@ -108,31 +104,6 @@ def _made_general(trial: nn.Module, example: Any) -> list[Tensor]:
                 parameter.copy_(value)
             outputs = _outputs(trial, example, None)[0]
     return outputs
-
-
-# --- numbers inside the blocks ---
-
-
-def _indices(blocks: list[nn.Module]) -> Iterator[Index]:
-    """Attributes that are the block's position, plus the same offset, in all blocks of the list."""
-    for path, module in blocks[0].named_modules():
-        for name, first in vars(module).items():
-            if not _is_number(first) or (len(blocks) == 1 and not name.endswith(_NUMBERS)):
-                continue
-            values = [_attribute(block, path, name) for block in blocks]
-            if all(_is_number(value) and value == first + i for i, value in enumerate(values)):
-                yield Index(path, name, first)
-
-
-def _attribute(block: nn.Module, path: str, name: str) -> Any:
-    try:
-        return vars(block.get_submodule(path)).get(name)
-    except AttributeError:
-        return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -178,11 +149,11 @@ def _numbers(model: nn.Module, container: str, count: int) -> list[Fact]:
 
 def _counting(like: Fact, holder: Any, count: int) -> Iterator[Fact]:
     for name, value in vars(holder).items():
-        if _is_number(value) and value == count:
+        if is_number(value) and value == count:
             yield replace(like, name=name, kind="count")
         elif isinstance(value, (list, tuple)):
             for item, entry in enumerate(value):
-                if _is_number(entry) and entry == count:
+                if is_number(entry) and entry == count:
                     yield replace(like, name=name, kind="item", item=item)
 
 
@@ -196,8 +167,8 @@ def _built_from(model: nn.Module, container: str) -> tuple[str, str] | None:
         for name, value in vars(module).items():
             held = [value, *(part for part in vars(value).values() if _is_object(part))] if _is_object(value) else []
             if any(True for holder in held for _ in _counting(Fact(path, (name,), "", "count"), holder, count)):
-                again = _build(module, value)
-                if again is not None and _shapes(again) == _shapes(module):
+                again = build_again(module, value)
+                if again is not None and shapes(again) == shapes(module):
                     return path, name
     return None
 
@@ -205,9 +176,9 @@ def _built_from(model: nn.Module, container: str) -> tuple[str, str] | None:
 def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: list[Tensor]) -> bool:
     """Whether what the class builds from the configuration now, loaded with the weights, gives the same output: what saving relies on."""
     module = trial.get_submodule(owner)
-    if _is_large(module):
+    if is_large(module):
         return True  # the numbers and words inside were compared, and another copy might not fit
-    built = _build(module, getattr(module, name), devices=("cpu",))
+    built = build_again(module, getattr(module, name), devices=("cpu",))
     if built is None:
         return False
     parent, _, key = owner.rpartition(".")
@@ -227,28 +198,6 @@ def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: l
     return len(after) == len(before) and all(map(torch.equal, before, after))
 
 
-def _is_large(module: nn.Module) -> bool:
-    return sum(p.numel() for p in module.parameters()) > _SMALL
-
-
-def _build(like: nn.Module, configuration: Any, devices: tuple[str, ...] = ("meta", "cpu")) -> nn.Module | None:
-    """A module of the same class from a copy of a configuration, without values where that works."""
-    for device in devices:
-        if device == "cpu" and _is_large(like):
-            return None
-        try:
-            with warnings.catch_warnings(), forked_random_state(like), torch.device(device):
-                warnings.simplefilter("ignore")
-                return type(like)(copy.deepcopy(configuration))
-        except Exception:
-            continue
-    return None
-
-
-def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-
-
 def _facts_of_built(
     trial: nn.Module,
     owner: str,
@@ -263,10 +212,10 @@ def _facts_of_built(
     module = trial.get_submodule(owner)
     configuration = getattr(module, name)
     count = len(list(trial.get_submodule(container).children()))
-    quiet = _disagreeing(module, _build(module, configuration))
+    quiet = disagreeing(module, build_again(module, configuration))
     put_into_list(trial, container, ListPlace((), indices), position, source, layer)
     try:
-        shapes = _shapes(module)
+        wanted = shapes(module)
 
         def matches(facts: Iterable[Fact]) -> nn.Module | None:
             changed = copy.deepcopy(configuration)
@@ -275,8 +224,8 @@ def _facts_of_built(
                 for step in fact.through[1:]:
                     holder = getattr(holder, step)
                 fact.inserted(holder, position, source)
-            built = _build(module, changed)
-            good = built is not None and _shapes(built) == shapes and _disagreeing(module, built) <= quiet
+            built = build_again(module, changed)
+            good = built is not None and shapes(built) == wanted and disagreeing(module, built) <= quiet
             return built if good else None
 
         found: list[tuple[Fact, ...]] = []
@@ -326,22 +275,7 @@ def _copies(trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, k
                 other = getattr(other, step, None)
             for name, value in vars(holder).items():
                 target = getattr(other, name, None)
-                if _is_number(value) and _is_number(target) and target == value + 1 and (through or name in _COUNTS):
+                if is_number(value) and is_number(target) and target == value + 1 and (through or name in COUNTS):
                     yield Fact(full, tuple(through), name, "count")
                 elif through and _is_list(value) and _is_list(target) and len(target) == len(value) + 1:
                     yield Fact(full, tuple(through), name, "list")
-
-
-def _disagreeing(module: nn.Module, built: nn.Module | None) -> set[tuple[str, str]]:
-    """Numbers and words inside two models that differ: block numbers, kinds of attention. Keyed by class and name, not by place."""
-    if built is None:
-        return set()
-    there = dict(built.named_modules())
-    different: set[tuple[str, str]] = set()
-    for path, part in module.named_modules():
-        other = vars(there[path]) if path in there else {}
-        for name, value in vars(part).items():
-            plain = (_is_number(value) or isinstance(value, str)) and name != "sensli_growth" and name not in _COUNTS
-            if plain and other.get(name) != value:
-                different.add((type(part).__name__, name))
-    return different

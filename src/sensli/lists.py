@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from sensli.chain import Chain
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -128,8 +130,15 @@ def _number(blocks: list[nn.Module], indices: tuple[Index, ...]) -> None:
                 setattr(module, index.name, position + index.offset)
 
 
+def unwrapped(block: nn.Module) -> nn.Module:
+    """The block itself, where a chain stands for it in its list."""
+    while isinstance(block, Chain):
+        block = block.get_submodule("anchor")
+    return block
+
+
 def _submodule(block: nn.Module, path: str) -> nn.Module | None:
     try:
-        return block.get_submodule(path)
+        return unwrapped(block).get_submodule(path)
     except AttributeError:
         return None

@@ -12,6 +12,7 @@ from sensli.counting import plan_list
 from sensli.flow import Call, Flow, Seen
 from sensli.layers import Layer
 from sensli.lists import ListPlace
+from sensli.numbering import own_numbers
 from sensli.stacks import signature
 from sensli.twins import Twin
 from sensli.zeroing import NoTwin, find_twin
@@ -39,20 +40,33 @@ class TwinFinder:
             raise
         self._plans[kind, side] = twin
         place = None if chained else self._place(call, kind, twin)
-        if twin.remembers and place is None:
-            raise NoTwin(
-                "takes an object with a memory, such as a key-value cache, and its list cannot take a twin with a number of its own "
-                "(no trial confirmed it): two blocks would write to the same entry"
-            )
+        if place is None:
+            self._check_unnumbered(call, twin)
         return Layer("twin", "block", twin=replace(twin, init=self._init)), place
+
+    def _check_unnumbered(self, call: Call, twin: Twin) -> None:
+        """A twin beside its neighbour would have the neighbour's number, and with it the neighbour's entry in every cache."""
+        parent, _, key = call.path.rpartition(".")
+        while isinstance(self._model.get_submodule(parent), Chain):
+            parent, _, key = parent.rpartition(".")
+        siblings = {name: m for name, m in self._model.get_submodule(parent)._modules.items() if m is not None}
+        numbers = own_numbers(list(siblings.values()), list(siblings).index(key))
+        if numbers:
+            raise NoTwin(
+                f"has its own number ({'.'.join(filter(None, numbers[0]))}), which a cache may use as a key, and no trial confirmed that "
+                "its container can take another block and number all of them again: the twin would share the entry of its neighbour"
+            )
+        if twin.remembers:
+            raise NoTwin(
+                "takes an object with a memory, such as a key-value cache, and no trial confirmed that its list can take another block: "
+                "the twin would share the entry of its neighbour"
+            )
 
     def _place(self, call: Call, kind: object, twin: Twin) -> ListPlace | None:
         container, _, key = call.path.rpartition(".")
         parent = self._model.get_submodule(container)
         if not isinstance(parent, nn.ModuleList) or isinstance(self._model.get_submodule(call.path), Chain):
             return None
-        if any(isinstance(child, Chain) for child in parent.children()):
-            return None  # numbering goes through the blocks themselves, and a stand-in hides them
         if (container, kind) not in self._places:
             self._places[container, kind] = plan_list(self._model, self._example, container, int(key), twin)
         return self._places[container, kind]
