@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sensli.copies import copied_model
 from sensli.lists import Fact, Index, ListPlace, put_into_list, take_from_list
 from sensli.numbering import find_indices, is_number, own_numbers
-from sensli.rebuilding import COUNTS, build_again, disagreeing, is_large, shapes
+from sensli.rebuilding import COUNTS, build_again, differences, is_large, shapes
 from sensli.running import device_of, forked_random_state, run, tensors, to_device
 from sensli.twins import Twin
 
@@ -161,16 +161,31 @@ def _counting(like: Fact, holder: Any, count: int) -> Iterator[Fact]:
 
 
 def _built_from(model: nn.Module, container: str) -> tuple[str, str] | None:
-    """The outermost module around the list that its class can build again from an object that it holds: its path, the object's name."""
+    """The outermost module around the list that its class can build again from an object that it holds: its path, the object's name.
+
+    What is built may differ where somebody has put other modules in (adapters, another head), but for the number of blocks.
+    """
     count = len(list(model.get_submodule(container).children()))
     for path, module in _ancestors(model, container):
         for name, value in vars(module).items():
             held = [value, *(part for part in vars(value).values() if _is_object(part))] if _is_object(value) else []
             if any(True for holder in held for _ in _counting(Fact(path, (name,), "", "count"), holder, count)):
                 again = build_again(module, value)
-                if again is not None and shapes(again) == shapes(module):
+                if again is not None and _blocks_in(again, _within(path, container)) == count:
                     return path, name
     return None
+
+
+def _within(owner: str, path: str) -> str:
+    """A path as seen from a module that contains it."""
+    return path[len(owner) + 1 :] if owner else path
+
+
+def _blocks_in(module: nn.Module, path: str) -> int:
+    try:
+        return len(list(module.get_submodule(path).children()))
+    except AttributeError:
+        return 0
 
 
 def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: list[Tensor]) -> bool:
@@ -181,6 +196,8 @@ def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: l
     built = build_again(module, getattr(module, name), devices=("cpu",))
     if built is None:
         return False
+    if shapes(built) != shapes(module):
+        return True  # it holds modules that the configuration knows nothing of, so nobody can load it from there
     parent, _, key = owner.rpartition(".")
     like = next(module.parameters())
     try:
@@ -212,10 +229,10 @@ def _facts_of_built(
     module = trial.get_submodule(owner)
     configuration = getattr(module, name)
     count = len(list(trial.get_submodule(container).children()))
-    quiet = disagreeing(module, build_again(module, configuration))
+    path = _within(owner, container)
+    quiet = differences(module, build_again(module, configuration))
     put_into_list(trial, container, ListPlace((), indices), position, source, layer)
     try:
-        wanted = shapes(module)
 
         def matches(facts: Iterable[Fact]) -> nn.Module | None:
             changed = copy.deepcopy(configuration)
@@ -225,8 +242,9 @@ def _facts_of_built(
                     holder = getattr(holder, step)
                 fact.inserted(holder, position, source)
             built = build_again(module, changed)
-            good = built is not None and shapes(built) == wanted and disagreeing(module, built) <= quiet
-            return built if good else None
+            if built is None or _blocks_in(built, path) != count + 1 or not differences(module, built) <= quiet:
+                return None
+            return built
 
         found: list[tuple[Fact, ...]] = []
         holders = [(through, holder) for _, through, holder in _objects(trial, owner, module) if through[0] == name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from sensli.chain import Chain
 from sensli.numbering import is_number
 from sensli.running import forked_random_state
+from sensli.twins import Bypass
 
 # How people call a number of blocks.
 COUNTS = frozenset(
@@ -46,25 +48,32 @@ def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
 
 
-def disagreeing(module: nn.Module, built: nn.Module | None) -> set[tuple[str, str]]:
-    """Numbers and words inside two models that differ: block numbers, kinds of attention. Keyed by class and name, not by place."""
+def differences(module: nn.Module, built: nn.Module | None) -> set[tuple[str, str]]:
+    """Where two models differ: in what they save, and in the numbers and words inside (block numbers, kinds of attention).
+
+    Told without places in lists: a difference that is there anyway (an adapter in every block) is the same with one block more.
+    """
     if built is None:
         return set()
+    ours, theirs = shapes(module), shapes(built)
+    names = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
     there = dict(built.named_modules())
-    different: set[tuple[str, str]] = set()
-    for path, part in module.named_modules():
-        other = vars(there[path]) if path in there else {}
-        for name, value in vars(part).items():
-            plain = (is_number(value) or isinstance(value, str)) and name != "sensli_growth" and name not in COUNTS
-            if plain and other.get(name) != value:
-                different.add((type(part).__name__, name))
-    return different
+    inside = {
+        (type(part).__name__, name)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if (is_number(value) or isinstance(value, str))
+        and name != "sensli_growth"
+        and name not in COUNTS
+        and (vars(there[path]) if path in there else {}).get(name) != value
+    }
+    return {("", re.sub(r"\d+", "#", name)) for name in names} | inside
 
 
 def _grow_alike(built: nn.Module, like: nn.Module) -> None:
-    """What no configuration says: the chains around modules, and the identities for the norms on the main path of a twin."""
+    """What no configuration says: the chains around modules, and what a twin lacks of the block that it is a copy of."""
     for path, module in like.named_modules():
-        if not path or not isinstance(module, (Chain, nn.Identity)):
+        if not path or not isinstance(module, (Chain, Bypass)):
             continue
         parent, _, key = path.rpartition(".")
         try:
@@ -76,4 +85,4 @@ def _grow_alike(built: nn.Module, like: nn.Module) -> None:
             chain._modules = {**module._modules, "anchor": inside}
             holder._modules[key] = chain
         else:
-            holder._modules[key] = nn.Identity()
+            holder._modules[key] = Bypass()
