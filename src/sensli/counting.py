@@ -23,8 +23,12 @@ from sensli.running import device_of, forked_random_state, run, tensors, to_devi
 from sensli.twins import Twin
 
 
-def plan_list(model: nn.Module, example: Any, container: str, source: int, twin: Twin) -> ListPlace | None:
-    """What must follow when the list takes a twin behind the block ``source``; None where no trial confirms any plan."""
+def plan_list(model: nn.Module, example: Any, container: str, sources: tuple[int, int], twin: Twin) -> ListPlace | None:
+    """What must follow when the list takes a twin beside a block; None where no trial confirms any plan.
+
+    ``sources`` are the first and the last of the equal blocks that a twin may go beside. What holds at both holds between them: unless the
+    configuration lists the blocks one by one, a block more at either end can give the same list only if all between are equal.
+    """
     try:
         trial = copied_model(model)
     except Exception:
@@ -32,6 +36,7 @@ def plan_list(model: nn.Module, example: Any, container: str, source: int, twin:
     # Never chained: somebody's eval() returns None.
     trial.eval()
     blocks = list(trial.get_submodule(container).children())
+    source, last = sources
     count, position = len(blocks), source + 1
     indices = find_indices(blocks)
     if not {*own_numbers(blocks, source)} <= {(index.module, index.name) for index in indices}:
@@ -54,9 +59,11 @@ def plan_list(model: nn.Module, example: Any, container: str, source: int, twin:
     built = _built_from(trial, container)
     if built is not None:
         owner, name = built
-        for facts in _facts_of_built(trial, owner, name, container, position, source, layer, indices):
+        anew = _Anew(trial, owner, name, container, indices)
+        at_last = twin.build(blocks[last], trial)
+        for facts in anew.facts(position, source, layer):
             place = ListPlace(facts, indices)
-            if holds(place):
+            if holds(place) and anew.matches(facts, last + 1, last, at_last):
                 put_into_list(trial, container, place, position, source, layer)
                 if _runs_alike(trial, owner, name, example, before):
                     return place
@@ -215,59 +222,64 @@ def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: l
     return len(after) == len(before) and all(map(torch.equal, before, after))
 
 
-def _facts_of_built(
-    trial: nn.Module,
-    owner: str,
-    name: str,
-    container: str,
-    position: int,
-    source: int,
-    layer: nn.Module,
-    indices: tuple[Index, ...],
-) -> Iterator[tuple[Fact, ...]]:
-    """Changes of the configuration from which the class builds what the list has become, the simplest that do."""
-    module = trial.get_submodule(owner)
-    configuration = getattr(module, name)
-    count = len(list(trial.get_submodule(container).children()))
-    path = _within(owner, container)
-    quiet = differences(module, build_again(module, configuration))
-    put_into_list(trial, container, ListPlace((), indices), position, source, layer)
-    try:
+class _Anew:
+    """A module around the list that can be built again from its configuration, to be compared with what the list becomes."""
 
-        def matches(facts: Iterable[Fact]) -> nn.Module | None:
-            changed = copy.deepcopy(configuration)
-            for fact in facts:
+    def __init__(self, trial: nn.Module, owner: str, name: str, container: str, indices: tuple[Index, ...]) -> None:
+        self._trial, self._owner, self._name, self._container = trial, owner, name, container
+        self._module = trial.get_submodule(owner)
+        self._configuration = getattr(self._module, name)
+        self._place = ListPlace((), indices)
+        self._count = len(list(trial.get_submodule(container).children()))
+        self._quiet = differences(self._module, build_again(self._module, self._configuration))
+
+    def matches(self, facts: Iterable[Fact], position: int, source: int, layer: nn.Module) -> nn.Module | None:
+        """What the class builds from the configuration with these changes, if it is what the list has become."""
+        changed = copy.deepcopy(self._configuration)
+        for fact in facts:
+            if fact.module == self._owner and fact.through[:1] == (self._name,):
                 holder = changed
                 for step in fact.through[1:]:
                     holder = getattr(holder, step)
                 fact.inserted(holder, position, source)
-            built = build_again(module, changed)
-            if built is None or _blocks_in(built, path) != count + 1 or not differences(module, built) <= quiet:
+        put_into_list(self._trial, self._container, self._place, position, source, layer)
+        try:
+            built = build_again(self._module, changed)
+            if built is None or _blocks_in(built, _within(self._owner, self._container)) != self._count + 1:
                 return None
-            return built
+            return built if differences(self._module, built) <= self._quiet else None
+        finally:
+            take_from_list(self._trial, self._container, self._place, position)
 
-        found: list[tuple[Fact, ...]] = []
-        holders = [(through, holder) for _, through, holder in _objects(trial, owner, module) if through[0] == name]
+    def facts(self, position: int, source: int, layer: nn.Module) -> Iterator[tuple[Fact, ...]]:
+        """Changes of the configuration from which the class builds what the list becomes, the simplest that do."""
+
+        def matches(facts: Iterable[Fact]) -> nn.Module | None:
+            return self.matches(facts, position, source, layer)
+
+        objects = _objects(self._trial, self._owner, self._module)
+        holders = [(through, holder) for _, through, holder in objects if through[0] == self._name]
         for through, holder in holders:
-            for counted in _counting(Fact(owner, through, "", "count"), holder, count):
-                lists = [fact for fact in _per_block(owner, through, holder, count) if fact.name != counted.name]
+            for counted in _counting(Fact(self._owner, through, "", "count"), holder, self._count):
+                lists = [f for f in _per_block(self._owner, through, holder, self._count) if f.name != counted.name]
                 facts: list[Fact] = [counted, *lists]
                 if matches(facts) is None:
                     facts = [counted]
                     if matches(facts) is None:
                         continue
-                # A list that is as long by chance should stay as it is; whether one is read only later, a run will tell.
+                # A list that is as long by chance should stay as it is. One that is named after the blocks is not: a cache may read it.
                 needed = [
-                    f for f in facts if f is counted or matches([other for other in facts if other is not f]) is None
+                    fact
+                    for fact in facts
+                    if fact is counted
+                    or any(word in fact.name for word in ("layer", "block"))
+                    or matches([other for other in facts if other is not fact]) is None
                 ]
                 for guess in (needed, facts) if len(needed) < len(facts) else (facts,):
                     built = matches(guess)
                     if built is not None:
                         known = {id(holder) for _, holder in holders}
-                        found.append((*guess, *_copies(trial, owner, module, built, known)))
-    finally:
-        take_from_list(trial, container, ListPlace((), indices), position)
-    yield from found
+                        yield (*guess, *_copies(self._trial, self._owner, self._module, built, self._container, known))
 
 
 def _per_block(owner: str, through: tuple[str, ...], holder: Any, count: int) -> Iterator[Fact]:
@@ -276,13 +288,19 @@ def _per_block(owner: str, through: tuple[str, ...], holder: Any, count: int) ->
             yield Fact(owner, through, name, "list")
 
 
-def _copies(trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, known: set[int]) -> Iterator[Fact]:
-    """Further configuration objects and counts inside the model, as the newly built one has them."""
+def _copies(
+    trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, container: str, known: set[int]
+) -> Iterator[Fact]:
+    """Further configuration objects and counts inside the model, as the newly built one has them; each once, if all blocks have it."""
     there = dict(built.named_modules())
+    said: set[Fact] = set()
     for path, part in module.named_modules():
         full = f"{owner}.{path}" if owner and path else owner or path
         if path not in there:
             continue
+        if full.startswith(f"{container}."):
+            inner = _within(container, full).partition(".")[2]
+            full = f"{container}.*.{inner}" if inner else f"{container}.*"
         own = [((), part), *((through, holder) for _, through, holder in _objects(trial, path, part))]
         for through, holder in own:
             if id(holder) in known:
@@ -294,6 +312,7 @@ def _copies(trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, k
             for name, value in vars(holder).items():
                 target = getattr(other, name, None)
                 if is_number(value) and is_number(target) and target == value + 1 and (through or name in COUNTS):
-                    yield Fact(full, tuple(through), name, "count")
+                    said.add(Fact(full, tuple(through), name, "count"))
                 elif through and _is_list(value) and _is_list(target) and len(target) == len(value) + 1:
-                    yield Fact(full, tuple(through), name, "list")
+                    said.add(Fact(full, tuple(through), name, "list"))
+    yield from sorted(said, key=str)

@@ -17,16 +17,25 @@ from sensli.chain import Chain
 class Fact:
     """An attribute that follows the number of blocks: of a module, or of an object that a module holds, such as a configuration."""
 
-    module: str  # path of the module
+    module: str  # path of the module; "blocks.*.attention" is one in every block of a list
     through: tuple[str, ...]  # attributes from the module to the object that has it; empty if the module itself does
     name: str
     kind: str  # "count": a number of blocks; "list": one entry per block; "item": one entry of it counts these blocks
     item: int = 0
 
-    def holder(self, model: nn.Module) -> Any:
-        found: Any = model.get_submodule(self.module)
+    def holders(self, model: nn.Module) -> list[Any]:
+        """The objects that have the attribute, each once."""
+        path, every, inner = self.module.partition(".*")
+        if not every:
+            return [self._through(model.get_submodule(path))]
+        parts = (_submodule(block, inner.removeprefix(".")) for block in model.get_submodule(path).children())
+        found = (self._through(part) for part in parts if part is not None)
+        return list({id(holder): holder for holder in found if hasattr(holder, self.name)}.values())
+
+    def _through(self, module: nn.Module) -> Any:
+        found: Any = module
         for name in self.through:
-            found = getattr(found, name)
+            found = getattr(found, name, None)
         return found
 
     def inserted(self, holder: Any, position: int, source: int) -> None:
@@ -91,17 +100,19 @@ def put_into_list(
     blocks.insert(position, layer)
     _fill(model.get_submodule(container), blocks)
     for fact in place.facts:
-        fact.inserted(fact.holder(model), position, source)
+        for holder in fact.holders(model):
+            fact.inserted(holder, position, source)
     _number(blocks, place.indices)
 
 
 def take_from_list(model: nn.Module, container: str, place: ListPlace, position: int) -> None:
     """The inverse of `put_into_list`."""
+    for fact in place.facts:
+        for holder in fact.holders(model):
+            fact.removed(holder, position)
     blocks = list(model.get_submodule(container).children())
     del blocks[position]
     _fill(model.get_submodule(container), blocks)
-    for fact in place.facts:
-        fact.removed(fact.holder(model), position)
     _number(blocks, place.indices)
 
 

@@ -37,6 +37,21 @@ def own_numbers(blocks: Sequence[nn.Module], position: int) -> list[tuple[str, s
     ]
 
 
+def equal_blocks(blocks: Sequence[nn.Module], position: int) -> list[int]:
+    """Positions of the blocks that are built like this one: classes, shapes, and all numbers and words inside but for their own number."""
+    indices = {(index.module, index.name) for index in find_indices(blocks)}
+    looks = [_looks(unwrapped(block), indices) for block in blocks]
+    return [other for other, look in enumerate(looks) if look == looks[position]]
+
+
+def _looks(block: nn.Module, indices: set[tuple[str, str]]) -> list[object]:
+    found: list[object] = [(name, tuple(p.shape)) for name, p in block.named_parameters()]
+    for path, module in block.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, str)) and not k.startswith("sensli_")}
+        found.append((path, type(module), {k: v for k, v in plain.items() if (path, k) not in indices}))
+    return found
+
+
 def is_number(value: Any) -> TypeGuard[int]:
     """Whether a value is a whole number, which True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)

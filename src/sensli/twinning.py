@@ -12,7 +12,7 @@ from sensli.counting import plan_list
 from sensli.flow import Call, Flow, Seen
 from sensli.layers import Layer
 from sensli.lists import ListPlace
-from sensli.numbering import own_numbers
+from sensli.numbering import equal_blocks, own_numbers
 from sensli.stacks import signature
 from sensli.twins import Twin
 from sensli.zeroing import NoTwin, find_twin
@@ -25,7 +25,9 @@ class TwinFinder:
         self._model, self._example, self._init = model, example, init
         self._plans: dict[object, Twin] = {}
         self._refused: dict[object, str] = {}
-        self._places: dict[tuple[str, object], ListPlace | None] = {}
+        self._places: dict[
+            tuple[str, int], ListPlace | None
+        ] = {}  # by the list and the first of the equal blocks in it
 
     def find(self, flow: Flow, call: Call, seen: Seen, *, chained: bool) -> tuple[Layer, ListPlace | None]:
         """The layer and, where it goes into a list, what must follow. Raises `NoTwin` with the reason."""
@@ -39,7 +41,7 @@ class TwinFinder:
             self._refused[kind, side] = str(refusal)
             raise
         self._plans[kind, side] = twin
-        place = None if chained else self._place(call, kind, twin)
+        place = None if chained else self._place(call, twin)
         if place is None:
             self._check_unnumbered(call, twin)
         return Layer("twin", "block", twin=replace(twin, init=self._init)), place
@@ -62,11 +64,13 @@ class TwinFinder:
                 "the twin would share the entry of its neighbour"
             )
 
-    def _place(self, call: Call, kind: object, twin: Twin) -> ListPlace | None:
+    def _place(self, call: Call, twin: Twin) -> ListPlace | None:
         container, _, key = call.path.rpartition(".")
         parent = self._model.get_submodule(container)
         if not isinstance(parent, nn.ModuleList) or isinstance(self._model.get_submodule(call.path), Chain):
             return None
-        if (container, kind) not in self._places:
-            self._places[container, kind] = plan_list(self._model, self._example, container, int(key), twin)
-        return self._places[container, kind]
+        alike = equal_blocks(list(parent.children()), int(key))
+        where = (container, alike[0])
+        if where not in self._places:
+            self._places[where] = plan_list(self._model, self._example, container, (alike[0], alike[-1]), twin)
+        return self._places[where]
