@@ -552,6 +552,7 @@ def _language_models() -> None:
                 "q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4,
             },
         ),
+        "modernbert_decoder": ("ModernBertDecoderForCausalLM", "ModernBertDecoderConfig", {"local_attention": 4}),
         # states instead of keys and values
         "mamba2": (
             "Mamba2ForCausalLM",

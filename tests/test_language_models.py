@@ -72,7 +72,7 @@ def examples(model: Any, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", GENERATING)
-def test_generate_with_and_without_cache(name: str) -> None:
+def test_generate_with_and_without_cache(name: str, tmp_path: Path) -> None:
     model, batch = build(name)
     model.eval()
     before = tokens(model, batch, True)
@@ -96,6 +96,10 @@ def test_generate_with_and_without_cache(name: str) -> None:
         assert torch.equal(tokens(model, batch, False), before)
         awake(model, growths)
         assert torch.equal(tokens(model, batch, True), tokens(model, batch, False))
+        if all(site.place is not None and not site.layer.twin.replaced for site in chosen):
+            model.save_pretrained(tmp_path)  # it is a model of its library, which builds it again
+            again = type(model).from_pretrained(tmp_path)
+            assert_same(outputs(model, batch), outputs(again, batch), 1e-5)
         for growth in reversed(growths):
             undo(model, growth)
         model.load_state_dict(state)
@@ -114,6 +118,69 @@ def test_a_model_that_has_grown_is_searched_again(name: str) -> None:
         assert torch.equal(tokens(model, batch, True), before)
     awake(model, growths)
     assert torch.equal(tokens(model, batch, True), tokens(model, batch, False))
+
+
+class Adapter(nn.Module):
+    """A low-rank addition to a layer, as adapters put it in: names that no configuration knows."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.down = layer, nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "bart"])
+def test_generate_with_adapters_in_every_block(name: str) -> None:
+    model, batch = build(name)
+    for path, layer in list(model.named_modules()):
+        parent, _, key = path.rpartition(".")
+        if key == "q_proj":
+            setattr(model.get_submodule(parent), key, Adapter(layer))
+    model.eval()
+    before = tokens(model, batch, True)
+    sites = find_sites(model, batch, layer="twin")
+    growths = [insert(model, site) for site in (sites[0], sites[-1], sites[1])]
+    assert torch.equal(tokens(model, batch, True), before)
+    awake(model, growths)
+    assert torch.equal(tokens(model, batch, True), tokens(model, batch, False))
+
+
+def test_a_grown_bart_that_has_learned_to_copy_copies_with_its_cache() -> None:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=12, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=16, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        decoder_start_token_id=0, forced_eos_token_id=None, dropout=0.0,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def batch(size: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, 12, (size, 5))
+        return {"input_ids": ids, "labels": ids}
+
+    def train(steps: int) -> None:
+        model.train()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(**batch(32)).loss.backward()
+            optimizer.step()
+        model.eval()
+
+    train(60)
+    for number in range(2):
+        sites = [site for site in find_sites(model, batch(4)) if site.path.startswith("model.decoder.layers")]
+        assert {site.layer.form for site in sites} == {"twin"}
+        insert(model, sites[number], optimizer=optimizer)
+        train(60)
+    for cache in (True, False):
+        data = batch(64)
+        assert (tokens(model, data, cache)[:, 1:] == data["input_ids"]).float().mean() > 0.99
 
 
 FRESH = """

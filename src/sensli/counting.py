@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.copies import copied_model
-from sensli.lists import Fact, Index, ListPlace, put_into_list, take_from_list
+from sensli.lists import Fact, Index, ListPlace, put_into_list, take_from_list, unwrapped
 from sensli.numbering import find_indices, is_number, own_numbers
 from sensli.rebuilding import COUNTS, build_again, differences, is_large, shapes
 from sensli.running import device_of, forked_random_state, run, tensors, to_device
@@ -42,7 +42,7 @@ def plan_list(model: nn.Module, example: Any, container: str, sources: tuple[int
     if not {*own_numbers(blocks, source)} <= {(index.module, index.name) for index in indices}:
         return None  # nothing tells which number a twin should have
     before = _made_general(trial, example)
-    layer = twin.build(blocks[source], trial)
+    layer = twin.build(unwrapped(blocks[source]), trial)
     layer.eval()
 
     def holds(place: ListPlace) -> bool:
@@ -60,7 +60,7 @@ def plan_list(model: nn.Module, example: Any, container: str, sources: tuple[int
     if built is not None:
         owner, name = built
         anew = _Anew(trial, owner, name, container, indices)
-        at_last = twin.build(blocks[last], trial)
+        at_last = twin.build(unwrapped(blocks[last]), trial)
         for facts in anew.facts(position, source, layer):
             place = ListPlace(facts, indices)
             if holds(place) and anew.matches(facts, last + 1, last, at_last):
