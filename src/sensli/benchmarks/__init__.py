@@ -23,6 +23,7 @@ from sensli.tables import text_table
 
 BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "measure": measuring.measure_against_extended,
+    "norms": measuring.norm_cost,
     "memory": measuring.memory,
     "probe": measuring.probe,
     "linear": measuring.linear_cost,
