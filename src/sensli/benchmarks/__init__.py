@@ -17,6 +17,7 @@ import torch
 from sensli._version import __version__
 from sensli.benchmarks import cnn, measuring, resume, sklearn, transformers
 from sensli.benchmarks.figure import Figure
+from sensli.benchmarks.random_models import random_models
 from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
 from sensli.tables import text_table
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "pipeline": cnn.pipeline_cost,
     "looking": cnn.look_cost,
     "exp1": cnn.exp1,
+    "random-models": random_models,
 }
 
 
