@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from sensli.building import build_layer
 from sensli.cutting import apply_cut, inserted, join, plan_cut, renames_of, take_out
 from sensli.distributed import Changing
-from sensli.errors import HistoryError, UnsupportedModel
+from sensli.errors import HistoryError
 from sensli.fsdp import readable_part
 from sensli.history import Growth
 from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
@@ -66,8 +66,8 @@ def _insert(
         for place, module in around
         for name, p in module.named_parameters(recurse=False)
     }
-    like = _example_parameter(model, [*neighbours, anchor])
-    layer = _built(model, site, anchor, like, neighbours)
+    whole, source = readable_part(model, anchor) if site.layer.twin is not None else (model, anchor)
+    layer = build_layer(model, site, anchor, neighbours, source=source, outside=whole)
     together.prepare(layer, path)
     renames = renames_of(model, cut)
     # The nearest relative of a twin's parameter is the one it is a copy of.
@@ -163,29 +163,6 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
         growth.own_rate.remove(optimizer, scheduler)
 
 
-def _built(
-    model: nn.Module, site: Site, anchor: nn.Module, like: Tensor | None, neighbours: list[nn.Module]
-) -> nn.Module:
-    """The site's layer, ready to go in: type, device, memory layout and mode of what stands around it."""
-    if like is not None and like.is_meta:
-        raise UnsupportedModel(
-            f"{type(model).__name__} is on the meta device: it has shapes and no values, so an identity layer would have none either. "
-            "Load the weights first, then insert."
-        )
-    if site.layer.twin is not None:
-        whole, source = readable_part(model, anchor)
-        return site.layer.build(source=source, outside=whole)  # a copy has all of that already
-    layer = site.layer.build(
-        dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
-    )
-    layer.train(anchor.training)
-    weights = [p for module in neighbours for p in module.parameters(recurse=False) if p.ndim in (4, 5)]
-    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if any(w.ndim == dims and w.is_contiguous(memory_format=layout) and not w.is_contiguous() for w in weights):
-            layer.to(memory_format=layout)  # type: ignore[call-overload]
-    return layer
-
-
 # --- who stands nearby ---
 
 
@@ -198,12 +175,3 @@ def _near(parameter: nn.Parameter, neighbours: list[nn.Module]) -> tuple[nn.Para
 
 def _near_paths(site: Site) -> str:
     return ", ".join(f"'{ref.path}'" for ref in site.neighbours[:2])
-
-
-def _example_parameter(model: nn.Module, nearby: list[nn.Module]) -> Tensor | None:
-    """A floating-point parameter whose type and device the new ones take."""
-    for module in (*nearby, model):
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                return parameter
-    return None
