@@ -505,7 +505,7 @@ class Recipe:
     def build(self) -> tuple[nn.Module, Tensor, Tensor]:
         """The model, an input and a target; the global random state stays."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)
             model = Net(self)
             with torch.no_grad():
                 for name, parameter in model.named_parameters():  # nothing is an identity or dead by accident
