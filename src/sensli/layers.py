@@ -250,10 +250,9 @@ class Layer:
             module = nn.utils.skip_init(nn.Linear, self.width, self.width, bias=bias, **options)
         with torch.no_grad():
             weight = module.get_parameter("weight").zero_()
-            centre = tuple(k // 2 for k in self.kernel)
-            for unit in range(self.width):
-                entry = (unit, unit % (self.width // self.groups), *centre)
-                weight[entry] = scale
+            units = torch.arange(self.width, device=weight.device)
+            entries: tuple[Any, ...] = (units, units % (self.width // self.groups), *(k // 2 for k in self.kernel))
+            weight[entries] = scale
             if bias:
                 module.get_parameter("bias").zero_()
         return module

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -50,6 +51,38 @@ class _New:
     output: Tensor | None = None
 
 
+class _StandIn(nn.Module):
+    """What a new layer does as long as it is an identity, at hardly any cost; on a small piece of the values the layer itself shows it."""
+
+    def __init__(self, site: Site, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._relu, self._conv = site.layer.form == "relu", site.layer.kind == "conv"
+        self._leading = site.layer.leading
+        self._piece = tuple(slice(0, k + 1) for k in site.layer.kernel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        where = (slice(0, 2), slice(None), *self._piece) if self._conv else (slice(0, 2),) * (x.dim() - 1)
+        piece = x[where]
+        with torch.no_grad():
+            shown = self.layer(piece.detach())
+        wanted = piece.relu() if self._leading else piece
+        result = x.relu() if self._relu else x.clone()
+        return result if _equal(shown, wanted.detach()) else torch.full_like(result, torch.nan)
+
+
+class _TwinStandIn(nn.Module):
+    """The same for a twin: it takes what the block takes."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self._site = site
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        value: Tensor = value_at(args, kwargs, self._site.slot)
+        return value * 0 if _is_null(self._site) else value.clone()
+
+
 class Trial:
     """The copy of the model that the example ran through, to be grown and put back again and again."""
 
@@ -64,17 +97,14 @@ class Trial:
         self._numbers = {id(module): number for number, module in enumerate(self.model.modules())}
         self._base: dict[bool, Any] = {}  # outputs in eval and in training mode, with numbered random numbers
         self._random: dict[bool, bool] = {}  # whether they differ when nothing does
+        self._layers: dict[tuple[Site, bool, int], nn.Module] = {}
+        self._returns_tensor = {call.path for call in flow.calls if call.output is not None}
         self._cotangents: dict[int, Tensor | None] = {}  # of the run that was recorded, by the tensor's id
 
     def attempt(self, sites: Sequence[Site]) -> Verdict:
         """Put a layer at every site, run the example in both modes, and take them out again."""
         verdict = self._evaluate(sites)
-        if verdict.good:
-            # What a block does in training mode was tried on the block itself: here it is about the places, so some of them will do.
-            chosen = [i for i, site in enumerate(sites) if site.layer.twin is None] + list(_spread(sites))
-            found = self._train([sites[i] for i in chosen])
-            verdict = Verdict({chosen[i]: reason for i, reason in found.wrong.items()}, found.together)
-        return verdict
+        return self._train(sites) if verdict.good else verdict
 
     # --- the two modes ---
 
@@ -90,11 +120,8 @@ class Trial:
             outputs = [each.output for each in new]
             gradients = self._gradients(output, outputs) if verdict.good else None
         if gradients is not None:
-            # Behind a ReLU only what the units that are on get back counts: a second layer takes the rest away.
-            on = [
-                o.detach() > 0 if s.layer.form == "relu" and o is not None else None
-                for s, o in zip(sites, outputs, strict=True)
-            ]
+            # Units that are off behind a ReLU are left out: another new layer behind them, with a ReLU of its own, gives them nothing back.
+            on = [None if o is None else o.detach() != 0 for o in outputs]
             verdict.wrong = self._other_gradients(sites, gradients, on)
         return verdict
 
@@ -192,7 +219,7 @@ class Trial:
     ) -> dict[int, str]:
         """Sites where a measurement would catch another gradient than the layer gets."""
         open_ones = [i for i, site in enumerate(sites) if not _is_null(site)]
-        wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None or not g.any()}
+        wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None}
         for known in (
             self._recorded,
             self._tapped,
@@ -245,19 +272,16 @@ class Trial:
     def _grown(self, sites: Sequence[Site]) -> Iterator[list[_New]]:
         """The copy with a layer at every site, in their order."""
         bound = [_bound(self.model, site) for site in sites]
+        real = set(_spread(sites))
+        standing: Counter[Site] = Counter()
         new: list[_New] = []
         try:
-            for site in reversed(bound):  # from the end, so that what comes before keeps its name
+            for index, site in reversed(
+                list(enumerate(bound))
+            ):  # from the end, so that what comes before keeps its name
                 path, anchor = site.find(self.model)
-                near = [found[1] for ref in site.neighbours if (found := ref.find(self.model)) is not None]
-                twin = site.layer.twin
-                if twin is not None:
-                    layer = twin.build(anchor, self.model, share=True)
-                    layer.train(False)
-                else:
-                    layer = build_layer(self.model, site, anchor, near, source=anchor, outside=self.model)
-                for parameter in layer.parameters():
-                    parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+                layer = self._layer(site, anchor, index in real, standing[site])
+                standing[site] += 1
                 cut = plan_cut(self.model, site, path)
                 apply_cut(self.model, cut, layer)
                 new.append(_New(site, layer, cut))
@@ -265,6 +289,22 @@ class Trial:
         finally:
             for each in reversed(new):
                 take_out(self.model, each.cut.path, each.cut.place)
+
+    def _layer(self, site: Site, anchor: nn.Module, real: bool, number: int) -> nn.Module:
+        """The layer for a site, the first time built, then used again; ``number``: how many of them stand there already."""
+        twin = site.layer.twin
+        # Of equal twins in one container some will do: that the others are identities too follows, here it is about their places.
+        real = real or site.path not in self._returns_tensor
+        if (site, real, number) not in self._layers:
+            near = [found[1] for ref in site.neighbours if (found := ref.find(self.model)) is not None]
+            if twin is not None:
+                layer = twin.build(anchor, self.model, share=True) if real else _TwinStandIn(site)
+            else:
+                layer = _StandIn(site, build_layer(self.model, site, anchor, near, source=anchor, outside=self.model))
+            for parameter in layer.parameters():
+                parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+            self._layers[site, real, number] = layer
+        return self._layers[site, real, number]
 
 
 _NO_GRADIENT = "a layer there would get no gradient"
@@ -306,6 +346,8 @@ def _watched(each: _New) -> list[Any]:
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value, result = given.pop(), first_tensor(output)
         each.output = result
+        if each.site.layer.leading:
+            value = value.relu()  # and the model's own ReLU gives the same for either
         wanted = torch.zeros_like(value) if _is_null(each.site) else value
         each.same = each.same and result is not None and _equal(result.detach(), wanted)
 
@@ -406,7 +448,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _seed(number: int) -> None:
-    torch.manual_seed(number)
+    # Not torch.manual_seed, which keeps a note for every kind of device that is not there.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
     random.seed(number)
 
 
