@@ -21,14 +21,17 @@ def copied_model(model: nn.Module) -> nn.Module:
 
 
 def made_general(module: nn.Module) -> dict[str, Tensor]:
-    """Move every parameter of a copy a little, so that none is zero or one by chance of its initialisation; the old values."""
-    kept = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    """Move the constant parameters of a copy (zeros, ones, scales), which are so by chance of their initialisation; the old values."""
+    kept: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                spread = parameter.float().std().item() if parameter.numel() > 1 else 0.0
-                noise = 0.1 * (spread if 0 < spread < 1 else 1.0) * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in module.named_parameters():
+            if not parameter.is_floating_point() or parameter.numel() == 0:
+                continue
+            low, high = parameter.detach().aminmax()
+            if low == high:
+                kept[name] = parameter.detach().clone()
+                noise = 0.1 * torch.randn(parameter.shape, generator=generator)
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
     return kept
 

@@ -72,6 +72,7 @@ class Flow:
     opaque: list[str] = field(default_factory=list)
     nodes: set[Any] = field(default_factory=set)  # all graph nodes that the model's output depends on
     output: Any = None
+    takes_gradients: bool = True  # whether the model takes an example that asks for a gradient
 
     def __post_init__(self) -> None:
         self._by_path: dict[str, list[Call]] = {}
@@ -98,18 +99,19 @@ def record(model: nn.Module, example: Any) -> Flow:
     flow.parameter_names = {id(p): name for name, p in flow.model.named_parameters()}
     given = to_device(example, device_of(model))
     moved: dict[str, Tensor] | None = made_general(flow.model)
-    with_nodes = True
     while True:
         try:
-            output = _run(flow, given, with_nodes)
+            output = _run(flow, given, flow.takes_gradients)
         except Exception as error:
-            if not with_nodes and moved is None:
+            if not flow.takes_gradients and moved is None:
                 raise BadExample(
                     f"the example ({describe(example)}) does not run through {type(model).__name__}: {type(error).__name__}: {error}. "
                     "Give a tensor, a tuple of arguments or a dict of keyword arguments, shaped like one batch of the training data."
                 ) from error
             if moved is None:
-                with_nodes = False  # some models refuse an input that asks for a gradient, and train all the same
+                flow.takes_gradients = (
+                    False  # some models refuse an input that asks for a gradient, and train all the same
+                )
         else:
             if moved is None or all_finite(output):
                 break

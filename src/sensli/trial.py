@@ -89,6 +89,7 @@ class Trial:
     def __init__(self, flow: Flow, example: Any) -> None:
         self.model = flow.model
         self._example = to_device(example, device_of(self.model))
+        self._takes_gradients = flow.takes_gradients
         self._output = flow.output  # in eval mode, as it came out when the run was recorded
         self._seen: dict[tuple[str, str], Seen | None] = {}
         for call in flow.calls:
@@ -114,12 +115,11 @@ class Trial:
                 output = self._run(False, new, graph=True)
             except Exception as error:
                 return Verdict(together=_raised(error))
-            verdict = Verdict(_locally_wrong(new, "eval"))
-            if verdict.good:
-                verdict = self._compared(False, output, new)
+            wrong = _locally_wrong(new, "eval")
             outputs = [each.output for each in new]
-            gradients = self._gradients(output, outputs) if verdict.good else None
-        if gradients is not None:
+            gradients = None if wrong else self._gradients(output, outputs)
+        verdict = Verdict(wrong) if wrong else self._compared(False, output, new)
+        if verdict.good and gradients is not None:
             # Units that are off behind a ReLU are left out: another new layer behind them, with a ReLU of its own, gives them nothing back.
             on = [None if o is None else o.detach() != 0 for o in outputs]
             verdict.wrong = self._other_gradients(sites, gradients, on)
@@ -135,10 +135,11 @@ class Trial:
                 output = self._run(True, new)
             except Exception as error:
                 return Verdict(together=_raised(error))
-            verdict = Verdict(_locally_wrong(new, "training"))
-            return self._compared(True, output, new) if verdict.good else verdict
+        wrong = _locally_wrong(new, "training")
+        return Verdict(wrong) if wrong else self._compared(True, output, new)
 
     def _compared(self, training: bool, output: Any, new: list[_New]) -> Verdict:
+        """The output with the layers against the one without; they have been taken out again."""
         in_list = any(each.cut.way == "list" for each in new)
         if not training and not _difference(self._output, output, in_list):
             return Verdict()
@@ -147,7 +148,7 @@ class Trial:
         if problem and self._is_random(training):
             return Verdict()  # it differs from run to run: that its layers are identities is all that can be known
         mode = "training" if training else "eval"
-        return Verdict(together=f"{problem} in {mode} mode" if problem else None)
+        return Verdict(together=f"{problem} in {mode} mode with a layer there: {_WHY}" if problem else None)
 
     def _baseline(self, training: bool) -> Any:
         """The outputs of the copy as it is; None where it does not run in this mode."""
@@ -177,7 +178,7 @@ class Trial:
                     handles.append(module.register_forward_pre_hook(self._numbered(), prepend=True))
             try:
                 _seed(0)
-                return run(model, fresh(self._example, nodes=graph))
+                return run(model, fresh(self._example, nodes=graph and self._takes_gradients))
             finally:
                 for handle in handles:
                     handle.remove()
@@ -272,7 +273,7 @@ class Trial:
     def _grown(self, sites: Sequence[Site]) -> Iterator[list[_New]]:
         """The copy with a layer at every site, in their order."""
         bound = [_bound(self.model, site) for site in sites]
-        real = set(_spread(sites))
+        real = _shown(sites)
         standing: Counter[Site] = Counter()
         new: list[_New] = []
         try:
@@ -307,6 +308,7 @@ class Trial:
         return self._layers[site, real, number]
 
 
+_WHY = "the forward pass counts, indexes or slices its modules, or asks for their class"
 _NO_GRADIENT = "a layer there would get no gradient"
 _OTHER_GRADIENT = (
     "its values are read elsewhere too: the gradient that could be measured is not the one that a layer there would get"
@@ -323,14 +325,13 @@ def _is_null(site: Site) -> bool:
     return site.layer.twin is not None and site.layer.twin.null
 
 
-def _spread(sites: Sequence[Site]) -> Iterator[int]:
-    """Of the twins of one container the first, the middle and the last."""
-    groups: dict[str, list[int]] = {}
+def _shown(sites: Sequence[Site]) -> set[int]:
+    """Of the twins of one container the first: it is put there itself, and stands for its equals."""
+    first: dict[object, int] = {}
     for index, site in enumerate(sites):
         if site.layer.twin is not None:
-            groups.setdefault(f"{site.path.rpartition('.')[0]} {site.layer.twin.null}", []).append(index)
-    for group in groups.values():
-        yield from sorted({group[0], group[len(group) // 2], group[-1]})
+            first.setdefault((site.path.rpartition(".")[0], site.layer), index)
+    return set(first.values())
 
 
 def _watched(each: _New) -> list[Any]:
