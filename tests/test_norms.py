@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from sensli import norms
 from sensli.norms import NORMS, Geometry, choose, squared_norm
@@ -152,6 +153,21 @@ def test_real_gradient_of_a_virtual_layer() -> None:
     expected = by_svd(kernel, (10, 10))
     assert squared_norm(kernel, "operator", Geometry((10, 10))) == pytest.approx(expected, rel=1e-10)
     assert squared_norm(kernel.float(), "operator", Geometry((10, 10))) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("channels, kernel, size", [(32, 7, 48), (64, 5, 16), (256, 3, 8), (96, 3, 32)])
+@pytest.mark.parametrize("flat", [False, True], ids=["real gradient", "noise"])
+def test_costs_less_than_the_gradient_of_a_small_batch(channels: int, kernel: int, size: int, flat: bool) -> None:
+    # In multiplications, which a busy machine does not change. Noise has a flat spectrum: no frequency can be ruled out early.
+    x, g = random(32, channels, size, size, seed=3).float().relu(), random(32, channels, size, size, seed=4).float()
+    shape = (channels, channels, kernel, kernel)
+    if flat:
+        gradient = random(*shape).float()
+    else:
+        gradient = torch.nn.grad.conv2d_weight(x, shape, g + random(1, channels, 1, 1).float(), padding=kernel // 2)
+    with FlopCounterMode(display=False) as counter:
+        squared_norm(gradient, "operator", Geometry((size, size)))
+    assert counter.get_total_flops() < 2 * gradient.numel() * len(x) * size**2
 
 
 @pytest.mark.parametrize("shape", [(60, 300), (300, 60), (110, 110)])
