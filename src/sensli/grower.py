@@ -160,6 +160,7 @@ class Grower:
         metric = mean_metric(self.model, metric)
         if not self._trigger.fires(self._moment(metric)):
             return None
+        self._trigger.looked()
         sites = self.sites()
         fitting = [site for site in sites if self._trigger.allows(site, self._moment(metric))]
         if not fitting:
