@@ -14,14 +14,14 @@ from sensli.history import Growth, History
 from sensli.optim import Optimizers
 from sensli.rates import Schedulers
 from sensli.sites import Ref
-from sensli.surgery import insert
+from sensli.surgery import insert, undo
 from sensli.wrappers import bare
 
 
 def replay(model: nn.Module, history: History) -> nn.Module:
     """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
     with Changing(model, "replay a history") as together:
-        together.agree_on(f"{len(history)} growths")
+        together.agree_on({"the number of growths": len(history)})
         _replay(bare(model), history)
     return model
 
@@ -51,6 +51,15 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
             f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
             "The factory must build the architecture that the history began with."
         ) from error
+    try:
+        _check_same_growth(model, growth, again)
+    except HistoryError:
+        undo(model, again, optimizer=optimizer, scheduler=scheduler)
+        raise
+    return again
+
+
+def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
     if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
         raise HistoryError(
             f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
@@ -64,4 +73,3 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
                 f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
                 "the history began with."
             )
-    return again
