@@ -38,6 +38,7 @@ from sensli.wrappers import bare
 
 Selection = Callable[[Merits], Merit | Site]
 SELECTIONS = ("largest", "smallest", "random")
+SOLVED = 1e-3  # the share of the largest loss below which the floor holds
 NO_OPTIMIZER = (
     "this Grower has no optimizer, so nothing will train the layers that it inserts. Give Grower(model, optimizer, ...), or add the "
     "parameters that growth.parameters names to your optimizer yourself after each growth."
@@ -74,8 +75,9 @@ class Grower:
     own, with that many times its neighbours' rate. ``group`` is the group that new parameters join where their neighbours are in none, as
     in `insert`; without it such places (a frozen part that the optimizer does not hold) are skipped.
     ``max_factor``: a layer that would take the model to more than so many times its parameters is left out; by default one that is larger
-    than all the rest. None allows every layer. ``floor`` holds growth back on a solved problem: to first order, a change of the new
-    weights by 1 must lower the loss by at least this share of the largest loss that a look has seen; 0 turns it off.
+    than all the rest. None allows every layer. ``floor`` holds growth back on a solved problem: once the loss has fallen to a thousandth of
+    the largest that a look has seen, a change of the new weights by 1 must lower it, to first order, by this share of the largest; 0 turns
+    it off.
     ``log`` is told every decision, also not to insert: a callable on `Look` (``print`` gives one line each), or a TensorBoard writer.
     ``averaged`` is a `torch.optim.swa_utils.AveragedModel` of the model (or several) that grows with it. ``model`` may be wrapped in
     DistributedDataParallel: then all processes call `step`, each with its own batches, and all insert the same layer.
@@ -215,8 +217,8 @@ class Grower:
             warnings.warn(f"call {self.calls}: nothing inserted, because {nothing}", stacklevel=4)
             self._saw("all merits are zero", parameters=parameters)
             return None
-        self._largest_loss = max(self._largest_loss, abs(merits.loss or 0.0))
-        chosen = self._chosen(merits)
+        least = self._least_gain(abs(merits.loss or 0.0))
+        chosen = self._chosen(merits, least)
         together.agree_on(numbered("choice", (merit.site for merit in chosen)), last=False)
         grown: list[Growth] = []
         taken: list[Merit] = []
@@ -226,7 +228,7 @@ class Grower:
                 taken.append(merit)
         if grown:
             self._trigger.grown()
-        reason = reason_of(merits, taken, select=self._select_name, tau=self._tau, floor=self._least_gain)
+        reason = reason_of(merits, taken, select=self._select_name, tau=self._tau, floor=least)
         larger = len(allowed) - len(fitting)
         if larger:
             reason += f"; left out as larger than max_factor = {self._max_factor:g} allows: {larger}"
@@ -304,10 +306,13 @@ class Grower:
             warnings.warn(f"call {self.calls}: nothing inserted, because {reason}. {advice}", stacklevel=5)
         return reason
 
-    @property
-    def _least_gain(self) -> float:
-        """The least first-order decrease of the loss, per unit change of the new weights, that a layer must promise."""
-        return self._floor * (self._largest_loss or 1.0)
+    def _least_gain(self, loss: float) -> float:
+        """The least first-order decrease of the loss, per unit change of the new weights, that a layer must promise now.
+
+        Only where most of the loss is gone: a network whose outputs are far too small for its targets has small gradients too.
+        """
+        self._largest_loss = max(self._largest_loss, loss)
+        return self._floor * (self._largest_loss or 1.0) if loss <= SOLVED * self._largest_loss else 0.0
 
     def _saw(
         self,
@@ -363,7 +368,7 @@ class Grower:
         follow(self._averaged, growth)
         return growth
 
-    def _chosen(self, merits: Merits) -> list[Merit]:
+    def _chosen(self, merits: Merits, least: float) -> list[Merit]:
         """The merits that may be inserted, in that order.
 
         A control differs from the method in *where* alone: whether, and how many at most, the largest merits decide for it too.
@@ -371,7 +376,7 @@ class Grower:
         worth = [
             merit
             for merit in merits.ranked
-            if (merit.ratio is None or merit.ratio >= self._tau) and math.sqrt(merit.value) >= self._least_gain
+            if (merit.ratio is None or merit.ratio >= self._tau) and math.sqrt(merit.value) >= least
         ]
         if self._select == "largest":
             return worth
@@ -411,13 +416,13 @@ class Grower:
         try:
             history = History.from_dict(state["history"])
             calls, loss, generator = _numbers_of(state)
+            self._check_grown_like(history)
         except SensliError:
             raise
         except Exception as error:
             raise HistoryError(
                 f"the state of the Grower is damaged: {type(error).__name__}: {error}. Use an intact copy."
             ) from error
-        self._check_grown_like(history)
         try:
             self._trigger.load_state_dict(state["trigger"])
         except Exception as error:
@@ -432,8 +437,8 @@ class Grower:
         for growth in history:  # what the inserted parameters are called today: later growths may have renamed them
             expected = [growth.renames.get(name, name) for name in expected] + list(growth.parameters)
         network = bare(self.model)
-        names = {name for name, _ in network.named_parameters()}
-        numbers = {number for number, _, _ in inserted(network)}
+        names = [name for name, _ in network.named_parameters()]
+        numbers = [number for number, _, _ in inserted(network)]
         lacking = [str(name) for name in expected if name not in names]
         lacking += [f"growth {growth.number}" for growth in history if growth.number not in numbers]
         if lacking:
@@ -458,7 +463,7 @@ def as_metric(given: Any) -> float | None:
 def _numbers_of(state: Mapping[str, Any]) -> tuple[int, float, Tensor]:
     """Calls, largest loss and random state, or an error if one of them is none."""
     calls, loss, numbers = state["calls"], state.get("largest_loss", 0.0), state["generator"]
-    if type(calls) is not int or calls < 0:
+    if type(calls) is not int or not 0 <= calls < 2**63:
         raise ValueError(f"calls is {calls!r}")
     if type(loss) not in (int, float) or not 0 <= loss < math.inf:
         raise ValueError(f"largest_loss is {loss!r}")
