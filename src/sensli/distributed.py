@@ -39,10 +39,18 @@ class Together:
     fails around an inner one meets the others wherever they wait, and is told once.
     """
 
-    def __init__(self, model: nn.Module, what: str) -> None:
-        self.group = process_group(model)
+    def __init__(self, model: nn.Module | None, what: str) -> None:
+        self.group = None if model is None else process_group(model)
         self.what = what
         self._agreed = False
+
+    @classmethod
+    def of_the_job(cls, what: str) -> Together:
+        """Of all processes of the job, where there is no model yet that says which train it."""
+        together = cls(None, what)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            together.group = dist.group.WORLD
+        return together
 
     @property
     def rank(self) -> int:

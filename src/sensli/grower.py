@@ -228,6 +228,9 @@ class Grower:
                 taken.append(merit)
         if grown:
             self._trigger.grown()
+        together.agree_on(
+            {"the number of growths": len(self.history)}, last=False
+        )  # before a sharded model runs for its FLOPs
         reason = reason_of(merits, taken, select=self._select_name, tau=self._tau, floor=least)
         larger = len(allowed) - len(fitting)
         if larger:
@@ -245,11 +248,11 @@ class Grower:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """What all ranks must have in common, as far as it can be compared."""
-        where = getattr(self._where, "__name__", self._where)
+        """What all ranks must have in common. What functions and triggers say is compared when they say it."""
+        where = "a function" if callable(self._where) else self._where
         return {
-            "the number of calls": self.calls, "the number of growths": len(self.history), "trigger": repr(self._trigger),
-            "tau": self._tau, "norm": self._norm, "select": self._select_name, "count": self._count, "layer": self._layer, "where": where,
+            "the number of calls": self.calls, "the number of growths": len(self.history), "tau": self._tau,
+            "norm": self._norm, "select": self._select_name, "count": self._count, "layer": self._layer, "where": where,
             "confidence": self._confidence, "tolerance": self._tolerance, "lr_scale": self._lr_scale, "own_rate": self._own_rate,
             "max_factor": self._max_factor, "floor": self._floor,
         }  # fmt: skip
