@@ -446,3 +446,25 @@ def test_a_callback_that_is_added_later(tmp_path: Path) -> None:
             callback.attach(trainer)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if attach else None)
         assert len(callback.history) == 1 and trainer.model.config.n_layer == 3
+
+
+def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_path: Path) -> None:
+    def frozen(callback: GrowthCallback) -> Any:
+        model = make_model()
+        model.transformer.h.requires_grad_(False)
+        trains = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trains, lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        return make(
+            tmp_path, callback, model=model, optimizers=(optimizer, schedule), save_strategy="no", num_train_epochs=1
+        )
+
+    for group in (None, 0):
+        callback = grow(1, group=group)
+        trainer = frozen(callback)
+        trainer.train()
+        assert len(callback.history) == 1 and callback.grower is not None
+        held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+        assert all(id(p) in held for p in trainer.model.parameters() if p.requires_grad)
+        reasons = [reason for _, reason in callback.grower.sites().skipped]
+        assert any("nothing would train a layer there" in reason for reason in reasons) == (group is None)
