@@ -459,12 +459,14 @@ def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_pat
             tmp_path, callback, model=model, optimizers=(optimizer, schedule), save_strategy="no", num_train_epochs=1
         )
 
-    for group in (None, 0):
-        callback = grow(1, group=group)
-        trainer = frozen(callback)
-        trainer.train()
-        assert len(callback.history) == 1 and callback.grower is not None
-        held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-        assert all(id(p) in held for p in trainer.model.parameters() if p.requires_grad)
-        reasons = [reason for _, reason in callback.grower.sites().skipped]
-        assert any("nothing would train a layer there" in reason for reason in reasons) == (group is None)
+    def behind(site: Any) -> bool:
+        return site.path == "transformer.h.1"
+
+    with pytest.raises(SensliError, match=r"(?s)no place to grow.*nothing would train a layer there.*group="):
+        frozen(grow(1, where=behind)).train()  # before the first epoch
+    callback = grow(1, where=behind, group=0)
+    trainer = frozen(callback)
+    trainer.train()
+    assert len(callback.history) == 1
+    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert all(id(p) in held for p in trainer.model.parameters() if p.requires_grad)
