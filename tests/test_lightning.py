@@ -129,6 +129,30 @@ def test_metrics_reach_the_logger_and_the_monitored_one_the_trigger(tmp_path: Pa
         fit(tmp_path, 2, GrowthCallback(plateau, monitor="absent"))
 
 
+def test_a_look_leaves_the_random_numbers_of_the_training_alone(tmp_path: Path) -> None:
+    """Shuffled data and dropout: a training with looks that insert nothing is the training without them, to the bit."""
+
+    def train(generator: torch.Generator | None, *callbacks: Any) -> Any:
+        settings: dict[str, Any] = {
+            "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu",
+            "default_root_dir": tmp_path,
+        }  # fmt: skip
+        module = Module(0.3)
+        torch.manual_seed(7)
+        loader = DataLoader(data().dataset, batch_size=16, shuffle=True, generator=generator)
+        pl.Trainer(max_epochs=3, callbacks=[*callbacks], **settings).fit(module, loader)
+        return module.state_dict()
+
+    for seed in (None, 5):
+
+        def own(seed: int | None = seed) -> torch.Generator | None:
+            return None if seed is None else torch.Generator().manual_seed(seed)
+
+        plain = train(own())
+        looked = train(own(), GrowthCallback(triggers.Every(1), tau=1e9, batches=2))
+        assert all(torch.equal(value, looked[name]) for name, value in plain.items())
+
+
 class Frozen(Module):
     """Only the head trains, and the optimizer holds nothing else."""
 

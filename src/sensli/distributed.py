@@ -96,9 +96,10 @@ class Together:
         self._agreed = last
         return [fact for _, _, fact in answers]
 
-    def agree_on(self, facts: Mapping[str, Any], *, last: bool = True) -> None:
-        """As `agree`, and all ranks must have come with the same facts; what differs is named."""
-        told = self.agree(dict(facts), last=last)
+    def agree_on(self, facts: Mapping[str, Any], own: Any = None, *, last: bool = True) -> list[Any]:
+        """As `agree`, and all ranks must have come with the same facts; what differs is named. Returns what each has of its own."""
+        answers = self.agree((dict(facts), own), last=last)
+        told = [facts for facts, _ in answers]
         for rank, its in enumerate(told):
             different = [name for name in {**told[0], **its} if told[0].get(name) != its.get(name)]
             if different:
@@ -108,6 +109,7 @@ class Together:
                     f"Ranks disagree, so they cannot {self.what}: {name} is {told[0].get(name)} on rank 0 and {its.get(name)} on rank "
                     f"{rank}. All must hold the same model and settings and take the same decisions. Nothing was changed."
                 )
+        return [own for _, own in answers]
 
 
 def numbered(name: str, things: Iterable[Any]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from sensli.distributed import Together, numbered
 from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
 from sensli.finding import check_request
 from sensli.flops import count_flops
-from sensli.fsdp import reshard
+from sensli.fsdp import is_sharded, reshard
 from sensli.history import Growth, History
 from sensli.logs import Log, check_log, tell
 from sensli.measuring import check_level, measure
@@ -32,6 +32,7 @@ from sensli.rates import Schedulers
 from sensli.record import Look, factor_text, reason_of
 from sensli.searching import Search
 from sensli.sites import Site, Sites
+from sensli.sizes import Sizes
 from sensli.surgery import insert, undo
 from sensli.triggers import Moment, Trigger
 from sensli.wrappers import bare
@@ -43,26 +44,6 @@ NO_OPTIMIZER = (
     "this Grower has no optimizer, so nothing will train the layers that it inserts. Give Grower(model, optimizer, ...), or add the "
     "parameters that growth.parameters names to your optimizer yourself after each growth."
 )
-
-
-class _Sizes(Mapping[str, int]):
-    """How large a model is, counted when asked for: most triggers never do, and they are asked every epoch."""
-
-    def __init__(self, model: nn.Module, example: Any) -> None:
-        self._rules: dict[str, Callable[[], int]] = {
-            "parameters": lambda: sum(p.numel() for p in model.parameters()),
-            "flops": lambda: int(count_flops(model, example)),
-            "depth": lambda: sum(any(p.ndim >= 2 for p in m.parameters(recurse=False)) for m in model.modules()),
-        }
-
-    def __getitem__(self, name: str) -> int:
-        return self._rules[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rules)
-
-    def __len__(self) -> int:
-        return len(self._rules)
 
 
 class Grower:
@@ -187,10 +168,11 @@ class Grower:
         if not self.history.record:
             self.history.record.draw(0, outline(bare(self.model)))
         fires = bool(self._trigger.fires(self._moment(metric)))
-        together.agree_on({"whether the trigger fires": fires}, last=False)
+        together.agree_on({"whether the trigger fires": fires}, last=not fires)
         growth = self._grow(together, batches, loss_fn, metric) if fires else None
         self._keep(metric)
-        together.agree_on({"the number of growths": len(self.history)})
+        if fires:
+            together.agree()
         return growth
 
     def _grow(
@@ -228,9 +210,8 @@ class Grower:
                 taken.append(merit)
         if grown:
             self._trigger.grown()
-        together.agree_on(
-            {"the number of growths": len(self.history)}, last=False
-        )  # before a sharded model runs for its FLOPs
+        # Before a sharded model runs for its FLOPs, for which all ranks are needed.
+        together.agree_on({"the number of growths": len(self.history)}, last=False)
         reason = reason_of(merits, taken, select=self._select_name, tau=self._tau, floor=least)
         larger = len(allowed) - len(fitting)
         if larger:
@@ -242,8 +223,7 @@ class Grower:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
         own = as_metric(metric)
         settings = {"metric=": "given" if own is not None else "not given", **self._settings}
-        together.agree_on(settings, last=False)
-        told = together.agree(own, last=False)
+        told = together.agree_on(settings, own, last=False)
         return None if own is None else sum(told) / len(told)
 
     @property
@@ -278,9 +258,10 @@ class Grower:
 
     def sites(self) -> Sites:
         """The places where the model could grow now. Raises where there is none; before training, to know it early."""
-        with Together(self.model, "find sites") as together:
+        # One rank may ask alone, unless the parameters have to be put together for it.
+        with Together(self.model if is_sharded(bare(self.model)) else None, "find sites") as together:
             sites = self._sites(together)
-            together.agree_on(numbered("site", sites))
+            together.agree()
         return sites
 
     def _sites(self, together: Together) -> Sites:
@@ -304,9 +285,9 @@ class Grower:
             f"{smallest}, {factor_text(parameters, after)}"
         )
         if not self._said_too_large:
-            self._said_too_large = True
             advice = f"Give Grower(max_factor={math.ceil(after / parameters)}) to allow it, or None for no limit."
             warnings.warn(f"call {self.calls}: nothing inserted, because {reason}. {advice}", stacklevel=5)
+            self._said_too_large = True
         return reason
 
     def _least_gain(self, loss: float) -> float:
@@ -398,7 +379,7 @@ class Grower:
         )
 
     def _moment(self, metric: float | None) -> Moment:
-        return Moment(self.calls, metric, len(self.history), _Sizes(bare(self.model), self._example))
+        return Moment(self.calls, metric, len(self.history), Sizes(bare(self.model), self._example))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint: calls, history, trigger, random choices. The model's tensors are the user's to save."""
