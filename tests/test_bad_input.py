@@ -144,7 +144,7 @@ def test_an_exception_in_the_users_forward_leaves_no_hook_and_no_other_trace(cal
         "find_sites": lambda: find_sites(model, x),
         "check": lambda: insert(model, sites[0], optimizer=optimizer, lr_scale=0.5, check=(x, y)),
     }
-    expected = BadExample if call == "find_sites" else RuntimeError
+    expected = BadExample if call in ("find_sites", "check") else RuntimeError
     with untouched(model, optimizer), pytest.raises(expected, match="broken in the middle"):
         calls[call]()
 

@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from sensli import checks, random_state, storage
 from sensli.cutting import count_growths
-from sensli.distributed import Together
+from sensli.distributed import Together, numbered
 from sensli.errors import CheckpointError, WrongType
 from sensli.fsdp import distributed_like, reshard, whole
 from sensli.grower import Grower
 from sensli.history import Growth, History, as_growths
 from sensli.optim import as_optimizers
 from sensli.replaying import replay
+from sensli.running import tensors
 from sensli.wrappers import bare
 
 
@@ -66,6 +67,9 @@ def save_checkpoint(
             history = History(as_growths("history", history))
         _check_schedulers(scheduler)
         content = _content(model, optimizer, scheduler, grower, history, extra)
+        # Shards are put together by all ranks at once, so nothing may fail on one of them from here on.
+        together.agree_on({"the number of tensors": sum(1 for _ in tensors(content))}, last=False)
+        content.update({part: _whole(content[part]) for part in ("model", "optimizers")})
         content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
     with Together(model, "write a checkpoint") as together:
         if together.rank == 0:
@@ -81,11 +85,11 @@ def _content(
     history = _history_of(network, grower, history)
     return {
         "history": history.to_dict(),
-        "model": {name: _whole(value) for name, value in network.state_dict().items()},
+        "model": dict(network.state_dict()),
         "evaluating": [name for name, module in network.named_modules() if not module.training],
         "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
         "optimizers": [
-            {"names": names_in(each, network), "state": _whole(each.state_dict())} for each in as_optimizers(optimizer)
+            {"names": names_in(each, network), "state": each.state_dict()} for each in as_optimizers(optimizer)
         ],
         "schedulers": [each.state_dict() for each in _several(scheduler)],
         "grower": None if grower is None else grower.state_dict(),
@@ -108,29 +112,47 @@ def load_checkpoint(
     ``make_model()`` builds the network that growing began with; ``make_optimizer(model)``, ``make_scheduler(optimizer)`` and
     ``make_grower(model, optimizer, scheduler)`` are called on the grown one. ``wrap(model)``, such as ``DistributedDataParallel`` or a
     function that calls ``fully_shard``, comes after the weights and before the optimizer. ``random=False`` leaves the random states alone.
+    With several processes and ``wrap``, call it on all of them: what fails on one fails on all.
     """
-    path = checks.path("path", path)
-    checks.factory("make_model", make_model, "the model that growing began with")
-    for name, made, what in (
-        ("make_optimizer", make_optimizer, "an optimizer, given the model"),
-        ("make_scheduler", make_scheduler, "a scheduler, given the optimizer"),
-        ("make_grower", make_grower, "a Grower, given model, optimizer and scheduler"),
-        ("wrap", wrap, "the wrapped model, given the model"),
-    ):
-        if made is not None:
-            checks.factory(name, made, what)
-    checks.flag("random", random)
+    what = "load a checkpoint"
+    with Together.of_the_job(what) if wrap is not None else Together(None, what) as together:
+        path = checks.path("path", path)
+        checks.factory("make_model", make_model, "the model that growing began with")
+        for name, made, what in (
+            ("make_optimizer", make_optimizer, "an optimizer, given the model"),
+            ("make_scheduler", make_scheduler, "a scheduler, given the optimizer"),
+            ("make_grower", make_grower, "a Grower, given model, optimizer and scheduler"),
+            ("wrap", wrap, "the wrapped model, given the model"),
+        ):
+            if made is not None:
+                checks.factory(name, made, what)
+        checks.flag("random", random)
+        return _load(path, together, make_model, make_optimizer, make_scheduler, make_grower, wrap, random)
+
+
+def _load(
+    path: str | os.PathLike[str],
+    together: Together,
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[Any], Any] | None,
+    make_scheduler: Callable[[Any], Any] | None,
+    make_grower: Callable[[Any, Any, Any], Grower] | None,
+    wrap: Callable[[nn.Module], Any] | None,
+    random: bool,
+) -> Checkpoint:
     content = storage.read(path)
     history = History.from_dict(content["history"])
     model: Any = checks.model("what make_model() returns", make_model())
     network = bare(replay(model, history))
     _load_model(network, content, path)
+    together.agree_on(numbered("growth", (growth.name for growth in history)), last=False)
     if wrap is not None:
         model = wrap(model)
         network = bare(model)
     optimizer = make_optimizer(model) if make_optimizer is not None else None
     scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
     add_own_groups(history, optimizer, scheduler)
+    together.agree(last=False)  # before the states are dealt out to the shards
     # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
     _load_each("optimizer", as_optimizers(optimizer), content["optimizers"], lambda o, s: load_optimizer(o, s, network))
     _load_each("scheduler", _several(scheduler), content["schedulers"], lambda s, state: s.load_state_dict(state))
@@ -140,6 +162,7 @@ def load_checkpoint(
         if content["grower"] is None:
             raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to go on from.")
         grower.load_state_dict(content["grower"])
+    together.agree()
     if random:
         states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         random_state.restore(states[rank] if rank < len(states) else states[0])

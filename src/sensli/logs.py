@@ -42,7 +42,7 @@ def tell(log: Log, look: Look) -> None:
         else:
             log(look)
     except Exception as error:
-        warnings.warn(f"the log of the Grower failed: {type(error).__name__}: {error}", stacklevel=4)
+        warnings.warn(f"the log of the Grower failed: {type(error).__name__}: {error}", stacklevel=5)
 
 
 def _write(writer: ScalarWriter, look: Look) -> None:

@@ -54,6 +54,7 @@ class Merits(Sequence[Merit]):
         norm: str,
         batches: int,
         samples: int | None = None,
+        loss: float | None = None,
         confidence: float | None = None,
         tolerance: float = 0.0,
         clear: bool | None = None,
@@ -62,6 +63,7 @@ class Merits(Sequence[Merit]):
         self.norm = norm
         self.batches = batches
         self.samples = samples
+        self.loss = loss  # the mean over the data; None where a probe did not see it
         self.confidence = confidence  # the level that was asked for
         self.tolerance = tolerance  # the share of the best merit that may be missed
         self.clear = clear  # whether the best site was clear at that level before the data ended

@@ -82,8 +82,30 @@ def plan_joining(
             )
     pairs = [(optimizer, its) for optimizer in known for its in optimizer.param_groups]
     chosen = _chosen_group(known, group)
-    places = tuple((newcomer, *_place(newcomer, pairs, chosen)) for newcomer in newcomers) if known else ()
+    holders: dict[
+        int, list[tuple[Optimizer, Group]]
+    ] = {}  # by the identity of a parameter: a scan for each would take long
+    for pair in pairs:
+        for parameter in pair[1]["params"]:
+            holders.setdefault(id(parameter), []).append(pair)
+    places = tuple((newcomer, *_place(newcomer, pairs, holders, chosen)) for newcomer in newcomers) if known else ()
     return Joining(places, tuple(its for _, its in pairs), dict(renames or {}))
+
+
+def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Group | None = None) -> None:
+    """Refuse optimizers that could never follow a growth of this model, before any training."""
+    known = as_optimizers(optimizers)
+    if group is not None and not known:
+        raise OptimizerError(f"group={group!r} needs optimizer=: it is a group of the optimizer, and none was given.")
+    plan_joining(optimizers, (), group=group)
+    own = {id(parameter) for parameter in model.parameters()}
+    held = (id(parameter) for optimizer in known for its in optimizer.param_groups for parameter in its["params"])
+    if known and group is None and own.isdisjoint(held):
+        names = ", ".join(map(called, known))
+        raise OptimizerError(
+            f"optimizer={names} holds no parameter of this {called(model)}, so it belongs to another model, or was built before the "
+            "parameters were replaced. Build it over the parameters of the model that is to grow."
+        )
 
 
 def leave(
@@ -147,10 +169,6 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 or not _kinds(optimizer) & _MATRICES_ONLY
 
 
-def _holds(group: Group, parameter: nn.Parameter) -> bool:
-    return any(each is parameter for each in group["params"])
-
-
 def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tuple[Optimizer, Group] | None:
     if group is None or not known:
         return None
@@ -180,15 +198,18 @@ def _counted(groups: int) -> str:
 
 
 def _place(
-    newcomer: Newcomer, pairs: Sequence[tuple[Optimizer, Group]], chosen: tuple[Optimizer, Group] | None
+    newcomer: Newcomer,
+    pairs: Sequence[tuple[Optimizer, Group]],
+    holders: Mapping[int, Sequence[tuple[Optimizer, Group]]],
+    chosen: tuple[Optimizer, Group] | None,
 ) -> tuple[Optimizer, Group]:
     parameter = newcomer.parameter
-    if any(_holds(group, parameter) for _, group in pairs):
+    if id(parameter) in holders:
         raise OptimizerError(
             f"{newcomer.name} is in the optimizer already and would be stepped twice. Take it out of its group first, "
             "or insert without optimizer=."
         )
-    near = [pair for neighbour in newcomer.neighbours for pair in pairs if _holds(pair[1], neighbour)]
+    near = [pair for neighbour in newcomer.neighbours for pair in holders.get(id(neighbour), ())]
     able = [pair for pair in pairs if _fits(pair[0], parameter)]
     candidates = [*near, *([chosen] if chosen else []), *(able if near and len(able) == 1 else [])]
     for optimizer, group in candidates:

@@ -35,15 +35,26 @@ class Trigger:
         """Whether the limits leave room for this site's layer."""
         return True
 
+    def looked(self) -> None:
+        """Told when the whole trigger fired, of which this may be a part, so that a look follows."""
+
     def grown(self) -> None:
         """Told after an insertion."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be kept for a resume."""
+        """What has to be kept for a resume, and to be put back when a step fails."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`. Raises before anything changes if the state is not one of this trigger."""
+        if state:
+            raise ValueError(f"{self!r} has no state, got {state!r}.")
+
+    def __bool__(self) -> bool:
+        # `Every(2) and AtMost(2)` would silently be the second one.
+        raise TypeError(
+            "a trigger has no truth value. Combine triggers with & and | instead of `and` and `or`: Every(2) & AtMost(2)."
+        )
 
     def __and__(self, other: Trigger) -> Trigger:
         return _Both(self, other)
@@ -61,6 +72,10 @@ class _Pair(Trigger):
                 raise TypeError(f"a trigger can be combined with another trigger only, not with {side!r}.")
         self.left, self.right = left, right
 
+    def looked(self) -> None:
+        self.left.looked()
+        self.right.looked()
+
     def grown(self) -> None:
         self.left.grown()
         self.right.grown()
@@ -69,8 +84,15 @@ class _Pair(Trigger):
         return {"left": self.left.state_dict(), "right": self.right.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"left", "right"}:
+            raise ValueError(f"{self!r} needs the states of its two parts, got {state!r}.")
+        before = self.left.state_dict()
         self.left.load_state_dict(state["left"])
-        self.right.load_state_dict(state["right"])
+        try:
+            self.right.load_state_dict(state["right"])
+        except BaseException:
+            self.left.load_state_dict(before)
+            raise
 
     def __repr__(self) -> str:
         return f"({self.left!r} {self.word} {self.right!r})"
@@ -98,6 +120,12 @@ class _Either(_Pair):
     def fires(self, moment: Moment) -> bool:
         self._fired = (self.left.fires(moment), self.right.fires(moment))
         return any(self._fired)
+
+    def looked(self) -> None:
+        # The side that did not fire goes on counting.
+        for fired, side in zip(self._fired, (self.left, self.right), strict=True):
+            if fired:
+                side.looked()
 
     def allows(self, site: Site, moment: Moment) -> bool:
         # A limit binds the side it was combined with: only the side that fired may let a site through.
@@ -135,7 +163,7 @@ class Every(Trigger):
 
 
 class Plateau(Trigger):
-    """Fires when ``metric`` has not improved by ``threshold`` (relative) for ``patience`` calls; counts anew after it fired."""
+    """Fires when ``metric`` has not improved by ``threshold`` (relative) for ``patience`` calls; starts counting again after a look."""
 
     def __init__(self, patience: int = 10, *, mode: str = "min", threshold: float = 1e-4) -> None:
         self.patience = checks.whole("patience", patience, 10)
@@ -153,10 +181,10 @@ class Plateau(Trigger):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-        if self.waited < self.patience:
-            return False
+        return self.waited >= self.patience
+
+    def looked(self) -> None:
         self.waited = 0
-        return True
 
     def grown(self) -> None:
         self.waited = 0  # a new layer gets the same patience
@@ -165,7 +193,11 @@ class Plateau(Trigger):
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.waited = state["best"], state["waited"]
+        best, waited = state["best"], state["waited"]
+        known = best is None or (isinstance(best, (int, float)) and math.isfinite(best))
+        if not known or type(waited) is not int or waited < 0 or set(state) != {"best", "waited"}:
+            raise ValueError(f"{self!r} needs a number or None as best and a count as waited, got {state!r}.")
+        self.best, self.waited = best, waited
 
     def __repr__(self) -> str:
         return f"Plateau(patience={self.patience}, mode={self.mode!r})"

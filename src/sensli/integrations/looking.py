@@ -29,9 +29,11 @@ def check_options(
     for name in ("model", "optimizer", "scheduler"):
         if name in options:
             raise TypeError(f"{name}= is the trainer's own: leave it out, the callback takes it from there.")
-    # What is to be checked does not depend on the model, except for averaged=, which belongs to the one that comes.
-    known = {"example": torch.zeros(1), **{name: value for name, value in options.items() if name != "averaged"}}
-    Grower(nn.Identity(), torch.optim.SGD([torch.zeros(1)]), trigger=trigger, **known)
+    # What is to be checked does not depend on the model, except for what belongs to the model and the optimizer that come.
+    later = ("averaged", "group")
+    known = {"example": torch.zeros(1), **{name: value for name, value in options.items() if name not in later}}
+    model = nn.Linear(1, 1, device="meta")
+    Grower(model, torch.optim.SGD(model.parameters()), trigger=trigger, **known)
 
 
 class StandIn:
