@@ -15,6 +15,7 @@ from sensli.own_rate import OwnRate
 from sensli.rates import RateScaling
 from sensli.record import Record
 from sensli.sites import Site
+from sensli.writing import write_bytes
 
 FORMAT = 1
 
@@ -165,10 +166,7 @@ class History(Sequence[Growth]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file; an earlier one is replaced only when the new one is complete."""
-        target = Path(path)
-        scratch = target.with_name(target.name + ".part")
-        scratch.write_text(self.to_json())
-        os.replace(scratch, target)
+        write_bytes(path, self.to_json().encode(), HistoryError)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:

@@ -13,13 +13,13 @@ import os
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from sensli.errors import CheckpointError
+from sensli.writing import replacing
 
 FORMAT = 1
 MAGIC = b"sensli checkpoint\n"
@@ -33,37 +33,37 @@ class _Hashed:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest, self.length = file, hashlib.sha256(), 0
+        self.failure: BaseException | None = None
 
     def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.length += len(data)
-        return self._file.write(data)
+        try:
+            self.digest.update(data)
+            self.length += len(data)
+            return self._file.write(data)
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write the file under a temporary name, force it to the disk, then rename: a kill at any moment leaves the old or the new one."""
+    """Write the file: a kill at any moment leaves the old or the new one."""
     content = {name: check_plain(value, name) for name, value in content.items()}
-    target = Path(path)
-    scratch = target.with_name(target.name + ".part")
-    with open(scratch, "wb") as file:
+    with replacing(path, CheckpointError) as file:
         file.write(MAGIC + b" " * _ROOM + b"\n")
         body = _Hashed(file)
-        torch.save(content, body)  # type: ignore[arg-type]
+        try:
+            torch.save(content, body)  # type: ignore[arg-type]
+        except RuntimeError:
+            if body.failure is None:
+                raise
+            # On its way out torch ends the archive, and reports that this failed instead of what went wrong.
+            raise body.failure from None
         header = json.dumps({"format": FORMAT, "length": body.length, "sha256": body.digest.hexdigest()})
         file.seek(len(MAGIC))
         file.write(header.ljust(_ROOM).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, target)
-    if os.name == "posix":  # the rename itself reaches the disk with the folder
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

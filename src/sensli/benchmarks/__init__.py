@@ -20,6 +20,7 @@ from sensli.benchmarks.figure import Figure
 from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
 from sensli.tables import text_table
+from sensli.writing import check_writable, write_bytes
 
 BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "measure": measuring.measure_against_extended,
@@ -42,11 +43,13 @@ def run_benchmarks(only: Sequence[str] | None, out: Path) -> list[Figure]:
     for name in only or ():
         if name not in BENCHMARKS:
             raise SensliError(one_of("benchmark", name, BENCHMARKS))
+    check_writable(out)
     figures: list[Figure] = []
     for name in only or BENCHMARKS:
         print(f"{name} ...", file=sys.stderr, flush=True)
         figures += BENCHMARKS[name]()
-        out.write_text(json.dumps({"machine": _machine(), "figures": [asdict(figure) for figure in figures]}, indent=1))
+        facts = {"machine": _machine(), "figures": [asdict(figure) for figure in figures]}
+        write_bytes(out, json.dumps(facts, indent=1).encode())
     rows = [[figure.name, figure.shown, figure.bar_shown, figure.verdict, figure.detail] for figure in figures]
     print(text_table(["figure", "measured", "bar", "", "how"], rows, left=(0, 3, 4)))
     print(f"written to {out}")

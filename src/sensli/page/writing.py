@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from sensli.page.words import words
+from sensli.writing import write_bytes
 
 SCRIPTS = ("tools.js", "network.js", "panels.js", "film.js")  # in this order: each uses the earlier ones
 
 
 def write_page(path: str | os.PathLike[str], data: dict[str, Any]) -> Path:
     """Write the page; an earlier one is replaced only when the new one is complete. Returns the path."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(target.name + ".part")
-    scratch.write_text(render(data), encoding="utf-8")
-    os.replace(scratch, target)
-    return target
+    write_bytes(path, render(data).encode())
+    return Path(path)
 
 
 def render(data: dict[str, Any]) -> str:

@@ -17,8 +17,9 @@ from torch import Tensor
 from sensli.paper.config import RESULT_FORMAT, Plan, Settings, digest
 from sensli.paper.engines import Outcome, engine
 from sensli.paper.errors import NoResults, StoreError
-from sensli.paper.files import Damaged, read_json, read_tensors, write_bytes, write_json, write_tensors
+from sensli.paper.files import Damaged, read_json, read_tensors, write_json, write_tensors
 from sensli.paper.seeds import run_seed
+from sensli.writing import check_writable
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,7 @@ class Store:
 
     def check_writable(self) -> None:
         """Find out before the first hour of work, not after it."""
-        probe = self.root / ".writable"
-        write_bytes(probe, b"")
-        probe.unlink()
+        check_writable(self.root / "results", StoreError)
 
     def folder(self, plan: Plan, arm: str) -> Path:
         return self.root / plan.key / f"{arm}-{digest(plan.arms[arm], plan.seed)}"
