@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from sensli.flops import count_flops
 from sensli.grower import Grower
 from sensli.history import History
 from sensli.page import Curve, Film, page_data, write_page
+from sensli.strict_json import dumps as strict_json
 from sensli.tables import text_table
 from sensli.terminal import Reach, paint_decision, progress, require_plots
 from sensli.writing import check_writable, replacing
@@ -105,7 +105,7 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
     arms[1].history.save(history)
     if as_json:
         looks = [look.to_dict() for look in arms[1].history.record.looks]
-        print(json.dumps({"results": results, "looks": looks, "page": str(page), "picture": str(picture)}, indent=1))
+        print(strict_json({"results": results, "looks": looks, "page": str(page), "picture": str(picture)}, indent=1))
         return
     print("\n" + text_table(header, rows))
     print(f"\nthe film of it: {page}   (open it in a browser)\npicture: {picture}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sensli.errors import CheckpointError
+from sensli.strict_json import dumps as strict_json
 from sensli.writing import write_bytes
 
 FILE = "sensli.json"
@@ -15,7 +16,7 @@ FORMAT = 1
 
 def write(folder: Path, state: dict[str, Any]) -> None:
     """Write plain data; an earlier file is replaced only when the new one is complete."""
-    write_bytes(folder / FILE, json.dumps({"format": FORMAT, **state}).encode(), CheckpointError)
+    write_bytes(folder / FILE, strict_json({"format": FORMAT, **state}).encode(), CheckpointError)
 
 
 def read(folder: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sensli.page.words import words
+from sensli.strict_json import strict
 from sensli.writing import write_bytes
 
 SCRIPTS = ("tools.js", "network.js", "panels.js", "film.js")  # in this order: each uses the earlier ones
@@ -29,7 +30,7 @@ def render(data: dict[str, Any]) -> str:
     )
     heading, text = words(data)
     # Inside a script element only "</" and "<!--" could end or confuse it; a backslash before "<" is the same JSON string.
-    payload = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    payload = json.dumps(strict(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"style": style, "script": "".join(scripts), "heading": heading, "words": text, "data": payload}
     # in one go: what a user named must not be taken for a place of the template
     return re.sub(r"<!--(\w+)-->", lambda place: parts[place.group(1)], template)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.evidence import CNN, NO_VERDICT, Evidence, Finding
 from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, interval, overall
 from sensli.paper.store import Result, Store
+from sensli.strict_json import dumps as strict_json
 from sensli.writing import write_bytes
 
 TITLE = "The paper's claims, measured again"
@@ -46,7 +46,7 @@ def write(store: Store, options: Options, folder: Path) -> list[Path]:
     write_bytes(text, markdown(blocks, folder).encode(), StoreError)
     write_bytes(html, page(blocks, TITLE).encode(), StoreError)
     summary = folder / "summary.json"
-    write_bytes(summary, (json.dumps(_record(weighed, stored), indent=1) + "\n").encode(), StoreError)
+    write_bytes(summary, (strict_json(_record(weighed, stored), indent=1) + "\n").encode(), StoreError)
     return [text, html, summary]
 
 
