@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from sensli.errors import HistoryError
+from sensli.errors import HistoryError, brief
 from sensli.html_tables import html_table
 from sensli.own_rate import OwnRate
 from sensli.rates import RateScaling
@@ -159,7 +159,7 @@ class History(Sequence[Growth]):
         version = data.get("format", FORMAT)
         if type(version) is not int or not 1 <= version <= FORMAT:
             raise HistoryError(
-                f"the history has format {version!r:.40}, and {FORMAT} is the newest known here. Update sensli, or use an intact copy."
+                f"the history has format {brief(version)}, and {FORMAT} is the newest known here. Update sensli, or use an intact copy."
             )
         with _reading("the history"):
             record = Record.from_dict(lenient(data["record"])) if "record" in data else None
@@ -212,7 +212,8 @@ def _reading(what: str) -> Iterator[None]:
     except KeyError as error:
         raise HistoryError(f"{what} is damaged: the key {error} is missing. Use an intact copy.") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise HistoryError(f"{what} is damaged: {type(error).__name__}: {error}. Use an intact copy.") from error
+        why = " ".join(str(error).split())
+        raise HistoryError(f"{what} is damaged: {type(error).__name__}: {why}. Use an intact copy.") from error
 
 
 def _check_growth(growth: Growth) -> None:
@@ -227,9 +228,22 @@ def _check_growth(growth: Growth) -> None:
             names = (fact.name, *getattr(fact, "through", ()))
             if any(name.startswith("__") or not name.isidentifier() for name in names):
                 raise ValueError(f"{names} are not names of attributes that follow the number of blocks")
-    for name, kinds in (("epoch", (int,)), ("merit", (int, float)), ("ratio", (int, float, type(None)))):
-        if name in growth.details and type(growth.details[name]) not in kinds:
-            raise TypeError(f"details[{name!r}] must be a number, got {growth.details[name]!r:.40}")
+    own = growth.own_rate
+    if own is not None and (len(own.groups) != len(own.sources) or min(sum(own.groups, own.sources), default=0) < 0):
+        raise ValueError(f"{own} does not tell which groups were added")
+    check_types(
+        _Shown(**{name: growth.details[name] for name in ("epoch", "merit", "ratio") if name in growth.details}),
+        "details",
+    )
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is shown of the details of a growth, if it is there."""
+
+    epoch: int = 0
+    merit: float = 0.0
+    ratio: float | None = None
 
 
 def _check_record(record: Record) -> None:

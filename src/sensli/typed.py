@@ -8,6 +8,8 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from sensli.errors import brief
+
 _LARGEST = 2**63  # of a whole number: larger ones overflow where they are divided or shown
 
 
@@ -89,5 +91,4 @@ def _is_text(value: str) -> bool:
 
 def _expect(fine: bool, value: Any, place: str, what: str) -> None:
     if not fine:
-        shown = ascii(value) if not isinstance(value, int) or abs(value) < _LARGEST else "a number with too many digits"
-        raise TypeError(f"{place} must be {what}, got {shown if len(shown) < 60 else shown[:57] + '...'}")
+        raise TypeError(f"{place} must be {what}, got {brief(value)}")

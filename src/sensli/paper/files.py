@@ -40,7 +40,12 @@ def read_tensors(path: Path, checksum: str | None = None) -> dict[str, Any]:
     found = hashlib.sha256(payload).hexdigest()
     if head != _MAGIC + found.encode() or (checksum is not None and checksum != found):
         raise Damaged("the checksum does not match")
-    loaded: dict[str, Any] = torch.load(io.BytesIO(payload), weights_only=True)
+    try:
+        loaded = torch.load(io.BytesIO(payload), weights_only=True)
+    except Exception as error:  # what torch raises for bytes that are no archive is not a short list
+        raise Damaged(f"not readable as tensors, {type(error).__name__}") from None
+    if not isinstance(loaded, dict):
+        raise Damaged(f"holds a {type(loaded).__name__}")
     return loaded
 
 
@@ -52,7 +57,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise Damaged("not readable as JSON") from None
     if not isinstance(content, dict) or content.pop("checksum", None) != _json_checksum(content):
         raise Damaged("the checksum does not match")
