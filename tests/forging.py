@@ -55,9 +55,7 @@ def _changed(data: Any, path: tuple[Any, ...], what: str, value: Any) -> Any:
     elif what == "remove":
         del new[key]
     elif isinstance(new, dict):
-        new["doubled" if what == "double" else 3 if isinstance(value, int) else "new"] = (
-            new[key] if what == "double" else value
-        )
+        new["new"] = new[key] if what == "double" else value
     else:
         new.insert(key, new[key] if what == "double" else value)
     return tuple(new) if isinstance(data, tuple) else new

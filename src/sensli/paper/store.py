@@ -57,8 +57,10 @@ class Part:
             its = content.get(name)
             if not isinstance(its, dict) or not all(isinstance(value, Tensor) for value in its.values()):
                 raise Damaged(f"{name!r} does not hold tensors")
-        if any(value.ndim == 0 or len(value) != len(self.runs) for value in content["runs"].values()):
-            raise Damaged(f"not every tensor has {len(self.runs)} runs")
+        if any(
+            value.ndim < 2 or len(value) != len(self.runs) or value.is_complex() for value in content["runs"].values()
+        ):
+            raise Damaged(f"not every tensor holds records of {len(self.runs)} runs")
         if not content["runs"].keys() >= _CURVES:
             raise Damaged("a curve is missing")
         return content
@@ -192,8 +194,9 @@ class Store:
             state = read_tensors(self._path(plan, arm, runs, "unfinished"))
         except Damaged:
             return None
+        kept = state.get("runs")
         whole = isinstance(state.get("engine"), dict) and isinstance(state.get("seconds"), float)
-        return state if whole and isinstance(state.get("runs"), list) else None
+        return state if whole and isinstance(kept, list) and all(type(run) is int for run in kept) else None
 
     def _path(self, plan: Plan, arm: str, runs: list[int], kind: str) -> Path:
         return self.folder(plan, arm) / f"{kind}-{runs[0]:04d}-{runs[-1]:04d}.pt"
@@ -201,7 +204,7 @@ class Store:
 
 def _checked_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """What people and the report read of a part; a file with the right checksum may still be none of ours."""
-    kinds = {
+    kinds: dict[str, Any] = {
         "runs": list,
         "tensors": str,
         "seconds": (int, float),
