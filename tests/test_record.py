@@ -108,7 +108,7 @@ def test_round_trip_and_older_files() -> None:
 def test_a_damaged_record_is_refused_with_the_reason() -> None:
     data = grow().history.to_dict()
     data["record"]["looks"][0].pop("merits")
-    with pytest.raises(HistoryError, match="the history is damaged: KeyError: 'merits'"):
+    with pytest.raises(HistoryError, match="the history is damaged: the key 'merits' is missing"):
         History.from_dict(data)
 
 

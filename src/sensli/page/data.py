@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -80,7 +81,7 @@ def _frames(history: History) -> list[int]:
 
 def _look(look: Look, numbers: set[int]) -> dict[str, Any]:
     """A look with its line, and the mean over the existing weights that the threshold is a multiple of."""
-    mean = next((m.value / m.ratio for m in look.merits if m.ratio), None)
+    mean = next((m.value / m.ratio for m in look.merits if m.ratio and not math.isnan(m.ratio)), None)
     return {
         **look.to_dict(),
         "line": str(look),
