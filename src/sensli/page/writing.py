@@ -18,7 +18,7 @@ SCRIPTS = ("tools.js", "network.js", "panels.js", "film.js")  # in this order: e
 
 def write_page(path: str | os.PathLike[str], data: dict[str, Any]) -> Path:
     """Write the page; an earlier one is replaced only when the new one is complete. Returns the path."""
-    write_bytes(path, render(data).encode())
+    write_bytes(path, render(data).encode("utf-8", "replace"))  # a title may hold what is not text
     return Path(path)
 
 
