@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import inspect
 import random
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,67 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     # a group of weights and one of biases, and with a rate of their own such a pair for every layer
     assert len(again.optimizer.param_groups) == (2 if own_rate is None else 14)
     assert same(run.all(), again.all())
+
+
+# every optimizer of torch that follows an insertion, with the settings that change what it keeps or how it computes
+FLAGS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"momentum": 0.9, "nesterov": True}), ("SGD", {"momentum": 0.9, "fused": True}), ("SGD", {"momentum": 0.9, "maximize": True}),
+    ("Adam", {"amsgrad": True}), ("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.1}), ("Adam", {"fused": True}),
+    ("AdamW", {"foreach": True}), ("AdamW", {"fused": True, "amsgrad": True}), ("NAdam", {}), ("NAdam", {"foreach": True}),
+    ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}), ("RAdam", {}), ("RAdam", {"foreach": True}), ("Adamax", {}),
+    ("Adagrad", {"initial_accumulator_value": 0.1, "lr_decay": 0.1}), ("Adagrad", {"fused": True}), ("Adadelta", {}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}), ("Rprop", {}), ("ASGD", {"t0": 2.0}), ("ASGD", {"foreach": True}), ("Adafactor", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "flags"), FLAGS, ids=str)
+def test_every_optimizer_goes_on_to_the_bit_after_growths(
+    kind: str, flags: dict[str, Any], dtype: torch.dtype, tensor: bool, tmp_path: Path
+) -> None:
+    if not hasattr(torch.optim, kind) or flags.keys() - inspect.signature(getattr(torch.optim, kind)).parameters.keys():
+        pytest.skip(f"this torch has no {kind} with {flags}")
+    if tensor and (flags.get("foreach") or kind == "Adafactor"):
+        pytest.skip("torch refuses a rate in a tensor there")
+    x = X.to(dtype)
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+    def optimizer_of(model: nn.Module) -> Any:
+        return getattr(torch.optim, kind)(model.parameters(), lr=torch.tensor(0.01) if tensor else 0.01, **flags)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(x).float(), Y).backward()
+        optimizer.step()
+
+    model = make()
+    optimizer = optimizer_of(model)
+    history = History()
+    for _ in range(2):  # the second layer has not been stepped when the run is saved
+        step(model, optimizer)
+        step(model, optimizer)
+        history.append(insert(model, find_sites(model, x[:1])[0], optimizer=optimizer))
+    save_checkpoint(tmp_path / "a", model, optimizer=optimizer, history=history)
+    again = load_checkpoint(tmp_path / "a", make, optimizer_of)
+    for _ in range(3):
+        step(model, optimizer)
+        step(again.model, again.optimizer)
+    theirs = dict(again.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, theirs[name]), name
+        assert same(dict(optimizer.state[parameter]), dict(again.optimizer.state[theirs[name]])), name
+        for key, value in optimizer.state[parameter].items():
+            assert not isinstance(value, Tensor) or value.dtype == again.optimizer.state[theirs[name]][key].dtype
+
+
+def test_a_model_in_another_precision_takes_its_optimizer_along(tmp_path: Path) -> None:
+    grown(tmp_path / "a")
+    found = load_checkpoint(tmp_path / "a", lambda: make_model().float(), lambda m: torch.optim.AdamW(m.parameters()))
+    assert {state["exp_avg"].dtype for state in found.optimizer.state.values()} == {torch.float32}
 
 
 def test_a_run_that_is_killed_at_random_moments_ends_as_if_it_had_not_been() -> None:

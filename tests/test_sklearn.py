@@ -109,6 +109,24 @@ def test_the_last_training_is_on_all_samples(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])
+@pytest.mark.parametrize("refit", [False, True])
+@pytest.mark.parametrize("epochs", [1, 7, 13])
+def test_there_are_no_more_epochs_than_asked_for(
+    kind: Any, refit: bool, epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On few data, where an epoch is one step."""
+    x, y = load_wine(return_X_y=True)
+    steps: list[int] = []
+    once = torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: steps.append(1) or once(self)
+    )  # counted, and really taken
+    model = kind(**{**SMALL, "max_epochs": epochs, "refit": refit}, random_state=0).fit(x, y)
+    assert model.n_iter_ == epochs
+    assert epochs <= len(steps) <= (2 if refit else 1) * epochs
+
+
+@pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])
 @pytest.mark.parametrize(
     ("name", "value"),
     [

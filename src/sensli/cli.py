@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,18 +34,38 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; a mistake of the user gives one line and exit code 2, Ctrl-C exit code 130."""
-    args = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end the command
+            stream.reconfigure(errors="backslashreplace")
+    parser = _parser()
+    if any("\0" in argument for argument in (sys.argv[1:] if arguments is None else arguments)):
+        parser.error("an argument holds a NUL character")
+    args = parser.parse_args(arguments)
     try:
         args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk and a closed pipe show here, not when Python ends
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+        return _failed("stopped", 130)
     except BrokenPipeError:  # `sensli sites ... | head`
-        return 0
+        return _failed("", 0)
+    except SystemExit as error:
+        return _failed(f"sensli: the model's own code ended the program (exit code {error.code}).", 2)
     except (SensliError, OSError) as error:
-        print(f"sensli: {error}", file=sys.stderr)
-        return 2
+        return _failed(f"sensli: {' '.join(str(error).split())}", 2)
     return 0
+
+
+def _failed(text: str, code: int) -> int:
+    """One line on the standard error; what cannot be written to a broken output is dropped, so that Python ends quietly."""
+    if text and sys.stderr is not None:
+        print(text, file=sys.stderr)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("sensli-demo"),
         help="folder for the film, the picture and the history (default: %(default)s)",
     )
-    demo.add_argument("--seed", type=int, default=1, help="of the initial weights (default: %(default)s)")
+    demo.add_argument("--seed", type=_seed, default=1, help="of the initial weights (default: %(default)s)")
     demo.add_argument("--json", action="store_true", help="print results and decisions as JSON, and nothing else")
     demo.set_defaults(run=_demo)
 
@@ -143,6 +165,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _seed(text: str) -> int:
+    """A number that torch takes as a seed."""
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^63 - 1, got {text}")
+    return number
+
+
+_seed.__name__ = "seed"  # argparse says "invalid seed value"
+
+
 def _demo(args: argparse.Namespace) -> None:
     from sensli.demo import demo
 
@@ -154,7 +187,7 @@ def _sites(args: argparse.Namespace) -> None:
     from sensli.loading import load_model, parse_input
 
     if args.count < 1 or args.length < 1:
-        raise SensliError("--count and --length are whole numbers from 1.")
+        raise SensliError(f"--count and --length must be at least 1, got {args.count} and {args.length}.")
     model = load_model(args.model)
     if args.input:
         example = tuple(parse_input(text) for text in args.input)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from sensli import storage
 from sensli.backward import LossFunction
 from sensli.errors import BadExample
 
@@ -29,17 +30,26 @@ def read_batches(path: Path) -> list[Any]:
         raise
     except Exception as error:
         raise BadExample(
-            f"'{path}' cannot be read as a batch: {type(error).__name__}: {error}. Give what torch.save wrote of tensors in a dict or a "
-            "tuple, or a .safetensors file."
+            f"'{path}' cannot be read as a batch: {type(error).__name__}: {storage.told(error)}. Give what torch.save wrote of tensors in "
+            "a dict or a tuple, or a .safetensors file."
         ) from error
     batches = found if isinstance(found, list) else [found]
+    if not batches:
+        raise BadExample(f"'{path}' holds an empty list. Give at least one batch.")
     for batch in batches:
-        pair = isinstance(batch, tuple) and len(batch) == 2
-        if not batch or not (pair or (isinstance(batch, dict) and all(isinstance(v, Tensor) for v in batch.values()))):
+        if not _is_batch(batch):
             raise BadExample(
-                f"'{path}' holds {type(batch).__name__}, but a batch is a dict of keyword arguments or a pair (input, target)."
+                f"'{path}' holds {type(batch).__name__}, but a batch is a dict of keyword arguments or a pair (input, target), of tensors."
             )
+    if len({type(batch) for batch in batches}) > 1:
+        raise BadExample(f"'{path}' holds dicts and pairs. Give batches of one kind.")
     return batches
+
+
+def _is_batch(batch: Any) -> bool:
+    if isinstance(batch, dict):
+        return bool(batch) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in batch.items())
+    return isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
 
 
 def text_batches(
@@ -71,9 +81,20 @@ def loss_for(batches: list[Any]) -> LossFunction | None:
 
     def loss(output: Any, target: Tensor) -> Tensor:
         output = getattr(output, "logits", output)
-        if target.is_floating_point():
-            return mse_loss(output, target)
-        return cross_entropy(output.flatten(0, -2), target.flatten())
+        if not isinstance(output, Tensor):
+            raise BadExample(
+                f"the model returns a {type(output).__name__}, and which of its values the target is for is not known here. Name a factory "
+                "whose model returns a tensor, or give dicts with labels, for the model's own loss."
+            )
+        try:
+            if target.is_floating_point():
+                return mse_loss(output, target)
+            return cross_entropy(output.flatten(0, -2), target.flatten())
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise BadExample(
+                f"the target of shape {tuple(target.shape)}, {target.dtype}, does not fit the output of shape {tuple(output.shape)}: "
+                f"{error}. Give class numbers for classes, floats for numbers."
+            ) from error
 
     return loss
 
@@ -84,7 +105,7 @@ def _tokens(text: str, directory: Path | None) -> Tensor:
 
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         return torch.tensor(tokenizer(text)["input_ids"])
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+    return torch.tensor(list(text.encode()), dtype=torch.long)
 
 
 def _arguments(model: nn.Module) -> set[str]:

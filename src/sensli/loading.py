@@ -71,13 +71,7 @@ def _from_directory(path: Path) -> nn.Module:
 def _import(name: str) -> object:
     try:
         if name.endswith(".py"):
-            path = Path(name)
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
-            spec.loader.exec_module(module)
-            return module
+            return _run_file(Path(name))
         sys.path.insert(0, "")  # as `python -m` does: modules of the current folder
         try:
             return importlib.import_module(name)
@@ -87,13 +81,32 @@ def _import(name: str) -> object:
         raise UnsupportedModel(f"'{name}' cannot be imported: {type(error).__name__}: {error}.") from error
 
 
+def _run_file(path: Path) -> object:
+    # Under its own name, as an import would be, but never in the place of another module: a file may be called random.py.
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} (a file)"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
 def parse_input(text: str) -> Tensor:
     """A tensor from ``1x3x32x32`` or, with a type, ``int64:1x128``; whole numbers are zeros, so that they are valid indices."""
-    found = re.fullmatch(r"(?:(\w+):)?(\d+(?:x\d+)*)", text)
+    found = re.fullmatch(r"(?:(\w+):)?([1-9][0-9]*(?:x[1-9][0-9]*)*)", text)
     dtype = getattr(torch, found.group(1) or "float32", None) if found else None
     if not found or not isinstance(dtype, torch.dtype):
         raise BadExample(f"'{text}' is no input: write a shape such as 1x3x32x32, or with a type int64:1x128.")
     shape = [int(size) for size in found.group(2).split("x")]
-    if dtype.is_floating_point:
-        return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    return torch.zeros(shape, dtype=dtype)
+    try:
+        if dtype.is_floating_point:
+            return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        return torch.zeros(shape, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+        why = str(error).partition("\n")[0]
+        raise BadExample(f"an input '{text}' cannot be made: {why}. Give a smaller shape or another type.") from error

@@ -98,11 +98,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than tensors and plain data, and was not loaded because that could run code: {_told(error)}"
+            f"{path} holds more than tensors and plain data, and was not loaded because that could run code: {told(error)}"
         ) from error
     except Exception as error:  # what torch raises for bytes that are no archive is not a short list
         raise CheckpointError(
-            f"{path} does not hold what torch.save wrote: {type(error).__name__}: {_told(error)} {_REMEDY}"
+            f"{path} does not hold what torch.save wrote: {type(error).__name__}: {told(error)} {_REMEDY}"
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(
@@ -114,7 +114,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 _REMEDY = "Use an intact copy, or an earlier checkpoint."
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     """The line that says what is wrong; torch adds many that advise to load the file nevertheless."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = next(

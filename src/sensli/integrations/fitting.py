@@ -66,7 +66,7 @@ def fit_growing(
         start, began = best.loss, epoch
         best.epoch = epoch
         while waited < plan.patience and epoch < plan.max_epochs:
-            epochs = max(1, plan.steps // max(1, len(train[0]) // plan.batch_size))
+            epochs = min(max(1, plan.steps // max(1, len(train[0]) // plan.batch_size)), plan.max_epochs - epoch)
             _train(model, train, loss_fn, optimizer, plan.batch_size, epochs)
             epoch += epochs
             value = _value(model, held_out, loss_fn)

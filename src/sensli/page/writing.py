@@ -22,7 +22,7 @@ def write_page(path: str | os.PathLike[str], data: dict[str, Any]) -> Path:
     """Write the page; an earlier one is replaced only when the new one is complete. Returns the path."""
     checks.instance("data", data, dict, "what page_data(history) returned")
     target = checks.path("path", path, error=SensliError)
-    write_bytes(target, render(data).encode())
+    write_bytes(target, render(data).encode("utf-8", "replace"))  # a title may hold what is not text
     return target
 
 

@@ -136,18 +136,20 @@ def _options(args: argparse.Namespace) -> Options:
 def _list(args: argparse.Namespace) -> None:
     store = readable(args.out)
     rows = []
+    refused: list[BadExperiment] = []
     for experiment in catalog.bundled().values():
         try:
             plans = [plan(experiment, recipe, _options(args)) for recipe in experiment.recipes]
-        except BadExperiment:
-            if args.epochs_scale == 1.0:
-                raise
+        except BadExperiment as error:
+            refused.append(error)
             continue  # too short for this one at that scale; the others are still worth listing
         cost = sum(engine(s).estimate(s, one.runs) for one in plans for s in one.arms.values())
         recipes = ", ".join(experiment.recipes) if len(plans) < 4 else f"{len(plans)} recipes"
         runs = "/".join(dict.fromkeys(str(one.runs) for one in plans))
         what = (experiment.title, experiment.shows, _networks(plans[0]))
         rows.append((experiment.name, *what, recipes, runs, _duration(cost), _computed(plans, store)))
+    if refused and (args.epochs_scale == 1.0 or not rows):
+        raise refused[0]
     header = ("experiment", "setting", "shows", "networks", "recipes", "runs", "cost", "computed")
     print(tables.plain(Table(header, tuple(rows))))
 

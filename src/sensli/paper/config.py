@@ -24,6 +24,7 @@ NETWORKS = ("fnn", "resnet", "cnn")
 DTYPES = ("float32", "float64", "bfloat16")  # the last one: autocast over float32 weights
 METRICS = ("validation", "test")
 FIGURES = ("curves", "times", "gradients", "heatmaps", "cost", "norms")
+MOST_RUNS = 100_000  # each is listed, stored and shown
 
 
 def _need(condition: bool, text: str) -> None:
@@ -263,8 +264,8 @@ def plan(experiment: Experiment, recipe: str, options: Options, where: str | Non
     where = where or f"experiment {experiment.name}"
     if recipe not in experiment.recipes:
         raise BadExperiment(f"{where}: no recipe {recipe!r}. {nearest(recipe, experiment.recipes)}")
-    if options.runs is not None and options.runs < 1:
-        raise BadExperiment(f"{where}: --runs must be at least 1, not {options.runs}.")
+    if options.runs is not None and not 1 <= options.runs <= MOST_RUNS:
+        raise BadExperiment(f"{where}: --runs must be at least 1 and at most {MOST_RUNS:,}, not {options.runs}.")
     if not 0 < options.epochs_scale <= 100:
         raise BadExperiment(f"{where}: --epochs-scale must be positive (1 is the paper's), not {options.epochs_scale}.")
     chosen = experiment.recipes[recipe]
