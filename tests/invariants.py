@@ -44,7 +44,9 @@ def in_mode(model: nn.Module, train: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(1)  # torch.manual_seed notes the whole call stack for devices that are not there
+        torch.default_generator.manual_seed(
+            1
+        )  # torch.manual_seed notes the whole call stack for devices that are not there
         model.train(train)
         try:
             yield
