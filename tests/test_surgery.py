@@ -107,7 +107,7 @@ def test_undo_is_refused_out_of_order_and_on_the_wrong_model():
             undo(model, first)
         with pytest.raises(HistoryError, match="nothing to undo"):
             undo(other, first)
-        with pytest.raises(OptimizerError, match=r"no torch\.optim\.Optimizer"):
+        with pytest.raises(OptimizerError, match=r"must be a torch\.optim\.Optimizer"):
             undo(model, second, optimizer="adam")
     undo(model, second)
     with pytest.raises(HistoryError, match="is number 1"):

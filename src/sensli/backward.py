@@ -16,8 +16,10 @@ from sensli.sensitivity import Catch
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-def backward(model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float) -> int:
-    """One batch: its loss, weighted by its size, back through the model. Returns the size."""
+def backward(
+    model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float
+) -> tuple[int, float]:
+    """One batch: its loss, weighted by its size, back through the model. Returns the size and the loss."""
     given, target = _split(batch, index)
     device = device_of(model)
     given, target = to_device(given, device), to_device(target, device)
@@ -53,7 +55,7 @@ def backward(model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction |
     by_parameter = {id(p): g for p, g in zip(wanted, gradients, strict=True)}
     catch.add_weight_gradients(by_parameter[id(weight.parameter)] for weight in catch.weights)
     catch.forget_pass()
-    return size
+    return size, float(loss.detach())
 
 
 def _split(batch: Any, index: int) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sensli.errors import one_of
+from sensli import checks
 from sensli.flow import Call, Flow, Seen, record
 from sensli.graph import nearest_parameters, origin
 from sensli.layers import FORMS, Activation
@@ -33,10 +33,9 @@ KINDS = ("conv", "linear", "block")
 
 def check_request(layer: str, where: str | Callable[[Site], bool] | None) -> None:
     """Raise if a layer or a kind of site is asked for that does not exist."""
-    if layer != "auto" and layer not in FORMS:
-        raise ValueError(one_of("layer", layer, ("auto", *FORMS)))
-    if where is not None and not callable(where) and where not in KINDS:
-        raise ValueError(one_of("kind of site in where=", where, KINDS))
+    checks.one_of("layer", layer, ("auto", *FORMS))
+    if where is not None and not callable(where):
+        checks.one_of("where", where, KINDS, other="a function of a Site that returns True or False")
 
 
 def find_sites(
@@ -56,13 +55,11 @@ def find_sites(
     ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew, equally spread (``"fresh"``).
     """
     check_request(layer, where)
-    if init not in INITS:
-        raise ValueError(one_of("init", init, INITS))
-    if kernel_size is not None and (kernel_size < 1 or kernel_size % 2 == 0):
-        raise ValueError(
-            f"kernel_size={kernel_size}: a new convolution keeps the size of its map, so its kernel must be odd."
-        )
+    checks.one_of("init", init, INITS)
+    if kernel_size is not None:
+        kernel_size = checks.odd("kernel_size", kernel_size, 3, "a new convolution keeps the size of its map")
     model = bare(model)
+    checks.example("example", example)
     with torch.inference_mode(False):
         sites, skipped = _search(model, example, layer, kernel_size, init)
     if callable(where):

@@ -94,7 +94,7 @@ class Flow:
 
 def record(model: nn.Module, example: Any) -> Flow:
     """Run the example once, in eval mode, through a copy whose weights are a little moved; the model itself is only read."""
-    _check(model, example)
+    _check(model)
     flow = Flow(_copied(model))
     flow.parameter_names = {id(p): name for name, p in flow.model.named_parameters()}
     given = to_device(example, device_of(model))
@@ -124,7 +124,7 @@ def record(model: nn.Module, example: Any) -> Flow:
     return flow
 
 
-def _check(model: nn.Module, example: Any) -> None:
+def _check(model: nn.Module) -> None:
     on_meta = next(
         (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), None
     )
@@ -133,8 +133,6 @@ def _check(model: nn.Module, example: Any) -> None:
             f"'{on_meta}' of {type(model).__name__} is on the meta device: it has a shape and no values, so there is nothing to run or "
             "to measure. Load the weights first (model.to_empty(device='cpu') gives memory, load_state_dict values)."
         )
-    if isinstance(example, tuple | list | dict) and not any(True for _ in tensors(example)):
-        raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sensli.errors import one_of
+from sensli import checks
 
 _CHUNK_BYTES = 2**23  # of one intermediate; a handful live at once, so that the whole stays below about 64 MB
 _FIRST_SHARE = 8  # the first chunk is so much smaller
@@ -52,10 +52,12 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
     multiple of the stride counts as the next multiple. Half precision is computed in float32. A gradient that is not
     finite gives nan.
     """
-    if norm not in NORMS:
-        raise ValueError(one_of("norm", norm, NORMS))
+    checks.one_of("norm", norm, NORMS)
+    checks.instance("gradient", gradient, Tensor, "a tensor")
+    checks.instance("geometry", geometry, Geometry, "a Geometry (for example Geometry(size=(32, 32)))")
     if gradient.is_complex():
-        raise ValueError("cannot take the norm of a complex gradient. Use torch.view_as_real(gradient).")
+        hint = "Use torch.view_as_real(gradient)."
+        checks.refuse("gradient", "real, not complex", gradient, ValueError, hint)
     _check(gradient, geometry)
     if gradient.numel() == 0:
         return 0.0
@@ -79,28 +81,24 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
 
 def choose(norm: str, kinds: Iterable[str]) -> str:
     """The norm meant by a name: "auto" is the operator norm if every site is a convolution, else Frobenius for all."""
-    if norm == "auto":
-        found = set(kinds)
-        return "operator" if found == {"conv"} else "frobenius"
-    if norm not in NORMS:
-        raise ValueError(one_of("norm", norm, ("auto", *NORMS)))
-    return norm
+    if checks.one_of("norm", norm, ("auto", *NORMS)) != "auto":
+        return norm
+    return "operator" if set(kinds) == {"conv"} else "frobenius"
 
 
 def _check(gradient: Tensor, geometry: Geometry) -> None:
-    axes = len(geometry.size)
-    if not axes:
+    if not geometry.size:
         return
     for name in ("size", "stride", "dilation"):
-        given = getattr(geometry, name)
+        given: Any = checks.instance(name, getattr(geometry, name), (tuple, list), "a tuple of whole numbers")
         if (given or name == "size") and len(given) != gradient.dim() - 2:
             raise ValueError(
                 f"{name} {given} has {len(given)} entries, but a kernel of shape {tuple(gradient.shape)} "
                 f"has {max(gradient.dim() - 2, 0)} spatial axes."
             )
-        if any(entry < 1 for entry in given):
-            raise ValueError(f"{name} {given} must be positive.")
-    if geometry.groups < 1 or gradient.shape[0] % geometry.groups:
+        for index, entry in enumerate(given):
+            checks.whole(f"{name}[{index}]", entry, 1)
+    if gradient.shape[0] % checks.whole("groups", geometry.groups, 1):
         raise ValueError(f"{geometry.groups} groups do not divide the {gradient.shape[0]} channels of the kernel.")
 
 

@@ -193,9 +193,9 @@ class Placing:
 def _ways(site: Site, *, wrap: bool = True) -> Iterator[Site]:
     """The same layer, where possible in the container itself, otherwise around its neighbour."""
     yield site
-    numbered = (
-        site.place is not None and site.place.indices
-    )  # around its neighbour a twin would have the neighbour's number
+    twin = site.layer.twin
+    # Around its neighbour a twin would have the neighbour's number, or its entry in a cache.
+    numbered = site.place is not None and (site.place.indices or (twin is not None and twin.remembers))
     if wrap and (site.chained or site.place is not None) and not numbered:
         yield replace(site, chained=False, place=None)
 
