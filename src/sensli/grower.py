@@ -223,7 +223,7 @@ class Grower:
 
     def _agreed_metric(self, together: Together, metric: Any) -> float | None:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
-        own = as_metric(metric)
+        own = None if metric is None else checks.number("metric", metric, "a number or a tensor with one element")
         settings = {"metric=": "given" if own is not None else "not given", **self._settings}
         told = together.agree_on(settings, own, last=False)
         return None if own is None else sum(told) / len(told)
@@ -432,18 +432,6 @@ class Grower:
                 f"the model lacks {lacking[0]}: it has not grown as this state says. "
                 "Call replay(model, History.from_dict(state['history'])) before loading the state."
             )
-
-
-def as_metric(given: Any) -> float | None:
-    """A metric as a number: a float, or anything that holds exactly one, such as a tensor."""
-    if given is None:
-        return None
-    try:
-        if isinstance(given, (str, bytes, bytearray)):
-            raise TypeError
-        return float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"metric must be a number or a tensor with one element, got {given!r}.") from None
 
 
 def _numbers_of(state: Mapping[str, Any]) -> tuple[int, float, Tensor]:
