@@ -278,6 +278,47 @@ class Encoder(nn.Module):
         return self.encoder(x)
 
 
+class Moved(nn.Module):
+    """Values that are moved, cut or changed on their way from an activation to the next layer."""
+
+    def __init__(self, kind: str, width: int, how: str, act: str, spelling: str) -> None:
+        super().__init__()
+        self.how, self.act = how, an_act(act, spelling)
+        self.map, self.out = a_map(kind, width, width), a_map(kind, width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.map(x))
+        order = torch.arange(x.shape[-1]).flip(0).expand_as(x)
+        if self.how == "scatter":
+            x = torch.full_like(x, -0.1).scatter(-1, order[..., 1:], x[..., 1:])
+        elif self.how == "add":
+            x = torch.full_like(x, -0.1).scatter_add(-1, order, x)
+        elif self.how == "gather":
+            x = x.gather(-1, order)
+        elif self.how == "pad":
+            x = F.pad(x[..., 1:], (1, 0), value=-0.5)
+        elif self.how == "mask":
+            x = x.masked_fill(x > 0.5, -0.2)
+        elif self.how == "shift":
+            x = x - 0.1
+        else:
+            x = x.unflatten(1, (1, -1)).flatten(1, 2).flip(-1)
+        return self.out(x)
+
+
+class Annealed(nn.Module):
+    """A module with a number that somebody sets from outside."""
+
+    def __init__(self, kind: str, width: int, act: str) -> None:
+        super().__init__()
+        self.inner, self.out = Inner(kind, width, act), a_map(kind, width, width)
+        self.inner.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.temperature = 0.5
+        return self.out(self.inner(x) / self.inner.temperature)
+
+
 class Remembering(nn.Module):
     """Keeps tensors of the last pass, with their graph."""
 
@@ -413,6 +454,11 @@ PIECES: dict[str, tuple[Callable[..., nn.Module], dict[str, tuple[Any, ...]]]] =
     "aux": (Aux, {"of": ("scalar", "value", "weight"), "act": ACTS}),
     "detached": (Detached, {"part": ("one", "all"), "act": ACTS}),
     "keywords": (Keywords, {"call": ("scale", "skip", "all"), "act": ACTS}),
+    "moved": (
+        Moved,
+        {"how": ("flip", "gather", "scatter", "add", "pad", "mask", "shift"), "act": ACTS, "spelling": SPELLINGS},
+    ),
+    "annealed": (Annealed, {"act": ACTS}),
     "remembering": (Remembering, {"where": ("attribute", "dict")}),
     "attention": (Attention, {"act": ("relu", "softmax"), "skip": (True, False)}),
     "encoder": (Encoder, {"norm_first": (False, True), "drop": (0.0, 0.5)}),

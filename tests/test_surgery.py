@@ -238,6 +238,46 @@ def test_a_site_known_by_its_path_alone_finds_its_place_after_growths():
     assert list(replay(Named(), History(grown)).state_dict()) == list(model.state_dict())
 
 
+class Scaled(nn.Module):
+    """Blocks in a list whose loop adds the skip: the list grows, and so does the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + 0.5 * block(x)
+        return x
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.scaled, self.b = nn.Linear(3, 4), Scaled(), nn.Linear(4, 2)
+        alive(self)
+
+    def forward(self, x):
+        return self.b(self.scaled(self.a(x)))
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_site_inside_a_module_that_was_wrapped_since_is_named_as_it_is_today(by_path):
+    model, x = Whole(), points()
+    before = model(x)
+    sites = find_sites(model, x)
+    around = next(site for site in sites if site.path == "scaled")
+    inside = next(site for site in sites if site.path.startswith("scaled.blocks"))
+    inside = pickle.loads(pickle.dumps(inside)) if by_path else inside
+    growths = [insert(model, around), insert(model, inside)]
+    assert growths[1].name in dict(model.named_modules())
+    assert all(name in dict(model.named_parameters()) for name in growths[1].parameters)
+    assert torch.equal(model(x), before)
+    for growth in reversed(growths):
+        undo(model, growth)
+    assert torch.equal(model(x), before)
+
+
 def test_hooks_of_the_user_stay_on_their_module_and_go_on():
     model, x = Named(), points()
     seen = []

@@ -33,22 +33,19 @@ class Ref:
 
     def find(self, model: nn.Module) -> tuple[str, nn.Module] | None:
         """The module and its path today. Without the module itself (after loading from JSON) the path decides."""
+        named = _named(model, self.path)
         if self._module is None:
-            try:
-                path, named = self.path, model.get_submodule(self.path)
-            except AttributeError:
+            if named is None:
                 return None
-            while isinstance(named, Chain):  # layers inserted since stand around the module of that name
-                path, named = f"{path}.anchor", named.get_submodule("anchor")
-            return path, named
+            path, anchor = named
+            while isinstance(anchor, Chain):  # layers inserted since stand around the module of that name
+                path, anchor = f"{path}.anchor", anchor.get_submodule("anchor")
+            return path, anchor
         module = self._module()
         if module is None:
             return None
-        try:
-            if model.get_submodule(self.path) is module:  # nearly always, and then nothing has to be searched
-                return self.path, module
-        except AttributeError:
-            pass
+        if named is not None and named[1] is module:  # nearly always, and then nothing has to be searched
+            return named
         for path, candidate in model.named_modules():
             if candidate is module:
                 return path, module
@@ -56,6 +53,19 @@ class Ref:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "_module": None}
+
+
+def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
+    """The module of that name, and its path today: a chain that stands around a module since hands its names on."""
+    module, today = model, ""
+    for name in path.split(".") if path else ():
+        while isinstance(module, Chain) and name not in module._modules:
+            module, today = module.get_submodule("anchor"), f"{today}.anchor"
+        child = module._modules.get(name)
+        if child is None:
+            return None
+        module, today = child, f"{today}.{name}"
+    return today.removeprefix("."), module
 
 
 @dataclass(frozen=True)
