@@ -39,7 +39,7 @@ def plan_list(model: nn.Module, example: Any, container: str, sources: tuple[int
     source, last = sources
     count, position = len(blocks), source + 1
     indices = find_indices(blocks)
-    if not {*own_numbers(blocks, source)} <= {(index.module, index.name) for index in indices}:
+    if not {*own_numbers(blocks)[source]} <= {(index.module, index.name) for index in indices}:
         return None  # nothing tells which number a twin should have
     before = _made_general(trial, example)
     layer = twin.build(unwrapped(blocks[source]), trial)

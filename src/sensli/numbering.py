@@ -26,30 +26,33 @@ def find_indices(blocks: Sequence[nn.Module]) -> tuple[Index, ...]:
     return tuple(found)
 
 
-def own_numbers(blocks: Sequence[nn.Module], position: int) -> list[tuple[str, str]]:
-    """Numbers by which this block can be told from the others, so that no copy of it may have the same: path within the block, name."""
+def own_numbers(blocks: Sequence[nn.Module]) -> list[list[tuple[str, str]]]:
+    """For each block the numbers that tell it from the others, so that no copy of it may have the same: path within the block, name."""
     # Without an offset, which a key into a list of all blocks' states would not have: dilations of 1, 2, 3 are not numbers of blocks.
     counted = {(index.module, index.name) for index in find_indices(blocks) if index.offset == 0}
-    return [
-        key
-        for key, values in _numbers(blocks).items()
-        if position in values and (key in counted or (_is_telling(key[1]) and len(set(values.values())) == len(values)))
-    ]
+    found: list[list[tuple[str, str]]] = [[] for _ in blocks]
+    for key, values in _numbers(blocks).items():
+        if key in counted or (_is_telling(key[1]) and len(set(values.values())) == len(values)):
+            for position in values:
+                found[position].append(key)
+    return found
 
 
-def equal_blocks(blocks: Sequence[nn.Module], position: int) -> list[int]:
-    """Positions of the blocks that are built like this one: classes, shapes, and all numbers and words inside but for their own number."""
+def equal_blocks(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """For each block the first and the last that are built like it: classes, shapes, numbers and words inside but for their own number."""
     indices = {(index.module, index.name) for index in find_indices(blocks)}
     looks = [_looks(unwrapped(block), indices) for block in blocks]
-    return [other for other, look in enumerate(looks) if look == looks[position]]
+    first = {look: position for position, look in reversed(list(enumerate(looks)))}
+    last = {look: position for position, look in enumerate(looks)}
+    return [(first[look], last[look]) for look in looks]
 
 
-def _looks(block: nn.Module, indices: set[tuple[str, str]]) -> list[object]:
+def _looks(block: nn.Module, indices: set[tuple[str, str]]) -> tuple[object, ...]:
     found: list[object] = [(name, tuple(p.shape)) for name, p in block.named_parameters()]
     for path, module in block.named_modules():
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, str)) and not k.startswith("sensli_")}
-        found.append((path, type(module), {k: v for k, v in plain.items() if (path, k) not in indices}))
-    return found
+        plain = ((k, v) for k, v in vars(module).items() if isinstance(v, (int, str)) and not k.startswith("sensli_"))
+        found.append((path, type(module), *sorted(pair for pair in plain if (path, pair[0]) not in indices)))
+    return tuple(found)
 
 
 def is_number(value: Any) -> TypeGuard[int]:

@@ -26,9 +26,10 @@ class TwinFinder:
         self._plans: dict[object, Twin] = {}  # by what is alike
         self._sized: dict[object, Twin] = {}  # by what is equal
         self._refused: dict[object, str] = {}
-        self._places: dict[
-            tuple[str, int], ListPlace | None
-        ] = {}  # by the list and the first of the equal blocks in it
+        # Of a list: for each block the first and the last of its equals, and what must follow when the list takes a twin of them.
+        self._equals: dict[str, list[tuple[int, int]]] = {}
+        self._places: dict[tuple[str, tuple[int, int]], ListPlace | None] = {}
+        self._numbers: dict[str, dict[str, list[tuple[str, str]]]] = {}  # of a container: what tells its blocks apart
 
     def find(self, flow: Flow, call: Call, seen: Seen, *, chained: bool) -> tuple[Layer, ListPlace | None]:
         """The layer and, where it goes into a list, what must follow. Raises `NoTwin` with the reason."""
@@ -81,8 +82,11 @@ class TwinFinder:
         parent, _, key = call.path.rpartition(".")
         while isinstance(self._model.get_submodule(parent), Chain):
             parent, _, key = parent.rpartition(".")
-        siblings = {name: m for name, m in self._model.get_submodule(parent)._modules.items() if m is not None}
-        numbers = own_numbers(list(siblings.values()), list(siblings).index(key))
+        if parent not in self._numbers:
+            siblings = {name: m for name, m in self._model.get_submodule(parent)._modules.items() if m is not None}
+            own = own_numbers(list(siblings.values()))
+            self._numbers[parent] = dict(zip(siblings, own, strict=True))
+        numbers = self._numbers[parent][key]
         if numbers:
             raise NoTwin(
                 f"has its own number ({'.'.join(filter(None, numbers[0]))}), which a cache may use as a key, and no trial confirmed that "
@@ -99,8 +103,9 @@ class TwinFinder:
         parent = self._model.get_submodule(container)
         if not isinstance(parent, nn.ModuleList) or isinstance(self._model.get_submodule(call.path), Chain):
             return None
-        alike = equal_blocks(list(parent.children()), int(key))
-        where = (container, alike[0])
-        if where not in self._places:
-            self._places[where] = plan_list(self._model, self._example, container, (alike[0], alike[-1]), twin)
-        return self._places[where]
+        if container not in self._equals:
+            self._equals[container] = equal_blocks(list(parent.children()))
+        alike = self._equals[container][int(key)]
+        if (container, alike) not in self._places:
+            self._places[container, alike] = plan_list(self._model, self._example, container, alike, twin)
+        return self._places[container, alike]
