@@ -16,7 +16,7 @@ demo: $(VENV)/.cli
 	$(BIN)/sensli demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
