@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from sensli import random_state
 from sensli.errors import BadExample, FunctionChanged
-from sensli.running import describe, device_of, run, tensors, to_device, untouched
+from sensli.nearness import moved
+from sensli.running import describe, device_of, run, tensors, to_device, undrawn, untouched
 from sensli.sites import Site
 
 
@@ -54,25 +54,25 @@ class Outputs:
         """Raise `FunctionChanged` if the model, with the new layer in it, gives something else."""
         try:
             now = _run(model, self.given, layer)
-            moved = _moved(self.plain, now)
+            distance = _moved(self.plain, now)
             # A model that draws in a loop over its blocks (LayerDrop) draws once more now, and every mask behind is another one. Only where
             # the numbers drawn were the same is a difference the layer's doing.
             other_masks = not random_state.same(self.plain.drawn, now.drawn)
-            if moved and other_masks and self.without_dropout is not None:
-                moved = _moved(self.without_dropout, _run(model, self.given, layer, dropout=False))
+            if distance and other_masks and self.without_dropout is not None:
+                distance = _moved(self.without_dropout, _run(model, self.given, layer, dropout=False))
         except Exception as error:
             raise FunctionChanged(
                 f"after inserting {site} the model fails on check ({type(error).__name__}: {error}), so nothing was kept. "
                 "Choose another site."
             ) from error
-        if moved:
+        if distance:
             noise = (
                 " Or it draws other random numbers with one more layer: model.eval() before insert leaves them out."
                 if other_masks
                 else ""
             )
             raise FunctionChanged(
-                f"inserting {site} moved the output by {moved:.1e} relative to its size, so nothing was kept. The place is not what "
+                f"inserting {site} moved the output by {distance:.1e} relative to its size, so nothing was kept. The place is not what "
                 f"find_sites saw (another input, another branch), or the arithmetic is not exact there; choose another site.{noise}"
             )
 
@@ -91,24 +91,14 @@ def _input(batch: Any) -> Any:
 def _run(model: nn.Module, given: Any, layer: nn.Module | None = None, *, dropout: bool = True) -> Run:
     """Run the model; what the new layer draws is drawn aside, so that everything else draws what it drew without it."""
     mode = nullcontext() if dropout else _NoDropout()
-    with untouched(model), torch.no_grad(), _drawing_aside(layer), mode:
-        output = run(model, to_device(given, device_of(model)))
-        return Run([t.detach().clone() for t in tensors(output)], random_state.capture())
-
-
-@contextmanager
-def _drawing_aside(layer: nn.Module | None) -> Iterator[None]:
-    if layer is None:
-        yield
-        return
-    states: list[dict[str, Any]] = []
-    before = layer.register_forward_pre_hook(lambda *_: states.append(random_state.capture()))
-    after = layer.register_forward_hook(lambda *_: random_state.restore(states.pop()))
+    handles = undrawn(layer) if layer is not None else []
     try:
-        yield
+        with untouched(model), torch.no_grad(), mode:
+            output = run(model, to_device(given, device_of(model)))
+            return Run([t.detach().clone() for t in tensors(output)], random_state.capture())
     finally:
-        before.remove()
-        after.remove()
+        for handle in handles:
+            handle.remove()
 
 
 _DROPOUTS = {
@@ -134,19 +124,9 @@ class _NoDropout(TorchFunctionMode):
 
 
 def _moved(before: Run, after: Run) -> float:
-    """By how much the outputs differ, relative to their size; 0 within rounding."""
+    """By how much the outputs differ, relative to their size; 0 within rounding, in double precision to the bit."""
     if [t.shape for t in before.tensors] != [t.shape for t in after.tensors]:
         return float("inf")
-    moved = 0.0
-    for old, new in zip(before.tensors, after.tensors, strict=True):
-        exact = old.dtype in (torch.float64, torch.complex128) or not (old.is_floating_point() or old.is_complex())
-        same = (old == new) | ((old != old) & (new != new))  # infinite or not a number before and after is no change
-        if same.all():
-            continue
-        wide = torch.complex128 if old.is_complex() else torch.float64
-        difference = (new.to(wide) - old.to(wide))[~same].abs().max().item()
-        size = torch.nan_to_num(old.to(wide).abs(), nan=0.0, posinf=0.0).max().item()
-        relative = difference / max(size, 1e-30)
-        if not relative <= (0.0 if exact else 100 * torch.finfo(old.dtype).eps):
-            moved = relative if relative != relative else max(moved, relative)
-    return moved
+    exact = (torch.float64, torch.complex128)
+    pairs = zip(before.tensors, after.tensors, strict=True)
+    return max((moved(old, new, exact=old.dtype in exact) for old, new in pairs), default=0.0)

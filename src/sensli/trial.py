@@ -21,6 +21,7 @@ from sensli.arguments import first_tensor, value_at
 from sensli.building import build_layer
 from sensli.cutting import Cut, apply_cut, plan_cut, take_out
 from sensli.flow import Flow, Seen, fresh
+from sensli.nearness import equal, moved, rounding
 from sensli.running import device_of, run, tensors, to_device, undrawn, untouched
 from sensli.sites import Ref, Site
 from sensli.taps import handed_on, tap
@@ -68,7 +69,7 @@ class _StandIn(nn.Module):
             shown = self.layer(piece.detach())
         wanted = piece.relu() if self._leading else piece
         result = x.relu() if self._relu else x.clone()
-        return result if _equal(shown, wanted.detach()) else torch.full_like(result, torch.nan)
+        return result if equal(shown, wanted.detach()) else torch.full_like(result, torch.nan)
 
 
 class _TwinStandIn(nn.Module):
@@ -350,7 +351,7 @@ def _watched(each: _New) -> list[Any]:
         if each.site.layer.leading:
             value = value.relu()  # and the model's own ReLU gives the same for either
         wanted = torch.zeros_like(value) if _is_null(each.site) else value
-        each.same = each.same and result is not None and _equal(result.detach(), wanted)
+        each.same = each.same and result is not None and equal(result.detach(), wanted)
 
     layer = each.layer
     return [
@@ -396,9 +397,9 @@ def _difference(before: Any, after: Any, in_list: bool) -> str:
         elif one.shape != other.shape or one.dtype != other.dtype:
             return f"the model's output changes from shape {tuple(one.shape)} to {tuple(other.shape)}"
         else:
-            moved = _moved(one.detach(), other.detach())
-            if moved:
-                return f"the model's output moves by {moved:.1e}"
+            distance = moved(one.detach(), other.detach())
+            if distance:
+                return f"the model's output moves by {distance:.1e}"
     return ""
 
 
@@ -416,33 +417,15 @@ def _parts(value: Any, in_list: bool) -> Iterator[Any]:
         yield value
 
 
-def _moved(old: Tensor, new: Tensor) -> float:
-    """How far a tensor moved relative to its size, beyond what kernels differ by when memory lies elsewhere."""
-    if _equal(old, new):
-        return 0.0
-    if not (old.is_floating_point() or old.is_complex()):
-        return 1.0
-    wide = torch.complex128 if old.is_complex() else torch.float64
-    difference = torch.nan_to_num((new.to(wide) - old.to(wide)).abs(), nan=float("inf")).max().item()
-    size = torch.nan_to_num(old.to(wide).abs(), nan=0.0, posinf=0.0).max().item()
-    moved = difference / max(size, 1e-30)
-    return moved if moved > 100 * torch.finfo(old.dtype).eps else 0.0
-
-
 def _alike(one: Tensor | None, other: Tensor | None, on: Tensor | None) -> bool:
     if one is None or other is None or one.shape != other.shape:
         return False
     difference = one - other if on is None else (one - other) * on
-    moved = torch.linalg.vector_norm(difference.float() if difference.dtype.itemsize < 4 else difference).item()
+    distance = torch.linalg.vector_norm(difference.float() if difference.dtype.itemsize < 4 else difference).item()
     size = torch.linalg.vector_norm(one.float() if one.dtype.itemsize < 4 else one).item()
-    return bool(moved <= 1e4 * torch.finfo(one.dtype).eps * size)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """To the bit, where nan equals nan."""
-    if one.shape != other.shape:
-        return False
-    return bool(torch.equal(one, other) or ((one == other) | ((one != one) & (other != other))).all())
+    return (
+        bool(distance <= 100 * rounding(one.dtype) * size) if one.dtype.itemsize > 2 else bool(distance <= 0.1 * size)
+    )
 
 
 # --- random numbers ---

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.copies import copied_block
-from sensli.errors import one_of
+from sensli.errors import UnsupportedSite, one_of
 
 INITS = ("copy", "fresh")
 
@@ -58,6 +58,12 @@ class Twin:
         elif self.init != "copy":
             raise ValueError(one_of("init", self.init, INITS))
         named = dict(twin.named_parameters())
+        gone = next((name for name in self.zeroed if name not in named), None)
+        if gone is not None:
+            raise UnsupportedSite(
+                f"the {self.block} has no parameter {gone!r} any more, which would have to be zero in a copy of it: it has grown or was "
+                "changed since find_sites saw it. Call find_sites again."
+            )
         for name in self.zeroed:
             _put(twin, named[name], torch.zeros_like(named[name]))
         if not share:
