@@ -21,7 +21,7 @@ from sensli.graph import nearest_parameters, origin
 from sensli.layers import FORMS, Activation
 from sensli.placing import Placing, Refused
 from sensli.sites import Site, Sites, Skipped
-from sensli.stacks import Stack, find_added, find_stacks, parent_of
+from sensli.stacks import Stack, find_stacks, parent_of
 from sensli.surroundings import LAYERS, Surroundings, functional
 from sensli.trial import Trial, Verdict
 from sensli.twinning import TwinFinder
@@ -107,9 +107,9 @@ class _Finder:
         self.taken: set[Any] = set()  # graph nodes of points that have a site
         self.skipped: dict[str, str] = {}
         # Forms that stand anywhere an activation does look into blocks too; the others respect them as units.
-        self.stacks = find_stacks(flow) if layer in ("auto", "residual", "twin") else []
-        if layer in ("auto", "twin") and added:
-            self.stacks += find_added(flow)
+        self.stacks = (
+            find_stacks(flow, added=added and layer != "residual") if layer in ("auto", "residual", "twin") else []
+        )
         self.around = Surroundings(flow, self.stacks)
         self.placing = Placing(model, self.around, layer, kernel_size, twins)
         self._makers: dict[Any, Call] = {}  # which module gave the values of a graph node, the innermost

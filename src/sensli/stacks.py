@@ -38,12 +38,14 @@ class Stack:
     added: bool = False  # not the blocks but the loop around them adds what came in: x = x + block(x)
 
 
-def find_stacks(flow: Flow) -> list[Stack]:
+def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
     """Runs of equal blocks in `nn.Sequential` and `nn.ModuleList`; a single block counts if it has a skip connection.
+
+    ``added``: also runs whose loop adds the skip.
 
     Where a stack stands inside a block of another, one of the two counts: see `_inner_counts`. Blocks that stand in no container come last.
     """
-    found: list[Stack] = []
+    found: list[Stack] = _find_added(flow) if added else []
     modules = dict(flow.model.named_modules())
     for path, container in modules.items():
         inner = path != "" and isinstance(modules.get(parent_of(path)), _CONTAINERS)
@@ -71,7 +73,7 @@ def find_stacks(flow: Flow) -> list[Stack]:
     return stacks
 
 
-def find_added(flow: Flow) -> list[Stack]:
+def _find_added(flow: Flow) -> list[Stack]:
     """Runs of equal modules whose loop adds the skip itself: ``for block in blocks: x = x + block(x)``, scaled or bent on the way."""
     sums = Sums(flow.nodes)
     stacks: list[Stack] = []

@@ -276,14 +276,16 @@ class Trial:
         bound = [_bound(self.model, site) for site in sites]
         real = _shown(sites)
         standing: Counter[Site] = Counter()
+        layers: list[nn.Module] = []
+        for index, site in enumerate(bound):  # before the first goes in: a block is copied as it is
+            layers.append(self._layer(site, site.find(self.model)[1], index in real, standing[site]))
+            standing[site] += 1
         new: list[_New] = []
         try:
-            for index, site in reversed(
-                list(enumerate(bound))
-            ):  # from the end, so that what comes before keeps its name
-                path, anchor = site.find(self.model)
-                layer = self._layer(site, anchor, index in real, standing[site])
-                standing[site] += 1
+            for site, layer in reversed(
+                list(zip(bound, layers, strict=True))
+            ):  # from the end: what comes before keeps its name
+                path, _ = site.find(self.model)
                 cut = plan_cut(self.model, site, path)
                 apply_cut(self.model, cut, layer)
                 new.append(_New(site, layer, cut))
