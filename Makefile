@@ -30,7 +30,7 @@ format: $(VENV)/.dev
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.all
+bench: $(VENV)/.dev
 	$(BIN)/sensli bench
 
 clean:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 Entry = Callable[[], tuple[nn.Module, Any]]
 HANDWRITTEN: dict[str, Entry] = {}
 TRANSFORMERS: dict[str, Entry] = {}
+GENERATORS: dict[str, Entry] = {}  # more kinds of language models, for what is peculiar to generating
 
 
 def _entry(table: dict[str, Entry]) -> Callable[[Entry], Entry]:
@@ -509,11 +510,115 @@ def _language_models() -> None:
         "roberta": ("RobertaForMaskedLM", "RobertaConfig", {"max_position_embeddings": 32}),
         "mamba": ("MambaForCausalLM", "MambaConfig", {"state_size": 4}),
     }
-    for name, (model, config, options) in table.items():
-        TRANSFORMERS[name] = lambda m=model, c=config, o=options: _language(m, c, **o)
+    one_head = {"num_key_value_heads": 1, "head_dim": 4}
+    experts = {"num_experts_per_tok": 1, "moe_intermediate_size": 8, "experts_implementation": "eager"}
+    more: dict[str, tuple[str, str, dict[str, Any]]] = {
+        # norms on the main path
+        "bert_decoder": ("BertLMHeadModel", "BertConfig", {"is_decoder": True}),
+        "opt_postnorm": (
+            "OPTForCausalLM",
+            "OPTConfig",
+            {"ffn_dim": 16, "word_embed_proj_dim": 8, "max_position_embeddings": 32, "do_layer_norm_before": False},
+        ),
+        # kinds of blocks that the configuration lists
+        "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**one_head, "sliding_window": 4, "layer_types": _mixed("sliding_attention")}),
+        "gpt_neo": (
+            "GPTNeoForCausalLM",
+            "GPTNeoConfig",
+            {"num_layers": 3, "num_heads": 2, "attention_types": [[["global", "local", "global"], 1]], "window_size": 4},
+        ),
+        "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {"num_key_value_heads": 1, "layer_types": _mixed("conv")}),
+        "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {"num_key_value_heads": 1}),
+        # the number of a block decides what it is: no number of blocks in the configuration says it
+        "qwen2_moe": (
+            "Qwen2MoeForCausalLM",
+            "Qwen2MoeConfig",
+            {**experts, "num_key_value_heads": 1, "num_experts": 2, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2},
+        ),
+        "jamba": (
+            "JambaForCausalLM",
+            "JambaConfig",
+            {
+                "num_key_value_heads": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
+                "mamba_d_state": 4, "mamba_dt_rank": 2, "use_mamba_kernels": False, "experts_implementation": "eager",
+            },
+        ),
+        # the first block differs from the others
+        "deepseek_v3": (
+            "DeepseekV3ForCausalLM",
+            "DeepseekV3Config",
+            {
+                **experts, "num_key_value_heads": 2, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+                "q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4,
+            },
+        ),
+        "modernbert_decoder": ("ModernBertDecoderForCausalLM", "ModernBertDecoderConfig", {"local_attention": 4}),
+        # states instead of keys and values
+        "mamba2": (
+            "Mamba2ForCausalLM",
+            "Mamba2Config",
+            {"state_size": 4, "num_heads": 4, "head_dim": 4, "n_groups": 1, "chunk_size": 4},
+        ),
+    }  # fmt: skip
+    for into, entries in ((TRANSFORMERS, table), (GENERATORS, more)):
+        for name, (model, config, options) in entries.items():
+            into[name] = lambda m=model, c=config, o=options: _language(m, c, **o)
+
+
+def _mixed(other: str) -> list[str]:
+    return [other, "full_attention", other]
+
+
+def _translator(classname: str, configname: str, /, **config: Any) -> tuple[nn.Module, Any]:
+    import transformers
+
+    small = {
+        "vocab_size": 29, "d_model": 8, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 32,
+    }  # fmt: skip
+    tokens = {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "decoder_start_token_id": 0,
+        "forced_eos_token_id": None,
+    }
+    model = getattr(transformers, classname)(getattr(transformers, configname)(**{**small, **tokens, **config}))
+    ids, labels = torch.randint(3, 29, (2, 7)), torch.randint(3, 29, (2, 5))
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
 _language_models()
+
+
+@_entry(TRANSFORMERS)
+def bart() -> tuple[nn.Module, Any]:
+    return _translator("BartForConditionalGeneration", "BartConfig")
+
+
+@_entry(GENERATORS)
+def marian() -> tuple[nn.Module, Any]:
+    return _translator("MarianMTModel", "MarianConfig")
+
+
+@_entry(GENERATORS)
+def mbart() -> tuple[nn.Module, Any]:
+    return _translator("MBartForConditionalGeneration", "MBartConfig", encoder_layers=3)
+
+
+@_entry(GENERATORS)
+def two_berts() -> tuple[nn.Module, Any]:
+    """An encoder and a decoder, each with its own configuration inside the one of both."""
+    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel
+
+    small = {
+        "vocab_size": 29, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16,
+        "max_position_embeddings": 32,
+    }  # fmt: skip
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**small), BertConfig(**small))
+    config.decoder_start_token_id, config.pad_token_id = 0, 2
+    ids, labels = torch.randint(3, 29, (2, 7)), torch.randint(3, 29, (2, 5))
+    return EncoderDecoderModel(config), {"input_ids": ids, "labels": labels}
 
 
 @_entry(TRANSFORMERS)

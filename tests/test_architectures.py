@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from architectures import HANDWRITTEN, TRANSFORMERS
+from architectures import GENERATORS, HANDWRITTEN, TRANSFORMERS
 from sensli import Growth, History, find_sites, insert, measure, replay, undo
 from sensli.running import run, tensors
 
@@ -29,10 +29,10 @@ def one_thread() -> Iterator[None]:
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
     """The model with all constants moved (nothing may be an identity by accident of its initialisation), and its batch."""
-    if name in TRANSFORMERS:
+    if name not in HANDWRITTEN:
         pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model, batch = TABLE[name]()
+    model, batch = {**TABLE, **GENERATORS}[name]()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

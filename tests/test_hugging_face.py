@@ -410,8 +410,8 @@ def test_what_the_trainer_s_design_forbids_is_refused_before_training(
 def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     for options, text in (
-        ({"tau": -1.0}, "tau=-1"),
-        ({"batches": 0}, "batches=0"),
+        ({"tau": -1.0}, "tau must be .*, got -1.0"),
+        ({"batches": 0}, "batches must be .*, got 0"),
         ({"optimizer": None}, "the trainer's own"),
     ):
         with pytest.raises((ValueError, TypeError), match=text):

@@ -145,7 +145,7 @@ def test_the_log_is_told_every_decision() -> None:
     told: list[Look] = []
     grower = grow(log=told.append)
     assert told == grower.history.record.looks
-    with pytest.raises(TypeError, match="give a callable that takes one Look"):
+    with pytest.raises(TypeError, match="log must be a function that takes one Look"):
         grow(log=3)
 
 

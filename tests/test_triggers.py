@@ -176,6 +176,11 @@ def test_a_trigger_of_ones_own_combines_too():
     assert firing(Odd() & AtMost(2)) == [1, 3]
 
 
+def test_a_trigger_of_ones_own_without_its_question_is_told():
+    with pytest.raises(NotImplementedError, match=r"Mute must define fires\(self, moment\)"):
+        type("Mute", (Trigger,), {})().fires(Moment(1))
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -184,7 +189,7 @@ def test_a_trigger_of_ones_own_combines_too():
     ],
 )  # fmt: skip
 def test_senseless_triggers_are_refused(make):
-    with pytest.raises(ValueError, match=r"give|for a loss"):
+    with pytest.raises(ValueError, match=r"must be .*, got|needs .*, got none"):
         make()
 
 

@@ -7,7 +7,7 @@ shapes agree. The new layer is an identity in the average too, so the averaged f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -46,5 +46,6 @@ def check_alike(model: nn.Module, averaged: Averaged) -> None:
 
 
 def _networks(averaged: Averaged) -> list[nn.Module]:
-    given = averaged if isinstance(averaged, Sequence) else [] if averaged is None else [averaged]
-    return [bare(getattr(each, "module", each)) for each in given]
+    several = isinstance(averaged, Sequence) and not isinstance(averaged, str)
+    given: Any = averaged if several else [] if averaged is None else [averaged]
+    return [bare(getattr(each, "module", each), "averaged") for each in given]

@@ -27,9 +27,11 @@ def backward(
     # A dict is keyword arguments; a tuple inside a batch is several arguments.
     output = run(model, given)
     loss = _loss(output, target, loss_fn, index)
-    trained = [p for p in model.parameters() if p.requires_grad] if catch.weights else []
+    virtual = catch.virtual
+    own = {id(weight) for weight in virtual}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in own] if catch.weights else []
     # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
-    wanted = trained + catch.leaves if catch.weights else list(catch.watched)
+    wanted = virtual + (trained + catch.leaves if catch.weights else list(catch.watched))
     if catch.weights and loss.grad_fn is not None and (index == 0 or catch.others):
         # A model or its input may hold tensors that ask for a gradient and are no parameters. Unless they are asked for too,
         # autograd leaves out the way to them, and the sites on that way would seem worthless.

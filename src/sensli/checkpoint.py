@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli import random_state, storage
+from sensli import checks, random_state, storage
 from sensli.cutting import count_growths
 from sensli.distributed import Together, numbered
-from sensli.errors import CheckpointError
+from sensli.errors import CheckpointError, WrongType
 from sensli.fsdp import distributed_like, reshard, whole
 from sensli.grower import Grower
-from sensli.history import Growth, History
+from sensli.history import Growth, History, as_growths
 from sensli.optim import as_optimizers
 from sensli.replaying import replay
 from sensli.running import tensors
@@ -59,6 +59,13 @@ def save_checkpoint(
     """
     together = Together(model, "save a checkpoint")
     with together:
+        bare(model)
+        path = checks.path("path", path)
+        if grower is not None:
+            checks.instance("grower", grower, Grower, "a Grower")
+        if history is not None and not isinstance(history, History):
+            history = History(as_growths("history", history))
+        _check_schedulers(scheduler)
         content = _content(model, optimizer, scheduler, grower, history, extra)
         # Shards are put together by all ranks at once, so nothing may fail on one of them from here on.
         together.agree_on({"the number of tensors": sum(1 for _ in tensors(content))}, last=False)
@@ -109,6 +116,17 @@ def load_checkpoint(
     """
     what = "load a checkpoint"
     with Together.of_the_job(what) if wrap is not None else Together(None, what) as together:
+        path = checks.path("path", path)
+        checks.factory("make_model", make_model, "the model that growing began with")
+        for name, made, made_what in (
+            ("make_optimizer", make_optimizer, "an optimizer, given the model"),
+            ("make_scheduler", make_scheduler, "a scheduler, given the optimizer"),
+            ("make_grower", make_grower, "a Grower, given model, optimizer and scheduler"),
+            ("wrap", wrap, "the wrapped model, given the model"),
+        ):
+            if made is not None:
+                checks.factory(name, made, made_what)
+        checks.flag("random", random)
         return _load(path, together, make_model, make_optimizer, make_scheduler, make_grower, wrap, random)
 
 
@@ -124,7 +142,7 @@ def _load(
 ) -> Checkpoint:
     content = storage.read(path)
     history = History.from_dict(content["history"])
-    model: Any = make_model()
+    model: Any = checks.model("what make_model() returns", make_model())
     network = bare(replay(model, history))
     _load_model(network, content, path)
     together.agree_on(numbered("growth", (growth.name for growth in history)), last=False)
@@ -140,6 +158,7 @@ def _load(
     _load_each("scheduler", _several(scheduler), content["schedulers"], lambda s, state: s.load_state_dict(state))
     grower = make_grower(model, optimizer, scheduler) if make_grower is not None else None
     if grower is not None:
+        checks.instance("what make_grower(...) returns", grower, Grower, "a Grower")
         if content["grower"] is None:
             raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to go on from.")
         grower.load_state_dict(content["grower"])
@@ -148,6 +167,14 @@ def _load(
         states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         random_state.restore(states[rank] if rank < len(states) else states[0])
     return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
+
+
+def _check_schedulers(given: Any) -> None:
+    """Whatever has a state and a step may be saved, including schedulers that are not torch's."""
+    for each in _several(given):
+        able = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
+        if not able or isinstance(each, (type, Optimizer)):
+            checks.refuse("scheduler", "a scheduler or a list of them", each, WrongType)
 
 
 def add_own_groups(history: Iterable[Growth], optimizer: Any, scheduler: Any) -> None:

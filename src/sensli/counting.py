@@ -8,7 +8,6 @@ the new block is called once and the output stays.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -17,20 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from sensli.copies import copied_model
-from sensli.lists import Fact, Index, ListPlace, put_into_list, take_from_list
+from sensli.lists import Fact, Index, ListPlace, put_into_list, take_from_list, unwrapped
+from sensli.numbering import find_indices, is_number, own_numbers
+from sensli.rebuilding import COUNTS, build_again, differences, is_large, shapes
 from sensli.running import device_of, forked_random_state, run, tensors, to_device
 from sensli.twins import Twin
 
-# How people call a number of blocks; used only where nothing can be built anew to tell.
-_COUNTS = frozenset(
-    f"{prefix}{number}_{what}" for prefix in ("", "_") for number in ("num", "n") for what in ("layers", "layer", "blocks", "block")
-) | {"depth", "num_hidden_layers"}  # fmt: skip
-_NUMBERS = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
-_SMALL = 200_000_000  # parameters: what may be built with values where the meta device does not do
 
+def plan_list(model: nn.Module, example: Any, container: str, sources: tuple[int, int], twin: Twin) -> ListPlace | None:
+    """What must follow when the list takes a twin beside a block; None where no trial confirms any plan.
 
-def plan_list(model: nn.Module, example: Any, container: str, source: int, twin: Twin) -> ListPlace | None:
-    """What must follow when the list takes a twin behind the block ``source``; None where no trial confirms any plan."""
+    ``sources`` are the first and the last of the equal blocks that a twin may go beside. What holds at both holds between them: unless the
+    configuration lists the blocks one by one, a block more at either end can give the same list only if all between are equal.
+    """
     try:
         trial = copied_model(model)
     except Exception:
@@ -38,11 +36,14 @@ def plan_list(model: nn.Module, example: Any, container: str, source: int, twin:
     # Never chained: somebody's eval() returns None.
     trial.eval()
     blocks = list(trial.get_submodule(container).children())
+    source, last = sources
     count, position = len(blocks), source + 1
+    indices = find_indices(blocks)
+    if not {*own_numbers(blocks, source)} <= {(index.module, index.name) for index in indices}:
+        return None  # nothing tells which number a twin should have
     before = _made_general(trial, example)
-    layer = twin.build(blocks[source], trial)
+    layer = twin.build(unwrapped(blocks[source]), trial)
     layer.eval()
-    indices = tuple(_indices(blocks))
 
     def holds(place: ListPlace) -> bool:
         """Whether the grown copy runs the new block once and gives the same output; the copy is put back."""
@@ -58,15 +59,17 @@ def plan_list(model: nn.Module, example: Any, container: str, source: int, twin:
     built = _built_from(trial, container)
     if built is not None:
         owner, name = built
-        for facts in _facts_of_built(trial, owner, name, container, position, source, layer, indices):
+        anew = _Anew(trial, owner, name, container, indices)
+        at_last = twin.build(unwrapped(blocks[last]), trial)
+        for facts in anew.facts(position, source, layer):
             place = ListPlace(facts, indices)
-            if holds(place):
+            if holds(place) and anew.matches(facts, last + 1, last, at_last):
                 put_into_list(trial, container, place, position, source, layer)
                 if _runs_alike(trial, owner, name, example, before):
                     return place
                 take_from_list(trial, container, place, position)
         return None
-    named = tuple(fact for fact in _numbers(trial, container, count) if fact.name in _COUNTS)
+    named = tuple(fact for fact in _numbers(trial, container, count) if fact.name in COUNTS)
     for guess in (named, *((*named, fact) for fact in _numbers(trial, container, count) if fact not in named)):
         if holds(ListPlace(guess, indices)):
             return ListPlace(guess, indices)
@@ -108,31 +111,6 @@ def _made_general(trial: nn.Module, example: Any) -> list[Tensor]:
                 parameter.copy_(value)
             outputs = _outputs(trial, example, None)[0]
     return outputs
-
-
-# --- numbers inside the blocks ---
-
-
-def _indices(blocks: list[nn.Module]) -> Iterator[Index]:
-    """Attributes that are the block's position, plus the same offset, in all blocks of the list."""
-    for path, module in blocks[0].named_modules():
-        for name, first in vars(module).items():
-            if not _is_number(first) or (len(blocks) == 1 and not name.endswith(_NUMBERS)):
-                continue
-            values = [_attribute(block, path, name) for block in blocks]
-            if all(_is_number(value) and value == first + i for i, value in enumerate(values)):
-                yield Index(path, name, first)
-
-
-def _attribute(block: nn.Module, path: str, name: str) -> Any:
-    try:
-        return vars(block.get_submodule(path)).get(name)
-    except AttributeError:
-        return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -178,11 +156,11 @@ def _numbers(model: nn.Module, container: str, count: int) -> list[Fact]:
 
 def _counting(like: Fact, holder: Any, count: int) -> Iterator[Fact]:
     for name, value in vars(holder).items():
-        if _is_number(value) and value == count:
+        if is_number(value) and value == count:
             yield replace(like, name=name, kind="count")
         elif isinstance(value, (list, tuple)):
             for item, entry in enumerate(value):
-                if _is_number(entry) and entry == count:
+                if is_number(entry) and entry == count:
                     yield replace(like, name=name, kind="item", item=item)
 
 
@@ -190,26 +168,43 @@ def _counting(like: Fact, holder: Any, count: int) -> Iterator[Fact]:
 
 
 def _built_from(model: nn.Module, container: str) -> tuple[str, str] | None:
-    """The outermost module around the list that its class can build again from an object that it holds: its path, the object's name."""
+    """The outermost module around the list that its class can build again from an object that it holds: its path, the object's name.
+
+    What is built may differ where somebody has put other modules in (adapters, another head), but for the number of blocks.
+    """
     count = len(list(model.get_submodule(container).children()))
     for path, module in _ancestors(model, container):
         for name, value in vars(module).items():
             held = [value, *(part for part in vars(value).values() if _is_object(part))] if _is_object(value) else []
             if any(True for holder in held for _ in _counting(Fact(path, (name,), "", "count"), holder, count)):
-                again = _build(module, value)
-                if again is not None and _shapes(again) == _shapes(module):
+                again = build_again(module, value)
+                if again is not None and _blocks_in(again, _within(path, container)) == count:
                     return path, name
     return None
+
+
+def _within(owner: str, path: str) -> str:
+    """A path as seen from a module that contains it."""
+    return path[len(owner) + 1 :] if owner else path
+
+
+def _blocks_in(module: nn.Module, path: str) -> int:
+    try:
+        return len(list(module.get_submodule(path).children()))
+    except AttributeError:
+        return 0
 
 
 def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: list[Tensor]) -> bool:
     """Whether what the class builds from the configuration now, loaded with the weights, gives the same output: what saving relies on."""
     module = trial.get_submodule(owner)
-    if _is_large(module):
+    if is_large(module):
         return True  # the numbers and words inside were compared, and another copy might not fit
-    built = _build(module, getattr(module, name), devices=("cpu",))
+    built = build_again(module, getattr(module, name), devices=("cpu",))
     if built is None:
         return False
+    if shapes(built) != shapes(module):
+        return True  # it holds modules that the configuration knows nothing of, so nobody can load it from there
     parent, _, key = owner.rpartition(".")
     like = next(module.parameters())
     try:
@@ -227,80 +222,64 @@ def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: l
     return len(after) == len(before) and all(map(torch.equal, before, after))
 
 
-def _is_large(module: nn.Module) -> bool:
-    return sum(p.numel() for p in module.parameters()) > _SMALL
+class _Anew:
+    """A module around the list that can be built again from its configuration, to be compared with what the list becomes."""
 
+    def __init__(self, trial: nn.Module, owner: str, name: str, container: str, indices: tuple[Index, ...]) -> None:
+        self._trial, self._owner, self._name, self._container = trial, owner, name, container
+        self._module = trial.get_submodule(owner)
+        self._configuration = getattr(self._module, name)
+        self._place = ListPlace((), indices)
+        self._count = len(list(trial.get_submodule(container).children()))
+        self._quiet = differences(self._module, build_again(self._module, self._configuration))
 
-def _build(like: nn.Module, configuration: Any, devices: tuple[str, ...] = ("meta", "cpu")) -> nn.Module | None:
-    """A module of the same class from a copy of a configuration, without values where that works."""
-    for device in devices:
-        if device == "cpu" and _is_large(like):
-            return None
-        try:
-            with warnings.catch_warnings(), forked_random_state(like), torch.device(device):
-                warnings.simplefilter("ignore")
-                return type(like)(copy.deepcopy(configuration))
-        except Exception:
-            continue
-    return None
-
-
-def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-
-
-def _facts_of_built(
-    trial: nn.Module,
-    owner: str,
-    name: str,
-    container: str,
-    position: int,
-    source: int,
-    layer: nn.Module,
-    indices: tuple[Index, ...],
-) -> Iterator[tuple[Fact, ...]]:
-    """Changes of the configuration from which the class builds what the list has become, the simplest that do."""
-    module = trial.get_submodule(owner)
-    configuration = getattr(module, name)
-    count = len(list(trial.get_submodule(container).children()))
-    quiet = _disagreeing(module, _build(module, configuration))
-    put_into_list(trial, container, ListPlace((), indices), position, source, layer)
-    try:
-        shapes = _shapes(module)
-
-        def matches(facts: Iterable[Fact]) -> nn.Module | None:
-            changed = copy.deepcopy(configuration)
-            for fact in facts:
+    def matches(self, facts: Iterable[Fact], position: int, source: int, layer: nn.Module) -> nn.Module | None:
+        """What the class builds from the configuration with these changes, if it is what the list has become."""
+        changed = copy.deepcopy(self._configuration)
+        for fact in facts:
+            if fact.module == self._owner and fact.through[:1] == (self._name,):
                 holder = changed
                 for step in fact.through[1:]:
                     holder = getattr(holder, step)
                 fact.inserted(holder, position, source)
-            built = _build(module, changed)
-            good = built is not None and _shapes(built) == shapes and _disagreeing(module, built) <= quiet
-            return built if good else None
+        put_into_list(self._trial, self._container, self._place, position, source, layer)
+        try:
+            built = build_again(self._module, changed)
+            if built is None or _blocks_in(built, _within(self._owner, self._container)) != self._count + 1:
+                return None
+            return built if differences(self._module, built) <= self._quiet else None
+        finally:
+            take_from_list(self._trial, self._container, self._place, position)
 
-        found: list[tuple[Fact, ...]] = []
-        holders = [(through, holder) for _, through, holder in _objects(trial, owner, module) if through[0] == name]
+    def facts(self, position: int, source: int, layer: nn.Module) -> Iterator[tuple[Fact, ...]]:
+        """Changes of the configuration from which the class builds what the list becomes, the simplest that do."""
+
+        def matches(facts: Iterable[Fact]) -> nn.Module | None:
+            return self.matches(facts, position, source, layer)
+
+        objects = _objects(self._trial, self._owner, self._module)
+        holders = [(through, holder) for _, through, holder in objects if through[0] == self._name]
         for through, holder in holders:
-            for counted in _counting(Fact(owner, through, "", "count"), holder, count):
-                lists = [fact for fact in _per_block(owner, through, holder, count) if fact.name != counted.name]
+            for counted in _counting(Fact(self._owner, through, "", "count"), holder, self._count):
+                lists = [f for f in _per_block(self._owner, through, holder, self._count) if f.name != counted.name]
                 facts: list[Fact] = [counted, *lists]
                 if matches(facts) is None:
                     facts = [counted]
                     if matches(facts) is None:
                         continue
-                # A list that is as long by chance should stay as it is; whether one is read only later, a run will tell.
+                # A list that is as long by chance should stay as it is. One that is named after the blocks is not: a cache may read it.
                 needed = [
-                    f for f in facts if f is counted or matches([other for other in facts if other is not f]) is None
+                    fact
+                    for fact in facts
+                    if fact is counted
+                    or any(word in fact.name for word in ("layer", "block"))
+                    or matches([other for other in facts if other is not fact]) is None
                 ]
                 for guess in (needed, facts) if len(needed) < len(facts) else (facts,):
                     built = matches(guess)
                     if built is not None:
                         known = {id(holder) for _, holder in holders}
-                        found.append((*guess, *_copies(trial, owner, module, built, known)))
-    finally:
-        take_from_list(trial, container, ListPlace((), indices), position)
-    yield from found
+                        yield (*guess, *_copies(self._trial, self._owner, self._module, built, self._container, known))
 
 
 def _per_block(owner: str, through: tuple[str, ...], holder: Any, count: int) -> Iterator[Fact]:
@@ -309,13 +288,19 @@ def _per_block(owner: str, through: tuple[str, ...], holder: Any, count: int) ->
             yield Fact(owner, through, name, "list")
 
 
-def _copies(trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, known: set[int]) -> Iterator[Fact]:
-    """Further configuration objects and counts inside the model, as the newly built one has them."""
+def _copies(
+    trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, container: str, known: set[int]
+) -> Iterator[Fact]:
+    """Further configuration objects and counts inside the model, as the newly built one has them; each once, if all blocks have it."""
     there = dict(built.named_modules())
+    said: set[Fact] = set()
     for path, part in module.named_modules():
         full = f"{owner}.{path}" if owner and path else owner or path
         if path not in there:
             continue
+        if full.startswith(f"{container}."):
+            inner = _within(container, full).partition(".")[2]
+            full = f"{container}.*.{inner}" if inner else f"{container}.*"
         own = [((), part), *((through, holder) for _, through, holder in _objects(trial, path, part))]
         for through, holder in own:
             if id(holder) in known:
@@ -326,22 +311,8 @@ def _copies(trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, k
                 other = getattr(other, step, None)
             for name, value in vars(holder).items():
                 target = getattr(other, name, None)
-                if _is_number(value) and _is_number(target) and target == value + 1 and (through or name in _COUNTS):
-                    yield Fact(full, tuple(through), name, "count")
+                if is_number(value) and is_number(target) and target == value + 1 and (through or name in COUNTS):
+                    said.add(Fact(full, tuple(through), name, "count"))
                 elif through and _is_list(value) and _is_list(target) and len(target) == len(value) + 1:
-                    yield Fact(full, tuple(through), name, "list")
-
-
-def _disagreeing(module: nn.Module, built: nn.Module | None) -> set[tuple[str, str]]:
-    """Numbers and words inside two models that differ: block numbers, kinds of attention. Keyed by class and name, not by place."""
-    if built is None:
-        return set()
-    there = dict(built.named_modules())
-    different: set[tuple[str, str]] = set()
-    for path, part in module.named_modules():
-        other = vars(there[path]) if path in there else {}
-        for name, value in vars(part).items():
-            plain = (_is_number(value) or isinstance(value, str)) and name != "sensli_growth" and name not in _COUNTS
-            if plain and other.get(name) != value:
-                different.add((type(part).__name__, name))
-    return different
+                    said.add(Fact(full, tuple(through), name, "list"))
+    yield from sorted(said, key=str)

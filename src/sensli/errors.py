@@ -9,6 +9,10 @@ class SensliError(Exception):
     """The base of all errors this package raises on purpose."""
 
 
+class WrongType(TypeError, ValueError):
+    """An argument is of the wrong type. A ValueError too, so that one clause catches every wrong argument."""
+
+
 class UnsupportedModel(SensliError):
     """The model as a whole cannot be read or grown: wrapped, scripted, not to be copied."""
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sensli import checks
 from sensli.averaging import Averaged, check_alike, follow, unfollow
 from sensli.backward import LossFunction
 from sensli.cutting import inserted
 from sensli.distributed import Together, numbered
-from sensli.errors import HistoryError, SensliError, ZeroMerits, one_of
+from sensli.errors import HistoryError, SensliError, ZeroMerits
 from sensli.finding import check_request
 from sensli.flops import count_flops
 from sensli.fsdp import is_sharded, reshard
@@ -25,10 +26,10 @@ from sensli.logs import Log, check_log, tell
 from sensli.measuring import check_level, measure
 from sensli.merits import Merit, Merits
 from sensli.norms import choose
-from sensli.optim import Optimizers, as_optimizers, check_optimizers
+from sensli.optim import Optimizers, as_optimizers, check_needed, check_optimizers
 from sensli.outline import outline
 from sensli.own_rate import check_own_rate
-from sensli.rates import Schedulers
+from sensli.rates import Schedulers, plan_rate_scaling
 from sensli.record import Look, factor_text, reason_of
 from sensli.searching import Search
 from sensli.sites import Site, Sites
@@ -89,29 +90,31 @@ class Grower:
         seed: int = 0,
         log: Log = None,
     ) -> None:
-        if not isinstance(trigger, Trigger):
-            raise TypeError(
-                f"trigger={trigger!r}: give one of sensli.triggers, such as triggers.Every(10) & triggers.AtMost(3)."
-            )
-        if not tau >= 0:
-            raise ValueError(f"tau={tau}: the threshold is a quotient of squared norms, so it must be at least 0.")
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"count={count!r}: give how many layers may go in at once, a whole number from 1.")
-        if not callable(select) and select not in SELECTIONS:
-            raise ValueError(one_of("selection", select, SELECTIONS))
+        bare(model)
+        checks.example("example", example)
+        what = "one of sensli.triggers (for example triggers.Every(10) & triggers.AtMost(3))"
+        checks.instance("trigger", trigger, Trigger, what)
+        tau = checks.at_least("tau", tau, 0, 1.0)
+        count = checks.whole("count", count, 1)
+        if not callable(select):
+            checks.one_of("select", select, SELECTIONS, other="a function of Merits that returns one of them")
         if confidence is not None and (select != "largest" or count != 1):
             raise ValueError(
                 "confidence= stops when the single largest merit is clear; use it with select='largest' and count=1."
             )
-        if max_factor is not None and not max_factor > 1:
+        if (
+            max_factor is not None
+            and not checks.number("max_factor", max_factor, "a number above 1 (for example 2), or None") > 1
+        ):
             raise ValueError(f"max_factor must be a number above 1 (for example 2), or None, got {max_factor!r}.")
-        if not 0 <= floor < 1:
-            raise ValueError(f"floor must be at least 0 and below 1 (for example 1e-7), got {floor!r}.")
-        check_level(confidence, tolerance)
-        if own_rate is not None:
-            check_own_rate(optimizer, own_rate)
+        floor = checks.share("floor", floor, 1e-7, zero=True)
+        confidence, tolerance = check_level(confidence, tolerance)
+        lr_scale = plan_rate_scaling(optimizer, scheduler, lr_scale).factor
+        check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
+        own_rate = None if own_rate is None else check_own_rate(optimizer, own_rate)
         choose(norm, ())
         check_request(layer, where)
+        seed = checks.whole("seed", seed, 0, least=0, below=2**64)
         check_log(log)
         check_optimizers(bare(model), optimizer, group)
         self.model = model
@@ -152,6 +155,8 @@ class Grower:
         put_back: Callable[[], None] | None = None
         try:
             with Together(self.model, "step the grower") as together:
+                checks.batches("batches", batches)
+                checks.loss("loss_fn", loss_fn)
                 put_back = self._remember()
                 return self._step(together, batches, loss_fn, metric)
         except BaseException:
@@ -221,7 +226,7 @@ class Grower:
 
     def _agreed_metric(self, together: Together, metric: Any) -> float | None:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
-        own = as_metric(metric)
+        own = None if metric is None else checks.number("metric", metric)
         settings = {"metric=": "given" if own is not None else "not given", **self._settings}
         told = together.agree_on(settings, own, last=False)
         return None if own is None else sum(told) / len(told)
@@ -393,8 +398,8 @@ class Grower:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. The model must have been grown by `replay` of the same history before."""
-        needed = {"calls", "history", "trigger", "generator"}
-        missing_entries = needed - set(state) if isinstance(state, Mapping) else needed
+        checks.instance("state", state, Mapping, "what Grower.state_dict() returned", error=HistoryError)
+        missing_entries = {"calls", "history", "trigger", "generator"} - set(state)
         if missing_entries:
             raise HistoryError(f"this is no state of a Grower: it lacks {sorted(missing_entries)}. Use an intact copy.")
         try:
@@ -430,18 +435,6 @@ class Grower:
                 f"the model lacks {lacking[0]}: it has not grown as this state says. "
                 "Call replay(model, History.from_dict(state['history'])) before loading the state."
             )
-
-
-def as_metric(given: Any) -> float | None:
-    """A metric as a number: a float, or anything that holds exactly one, such as a tensor."""
-    if given is None:
-        return None
-    try:
-        if isinstance(given, (str, bytes, bytearray)):
-            raise TypeError
-        return float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"metric must be a number or a tensor with one element, got {given!r}.") from None
 
 
 def _numbers_of(state: Mapping[str, Any]) -> tuple[int, float, Tensor]:

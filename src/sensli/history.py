@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, overload
 
-from sensli.errors import HistoryError
+from sensli import checks
+from sensli.errors import HistoryError, WrongType
 from sensli.html_tables import html_table
 from sensli.own_rate import OwnRate
 from sensli.rates import RateScaling
@@ -17,6 +17,15 @@ from sensli.record import Record
 from sensli.sites import Site
 
 FORMAT = 1
+_NEEDED = (
+    "site",
+    "number",
+    "name",
+    "parameters",
+    "renames",
+    "rates",
+    "details",
+)  # of one growth; later keys may be absent
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,11 @@ class Growth:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Growth:
         """The inverse of `to_dict`."""
+        missing = [key for key in _NEEDED if not isinstance(data, Mapping) or key not in data]
+        if missing:
+            raise HistoryError(
+                f"data must be what Growth.to_dict() returned (the key {missing[0]!r} is missing), got {checks.shown(data)}."
+            )
         return cls(
             site=Site.from_dict(data["site"]),
             number=data["number"],
@@ -69,12 +83,26 @@ class Growth:
         )
 
 
+def as_growths(name: str, value: Iterable[Growth]) -> list[Growth]:
+    """Growths in their order: a History, or any other sequence of them."""
+    if isinstance(value, (str, bytes, type, Mapping)) or not hasattr(value, "__iter__"):
+        checks.refuse(name, "a History or a sequence of Growths (for example grower.history)", value, WrongType)
+    growths = list(value)
+    for index, growth in enumerate(growths):
+        _as_growth(f"{name}[{index}]", growth)
+    return growths
+
+
+def _as_growth(name: str, value: object) -> Growth:
+    return checks.instance(name, value, Growth, "a Growth (for example what insert returned)")
+
+
 class History(Sequence[Growth]):
     """The growths of a model, oldest first, and in `record` what a `Grower` saw on its way."""
 
     def __init__(self, growths: Iterable[Growth] = (), *, record: Record | None = None) -> None:
-        self._growths = list(growths)
-        self.record = Record() if record is None else record
+        self._growths = as_growths("growths", growths)
+        self.record = Record() if record is None else checks.instance("record", record, Record, "a Record")
 
     @overload
     def __getitem__(self, index: int) -> Growth: ...
@@ -118,7 +146,7 @@ class History(Sequence[Growth]):
 
     def append(self, growth: Growth) -> None:
         """Add the newest growth."""
-        self._growths.append(growth)
+        self._growths.append(_as_growth("growth", growth))
 
     def pop(self) -> Growth:
         """Take the newest growth off, after `undo`."""
@@ -134,7 +162,8 @@ class History(Sequence[Growth]):
         """The inverse of `to_dict`; a text that is no history is refused with the reason."""
         if not isinstance(data, Mapping) or "growths" not in data:
             raise HistoryError(
-                "this is no history: the entry 'growths' is missing. Expected what History.to_dict() wrote."
+                "this is no history: the entry 'growths' is missing. Expected what History.to_dict() wrote, "
+                f"got {checks.shown(data)}."
             )
         version = data.get("format", FORMAT)
         if not isinstance(version, int) or version > FORMAT:
@@ -144,9 +173,10 @@ class History(Sequence[Growth]):
         try:
             record = Record.from_dict(data["record"]) if "record" in data else None
             return cls((Growth.from_dict(entry) for entry in data["growths"]), record=record)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, HistoryError, KeyError, TypeError, ValueError) as error:
+            reason = str(error).rstrip(".")
             raise HistoryError(
-                f"the history is damaged: {type(error).__name__}: {error}. Use an intact copy."
+                f"the history is damaged: {type(error).__name__}: {reason}. Use an intact copy."
             ) from error
 
     def to_json(self) -> str:
@@ -156,6 +186,7 @@ class History(Sequence[Growth]):
     @classmethod
     def from_json(cls, text: str) -> History:
         """The inverse of `to_json`."""
+        checks.instance("text", text, (str, bytes), "the text that History.to_json() returned")
         try:
             return cls.from_dict(json.loads(text))
         except json.JSONDecodeError as error:
@@ -165,7 +196,7 @@ class History(Sequence[Growth]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file; an earlier one is replaced only when the new one is complete."""
-        target = Path(path)
+        target = checks.path("path", path)
         scratch = target.with_name(target.name + ".part")
         scratch.write_text(self.to_json())
         os.replace(scratch, target)
@@ -173,7 +204,7 @@ class History(Sequence[Growth]):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
         """Read from a file that `save` wrote."""
-        return cls.from_json(Path(path).read_text())
+        return cls.from_json(checks.path("path", path).read_text())
 
 
 def _because(details: Mapping[str, Any]) -> str:

@@ -10,21 +10,32 @@ from typing import Any
 
 from torch import nn
 
+from sensli.chain import Chain
+
 
 @dataclass(frozen=True)
 class Fact:
     """An attribute that follows the number of blocks: of a module, or of an object that a module holds, such as a configuration."""
 
-    module: str  # path of the module
+    module: str  # path of the module; "blocks.*.attention" is one in every block of a list
     through: tuple[str, ...]  # attributes from the module to the object that has it; empty if the module itself does
     name: str
     kind: str  # "count": a number of blocks; "list": one entry per block; "item": one entry of it counts these blocks
     item: int = 0
 
-    def holder(self, model: nn.Module) -> Any:
-        found: Any = model.get_submodule(self.module)
+    def holders(self, model: nn.Module) -> list[Any]:
+        """The objects that have the attribute, each once."""
+        path, every, inner = self.module.partition(".*")
+        if not every:
+            return [self._through(model.get_submodule(path))]
+        parts = (_submodule(block, inner.removeprefix(".")) for block in model.get_submodule(path).children())
+        found = (self._through(part) for part in parts if part is not None)
+        return list({id(holder): holder for holder in found if hasattr(holder, self.name)}.values())
+
+    def _through(self, module: nn.Module) -> Any:
+        found: Any = module
         for name in self.through:
-            found = getattr(found, name)
+            found = getattr(found, name, None)
         return found
 
     def inserted(self, holder: Any, position: int, source: int) -> None:
@@ -89,17 +100,19 @@ def put_into_list(
     blocks.insert(position, layer)
     _fill(model.get_submodule(container), blocks)
     for fact in place.facts:
-        fact.inserted(fact.holder(model), position, source)
+        for holder in fact.holders(model):
+            fact.inserted(holder, position, source)
     _number(blocks, place.indices)
 
 
 def take_from_list(model: nn.Module, container: str, place: ListPlace, position: int) -> None:
     """The inverse of `put_into_list`."""
+    for fact in place.facts:
+        for holder in fact.holders(model):
+            fact.removed(holder, position)
     blocks = list(model.get_submodule(container).children())
     del blocks[position]
     _fill(model.get_submodule(container), blocks)
-    for fact in place.facts:
-        fact.removed(fact.holder(model), position)
     _number(blocks, place.indices)
 
 
@@ -128,8 +141,15 @@ def _number(blocks: list[nn.Module], indices: tuple[Index, ...]) -> None:
                 setattr(module, index.name, position + index.offset)
 
 
+def unwrapped(block: nn.Module) -> nn.Module:
+    """The block itself, where a chain stands for it in its list."""
+    while isinstance(block, Chain):
+        block = block.get_submodule("anchor")
+    return block
+
+
 def _submodule(block: nn.Module, path: str) -> nn.Module | None:
     try:
-        return block.get_submodule(path)
+        return unwrapped(block).get_submodule(path)
     except AttributeError:
         return None

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from sensli import random_state
+from sensli import checks, random_state
 from sensli.backward import LossFunction, backward
 from sensli.confidence import GROUPS, is_clear, next_look
 from sensli.distributed import Caught, Together, joined, numbered, same_values
 from sensli.errors import MeasurementError
 from sensli.estimates import as_merits, estimate_of, mean_of_weights, share_remaining, value_of
 from sensli.fsdp import readable
-from sensli.merits import Merits
+from sensli.merits import Merit, Merits, as_sites
 from sensli.norms import choose
 from sensli.running import device_of, untouched
 from sensli.sensitivity import Catch
@@ -27,7 +27,7 @@ from sensli.wrappers import bare
 
 def measure(
     model: nn.Module,
-    sites: Sequence[Site],
+    sites: Sequence[Site | Merit],
     batches: Iterable[Any],
     loss_fn: LossFunction | None = None,
     *,
@@ -48,13 +48,16 @@ def measure(
     together = Together(model, "measure the merits")
     with together:
         model = bare(model)
+        sites = as_sites("sites", sites)
         if not sites:
             raise MeasurementError(
                 "there are no sites to measure. find_sites(...).explain() says which places were skipped and why."
             )
-        if max_batches is not None and max_batches < 1:
-            raise ValueError(f"max_batches={max_batches}: at least one batch is needed.")
-        check_level(confidence, tolerance)
+        checks.batches("batches", batches)
+        checks.loss("loss_fn", loss_fn)
+        checks.flag("ratio", ratio)
+        max_batches = None if max_batches is None else checks.whole("max_batches", max_batches, 10)
+        confidence, tolerance = check_level(confidence, tolerance)
         norm = choose(norm, [site.kind for site in sites])
         request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance}
         together.agree_on({**request, **numbered("site", sites)}, last=False)
@@ -148,16 +151,13 @@ def _filled(caught: Caught) -> list[float]:
     return [size for size in caught.sizes if size]
 
 
-def check_level(confidence: float | None, tolerance: float) -> None:
-    """Refuse a level or a tolerance that means nothing."""
-    if confidence is not None and not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
-    if not 0 <= tolerance < 1:
-        raise ValueError(
-            f"tolerance={tolerance}: the share of the best merit that may be missed, such as 0.1; below 1."
-        )
+def check_level(confidence: float | None, tolerance: float) -> tuple[float | None, float]:
+    """The level and the tolerance as numbers; those that mean nothing are refused."""
+    confidence = None if confidence is None else checks.share("confidence", confidence, 0.99)
+    tolerance = checks.share("tolerance", tolerance, 0.1, zero=True)
     if tolerance and confidence is None:
-        raise ValueError(f"tolerance={tolerance} means something with confidence= only, such as confidence=0.99.")
+        raise ValueError(f"tolerance={tolerance} needs confidence= (for example confidence=0.99).")
+    return confidence, tolerance
 
 
 def _length(batches: Iterable[Any]) -> int | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from sensli.errors import MeasurementError, ZeroMerits
+from sensli import checks
+from sensli.errors import MeasurementError, WrongType, ZeroMerits
 from sensli.html_tables import html_table
 from sensli.sites import Site
 from sensli.tables import short_number, text_table
@@ -27,6 +28,20 @@ class Merit:
     def __str__(self) -> str:
         ratio = f", {self.ratio:.3g} x the mean of the existing weights" if self.ratio is not None else ""
         return f"{self.site}: merit {self.value:.3e}{ratio}"
+
+
+def as_site(name: str, value: Site | Merit) -> Site:
+    """A site, or the site of a merit."""
+    if isinstance(value, Merit):
+        return value.site
+    return checks.instance(name, value, Site, "a Site or a Merit (for example merits.best)")
+
+
+def as_sites(name: str, value: Iterable[Site | Merit]) -> tuple[Site, ...]:
+    """Several sites, or the sites of several merits."""
+    if isinstance(value, (str, bytes, type, Mapping)) or not hasattr(value, "__iter__"):
+        checks.refuse(name, "a sequence of sites (for example find_sites(model, example))", value, WrongType)
+    return tuple(as_site(f"{name}[{index}]", each) for index, each in enumerate(value))
 
 
 class Merits(Sequence[Merit]):

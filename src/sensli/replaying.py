@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -10,7 +11,7 @@ from sensli.copies import copied_model
 from sensli.cutting import inserted
 from sensli.distributed import Changing
 from sensli.errors import HistoryError, SensliError
-from sensli.history import Growth, History
+from sensli.history import Growth, History, as_growths
 from sensli.optim import Optimizers
 from sensli.rates import Schedulers
 from sensli.sites import Ref
@@ -21,12 +22,13 @@ from sensli.wrappers import bare
 def replay(model: nn.Module, history: History) -> nn.Module:
     """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
     with Changing(model, "replay a history") as together:
-        together.agree_on({"the number of growths": len(history)})
-        _replay(bare(model), history)
+        network, growths = bare(model), as_growths("history", history)
+        together.agree_on({"the number of growths": len(growths)})
+        _replay(network, growths)
     return model
 
 
-def _replay(model: nn.Module, history: History) -> None:
+def _replay(model: nn.Module, history: Sequence[Growth]) -> None:
     if any(True for _ in inserted(model)):
         raise HistoryError(f"this {type(model).__name__} has grown already; replay starts from a fresh model.")
     trial = copied_model(model)  # a history that does not fit must leave the model as it was

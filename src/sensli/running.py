@@ -93,6 +93,23 @@ def forked_random_state(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def undrawn(module: nn.Module) -> list[Any]:
+    """Hooks after which the random numbers that a module draws are given back: nobody behind it gets others than without it."""
+    states: list[tuple[Tensor, Tensor | None]] = []
+
+    def before(*_: Any) -> None:
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        states.append((torch.get_rng_state(), cuda))
+
+    def after(*_: Any) -> None:
+        cpu, cuda = states.pop()
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Buffers and random state are put back when the context ends."""

@@ -6,17 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from sensli import checks
+from sensli.building import build_layer
 from sensli.cutting import apply_cut, inserted, join, plan_cut, renames_of, take_out
 from sensli.distributed import Changing
-from sensli.errors import HistoryError, UnsupportedModel
+from sensli.errors import HistoryError
 from sensli.fsdp import readable_part
 from sensli.history import Growth
-from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
+from sensli.merits import Merit, as_site
+from sensli.optim import Newcomer, Optimizers, as_optimizers, check_needed, leave, plan_joining
 from sensli.outline import GROWTH
 from sensli.own_rate import plan_own_rate
-from sensli.rates import Schedulers, plan_rate_scaling
+from sensli.rates import Schedulers, as_schedulers, check_factor, plan_rate_scaling
 from sensli.same_output import Outputs
 from sensli.sites import Ref, Site
 from sensli.wrappers import bare
@@ -24,7 +27,7 @@ from sensli.wrappers import bare
 
 def insert(
     model: nn.Module,
-    site: Site,
+    site: Site | Merit,
     *,
     optimizer: Optimizers = None,
     scheduler: Schedulers = None,
@@ -34,7 +37,7 @@ def insert(
     freeze_rest: bool = False,
     own_rate: float | None = None,
 ) -> Growth:
-    """Insert the site's layer into the model in place; the function does not change, and training goes on.
+    """Insert the site's layer into the model in place; the function does not change, and training goes on. A merit stands for its site.
 
     The new parameters join the optimizer's groups of their neighbours (``group`` decides where those are in none); moments and
     schedule stay. ``lr_scale`` multiplies all learning rates from then on. ``check`` is a batch on which the output must not move, in the
@@ -44,7 +47,13 @@ def insert(
     layer train from then on. ``own_rate`` is a factor to the neighbours' learning rate for the new layer, which then has its own groups.
     """
     with Changing(model, f"insert {site}") as together:
-        return _insert(bare(model), site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
+        network, site = bare(model), as_site("site", site)
+        checks.flag("freeze_rest", freeze_rest)
+        lr_scale = check_factor(lr_scale)
+        check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
+        if check is not None:
+            checks.batch("check", check)
+        return _insert(network, site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
 
 
 def _insert(
@@ -61,9 +70,8 @@ def _insert(
 ) -> Growth:
     path, anchor = site.find(model)
     cut = plan_cut(model, site, path)
-    together.agree_on(
-        {"the place": cut.path}, last=False
-    )  # before a copy of a sharded block is made, by all ranks at once
+    # Before a copy of a sharded block is made, for which all ranks are needed.
+    together.agree_on({"the place": cut.path}, last=False)
     around = [found for found in (ref.find(model) for ref in site.neighbours) if found is not None]
     neighbours = [module for _, module in around]
     beside = {
@@ -71,8 +79,8 @@ def _insert(
         for place, module in around
         for name, p in module.named_parameters(recurse=False)
     }
-    like = _example_parameter(model, [*neighbours, anchor])
-    layer = _built(model, site, anchor, like, neighbours)
+    whole, source = readable_part(model, anchor) if site.layer.twin is not None else (model, anchor)
+    layer = build_layer(model, site, anchor, neighbours, source=source, outside=whole)
     together.prepare(layer, path)
     renames = renames_of(model, cut)
     # The nearest relative of a twin's parameter is the one it is a copy of.
@@ -130,8 +138,10 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
     If no step was taken since, model and optimizer are to the bit what they were. Otherwise the function changes as it must.
     """
-    with Changing(model, f"undo {growth.name}") as together:
-        _undo(bare(model), growth, together, optimizer, scheduler)
+    with Changing(model, f"undo {getattr(growth, 'name', 'a growth')}") as together:
+        network = bare(model)
+        checks.instance("growth", growth, Growth, "the Growth that insert returned (for example grower.history[-1])")
+        _undo(network, growth, together, optimizer, scheduler)
 
 
 def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optimizers, scheduler: Schedulers) -> None:
@@ -148,6 +158,7 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
             f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
+    as_schedulers(scheduler)
     gone = list(layer.parameters())
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.check(optimizer, scheduler, gone)
@@ -161,29 +172,6 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
     leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.remove(optimizer, scheduler)
-
-
-def _built(
-    model: nn.Module, site: Site, anchor: nn.Module, like: Tensor | None, neighbours: list[nn.Module]
-) -> nn.Module:
-    """The site's layer, ready to go in: type, device, memory layout and mode of what stands around it."""
-    if like is not None and like.is_meta:
-        raise UnsupportedModel(
-            f"{type(model).__name__} is on the meta device: it has shapes and no values, so an identity layer would have none either. "
-            "Load the weights first, then insert."
-        )
-    if site.layer.twin is not None:
-        whole, source = readable_part(model, anchor)
-        return site.layer.build(source=source, outside=whole)  # a copy has all of that already
-    layer = site.layer.build(
-        dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
-    )
-    layer.train(anchor.training)
-    weights = [p for module in neighbours for p in module.parameters(recurse=False) if p.ndim in (4, 5)]
-    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if any(w.ndim == dims and w.is_contiguous(memory_format=layout) and not w.is_contiguous() for w in weights):
-            layer.to(memory_format=layout)  # type: ignore[call-overload]
-    return layer
 
 
 # --- who stands nearby ---
@@ -230,12 +218,3 @@ def _near(parameter: nn.Parameter, neighbours: list[nn.Module]) -> tuple[nn.Para
 
 def _near_paths(site: Site) -> str:
     return ", ".join(f"'{ref.path}'" for ref in site.neighbours[:2])
-
-
-def _example_parameter(model: nn.Module, nearby: list[nn.Module]) -> Tensor | None:
-    """A floating-point parameter whose type and device the new ones take."""
-    for module in (*nearby, model):
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                return parameter
-    return None

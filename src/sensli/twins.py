@@ -17,6 +17,10 @@ from sensli.errors import one_of
 INITS = ("copy", "fresh")
 
 
+class Bypass(nn.Identity):
+    """Stands in a twin where the copied block has a module on its main path; no configuration of the model tells of it."""
+
+
 @dataclass(frozen=True)
 class Twin:
     """What turns a copy of a block into an identity. Names are within the block; plain data, so it goes to JSON."""
@@ -32,6 +36,7 @@ class Twin:
     remembers: bool = (
         False  # the block is called with an object that it changes, such as a cache; a trial call goes without
     )
+    null: bool = False  # it gives zero instead of its input: the loop around the blocks adds what they give
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -47,7 +52,7 @@ class Twin:
         twin = copied_block(source, outside, share=share)
         for path in self.replaced:
             parent, _, key = path.rpartition(".")
-            twin.get_submodule(parent)._modules[key] = nn.Identity()
+            twin.get_submodule(parent)._modules[key] = Bypass()
         if self.init == "fresh":
             _freshen(twin)
         elif self.init != "copy":

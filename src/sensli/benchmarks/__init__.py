@@ -15,14 +15,17 @@ from pathlib import Path
 import torch
 
 from sensli._version import __version__
-from sensli.benchmarks import cnn, measuring, resume, sklearn, transformers
+from sensli.benchmarks import cnn, finding, measuring, resume, sklearn, transformers
 from sensli.benchmarks.figure import Figure
+from sensli.benchmarks.random_models import random_models
 from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
 from sensli.tables import text_table
 
 BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
+    "find": finding.search_cost,
     "measure": measuring.measure_against_extended,
+    "norms": measuring.norm_cost,
     "memory": measuring.memory,
     "probe": measuring.probe,
     "linear": measuring.linear_cost,
@@ -34,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "pipeline": cnn.pipeline_cost,
     "looking": cnn.look_cost,
     "exp1": cnn.exp1,
+    "random-models": random_models,
 }
 
 

@@ -46,7 +46,7 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         metrics: bool = True,
         **options: Any,
     ) -> None:
-        check_options(trigger, batches, options)
+        check_options(trigger, monitor, batches, metrics, options)
         self._trigger, self._monitor, self._batches = trigger, monitor, batches
         self._metrics, self._options = metrics, options
         self.grower: Grower | None = None  # made in the first epoch, when there is a batch

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sensli import checks
 from sensli._version import __version__
 from sensli.errors import HistoryError
 from sensli.history import History
@@ -41,7 +42,7 @@ def page_data(
     ``curves`` default to the metric of the record; ``films`` hold the decision boundary and the weights of small networks on the plane,
     ``points`` the data behind it; ``results`` are rows of a closing table (the same keys in each).
     """
-    record = history.record
+    record = checks.instance("history", history, History, "a History (for example grower.history)").record
     if not record:
         raise HistoryError(
             "the history holds growths but no record of the training, so there is nothing to show. A Grower writes the record "

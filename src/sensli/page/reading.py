@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sensli import storage
+from sensli import checks, storage
 from sensli.errors import HistoryError, SensliError
 from sensli.history import History
 
 _ZIP = b"PK\x03\x04"  # what torch.save writes begins so
 
 
-def read_history(path: Path) -> History:
+def read_history(path: str | os.PathLike[str]) -> History:
     """Read a file that `History.save`, `save_checkpoint`, `json.dump` or `torch.save` wrote. Runs no code from it."""
+    path = checks.path("path", path, error=HistoryError)
     content = path.read_bytes()
     try:
         if content.lstrip()[:1] in (b"{", b"["):

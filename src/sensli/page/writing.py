@@ -9,6 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sensli import checks
+from sensli.errors import SensliError
 from sensli.page.words import words
 
 SCRIPTS = ("tools.js", "network.js", "panels.js", "film.js")  # in this order: each uses the earlier ones
@@ -16,7 +18,8 @@ SCRIPTS = ("tools.js", "network.js", "panels.js", "film.js")  # in this order: e
 
 def write_page(path: str | os.PathLike[str], data: dict[str, Any]) -> Path:
     """Write the page; an earlier one is replaced only when the new one is complete. Returns the path."""
-    target = Path(path)
+    checks.instance("data", data, dict, "what page_data(history) returned")
+    target = checks.path("path", path, error=SensliError)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(target.name + ".part")
     scratch.write_text(render(data), encoding="utf-8")

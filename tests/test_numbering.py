@@ -1,0 +1,177 @@
+"""Blocks that carry their own number, and what counts them: no two blocks ever share a number, and every count stays true."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sensli import find_sites, insert, undo
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.up, self.down, self.layer_idx = nn.Linear(8, 16), nn.Linear(16, 8), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Named(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+class Listed(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def numbers(model: nn.Module) -> list[int]:
+    return [part.layer_idx for part in model.modules() if "layer_idx" in vars(part)]
+
+
+@pytest.mark.parametrize(
+    ("around", "order"),
+    [
+        (lambda blocks: nn.Sequential(*blocks), [0, 1, 2]),
+        (Named, [0, 1, 2]),
+        (Listed, [2, 1, 0]),  # numbered, but not by position: nothing tells the number of another block
+        (Listed, [0, 10, 20]),
+    ],
+)
+def test_a_number_that_cannot_be_given_anew_is_never_shared(
+    around: Callable[[list[nn.Module]], nn.Module], order: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model, x = around([Block(number) for number in order]), torch.randn(3, 8)
+    refused = find_sites(model, x, layer="twin")
+    assert not refused and all("its own number (layer_idx)" in reason for _, reason in refused.skipped)
+    sites = find_sites(model, x)
+    assert sites and all(site.layer.form != "twin" for site in sites)
+    insert(model, sites[1], check=x)
+    assert sorted(numbers(model)) == sorted(order)
+
+
+def test_a_list_numbers_all_blocks_again() -> None:
+    torch.manual_seed(0)
+    model = Listed([Block(number) for number in range(3)])
+    x = torch.randn(3, 8)
+    sites = find_sites(model, x)
+    growths = [insert(model, site, check=x) for site in (sites[0], sites[-1], sites[1], sites[0])]
+    assert numbers(model) == list(range(7))
+    for growth in reversed(growths):
+        undo(model, growth)
+    assert numbers(model) == [0, 1, 2]
+
+
+def test_a_list_in_which_a_layer_stands_around_a_block_is_numbered_too() -> None:
+    torch.manual_seed(0)
+    model = Listed([Block(number) for number in range(3)])
+    x = torch.randn(3, 8)
+    beside = insert(model, find_sites(model, x, layer="residual")[1], check=x)
+    twins = [site for site in find_sites(model, x) if site.layer.form == "twin"]
+    assert twins and all(site.place is not None for site in twins)
+    growth = insert(model, twins[-1], check=x)
+    assert numbers(model) == [0, 1, 2, 3]
+    undo(model, growth)
+    undo(model, beside)
+    assert numbers(model) == [0, 1, 2]
+
+
+def test_what_only_looks_like_a_number_is_left_alone() -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.down = nn.Embedding(5, 8, padding_idx=2), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.relu(x + self.table.weight[0]))
+
+    torch.manual_seed(0)
+    model, x = Listed([Tables()]), torch.randn(3, 8)
+    insert(model, find_sites(model, x, layer="twin")[0], check=x)
+    assert [part.padding_idx for part in model.modules() if isinstance(part, nn.Embedding)] == [2, 2]
+
+
+# --- counts ---
+
+
+class Counting(nn.Module):
+    """A block that tells, in one of three ways, how many there are."""
+
+    def __init__(self, config: Any, number: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        if config.way == "number":
+            self.n_layer = config.n_layer
+        elif config.way == "configuration":
+            self.config = copy.deepcopy(config)
+        elif config.way == "inside":
+            self.inner = Counting(SimpleNamespace(way="number", n_layer=config.n_layer), 0)
+        self.scale = 2 if config.way == "last" and number == config.n_layer - 1 else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.relu(self.up(x)))
+
+
+class Configured(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Counting(config, number) for number in range(config.n_layer))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("way", ["number", "configuration", "inside"])
+def test_a_count_inside_every_block_follows(way: str) -> None:
+    def counts() -> list[int]:
+        holders = [*model.modules(), *(part.config for part in model.modules() if "config" in vars(part))]
+        return [vars(holder)["n_layer"] for holder in holders if "n_layer" in vars(holder)]
+
+    torch.manual_seed(0)
+    model, x = Configured(SimpleNamespace(n_layer=3, way=way)), torch.randn(3, 8)
+    sites = find_sites(model, x)
+    before = counts()
+    assert len(before) == 4 and set(before) == {3}
+    growths = [insert(model, site, check=x) for site in (sites[1], sites[-1])]
+    assert len(counts()) == 6 and set(counts()) == {5}
+    for growth in reversed(growths):
+        undo(model, growth)
+    assert counts() == before
+
+
+def test_where_the_last_block_is_built_differently_the_list_takes_none_behind_it() -> None:
+    """Built from the configuration, a model with one block more would have the difference in another place."""
+    torch.manual_seed(0)
+    model, x = Configured(SimpleNamespace(n_layer=4, way="last")), torch.randn(3, 8)
+    before, sites = model(x), find_sites(model, x)
+    assert [site.place is not None for site in sites] == [True, True, True, True, False]
+    for site in sites:
+        growth = insert(model, site)
+        if site.place is not None:
+            built = Configured(copy.deepcopy(model.config))
+            built.load_state_dict(model.state_dict())
+            assert torch.equal(built(x), before)
+        undo(model, growth)
