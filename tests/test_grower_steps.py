@@ -187,7 +187,7 @@ def test_a_second_layer_that_fails_takes_the_first_with_it() -> None:
             return True
 
         def allows(self, site: Any, moment: Moment) -> bool:
-            if moment.growths == 1 and site.path == "5":
+            if moment.growths == 1:  # the second choice
                 site.anchor.__dict__["_module"] = lambda: None  # as if the module had been replaced
             return True
 
