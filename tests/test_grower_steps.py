@@ -81,12 +81,12 @@ def test_a_metric_that_is_none_is_refused_before_anything(metric: Any) -> None:
     growing = whole_grower()
     with (
         nothing_changes(growing),
-        pytest.raises(TypeError, match="metric must be a number or a tensor with one element, got"),
+        pytest.raises(TypeError, match="metric must be a number, got"),
     ):
         growing.step(DATA, loss_fn, metric=metric)
 
 
-@pytest.mark.parametrize("metric", [1, 0.5, True, torch.tensor(0.5), torch.ones(1, 1), float("nan"), None])
+@pytest.mark.parametrize("metric", [1, 0.5, torch.tensor(0.5), torch.ones(1, 1), float("nan"), None])
 def test_a_metric_that_holds_one_number_is_taken(metric: Any) -> None:
     growing = whole_grower()
     assert growing.step(DATA, loss_fn, metric=metric) is not None
@@ -187,7 +187,7 @@ def test_a_second_layer_that_fails_takes_the_first_with_it() -> None:
             return True
 
         def allows(self, site: Any, moment: Moment) -> bool:
-            if moment.growths == 1 and site.path == "5":
+            if moment.growths == 1:  # the second choice
                 site.anchor.__dict__["_module"] = lambda: None  # as if the module had been replaced
             return True
 
@@ -313,7 +313,7 @@ def test_an_optimizer_of_another_model_is_refused_at_once() -> None:
             grower(model, optimizer)
     with pytest.raises(OptimizerError, match="LBFGS cannot follow"):
         grower(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(OptimizerError, match="group=0 needs optimizer="):
+    with pytest.raises(OptimizerError, match="needs optimizer="):
         grower(model, group=0)
     with pytest.raises(OptimizerError, match="group=7"):
         grower(model, torch.optim.SGD(model.parameters(), lr=0.1), group=7)

@@ -102,8 +102,11 @@ class Grower:
             raise ValueError(
                 "confidence= stops when the single largest merit is clear; use it with select='largest' and count=1."
             )
-        if max_factor is not None:
-            max_factor = checks.at_least("max_factor", max_factor, 1, 2)
+        if (
+            max_factor is not None
+            and not checks.number("max_factor", max_factor, "a number above 1 (for example 2), or None") > 1
+        ):
+            raise ValueError(f"max_factor must be a number above 1 (for example 2), or None, got {max_factor!r}.")
         floor = checks.share("floor", floor, 1e-7, zero=True)
         confidence, tolerance = check_level(confidence, tolerance)
         lr_scale = plan_rate_scaling(optimizer, scheduler, lr_scale).factor
@@ -152,6 +155,8 @@ class Grower:
         put_back: Callable[[], None] | None = None
         try:
             with Together(self.model, "step the grower") as together:
+                checks.batches("batches", batches)
+                checks.loss("loss_fn", loss_fn)
                 put_back = self._remember()
                 return self._step(together, batches, loss_fn, metric)
         except BaseException:
@@ -162,8 +167,6 @@ class Grower:
     def _step(
         self, together: Together, batches: Iterable[Any], loss_fn: LossFunction | None, metric: Any
     ) -> Growth | None:
-        checks.batches("batches", batches)
-        checks.loss("loss_fn", loss_fn)
         metric = self._agreed_metric(together, metric)
         self.calls += 1
         self._look = None
@@ -223,7 +226,7 @@ class Grower:
 
     def _agreed_metric(self, together: Together, metric: Any) -> float | None:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
-        own = None if metric is None else checks.number("metric", metric, "a number or a tensor with one element")
+        own = None if metric is None else checks.number("metric", metric)
         settings = {"metric=": "given" if own is not None else "not given", **self._settings}
         told = together.agree_on(settings, own, last=False)
         return None if own is None else sum(told) / len(told)

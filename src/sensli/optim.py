@@ -95,8 +95,6 @@ def plan_joining(
 def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Group | None = None) -> None:
     """Refuse optimizers that could never follow a growth of this model, before any training."""
     known = as_optimizers(optimizers)
-    if group is not None and not known:
-        raise OptimizerError(f"group={group!r} needs optimizer=: it is a group of the optimizer, and none was given.")
     plan_joining(optimizers, (), group=group)
     own = {id(parameter) for parameter in model.parameters()}
     held = (id(parameter) for optimizer in known for its in optimizer.param_groups for parameter in its["params"])

@@ -37,7 +37,7 @@ class Outputs:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> Outputs:
-        given = _input(batch)
+        given = batch[0] if isinstance(batch, (tuple, list)) else batch
         start = random_state.capture()
         try:
             plain = _run(model, given)
@@ -75,17 +75,6 @@ class Outputs:
                 f"inserting {site} moved the output by {distance:.1e} relative to its size, so nothing was kept. The place is not what "
                 f"find_sites saw (another input, another branch), or the arithmetic is not exact there; choose another site.{noise}"
             )
-
-
-def _input(batch: Any) -> Any:
-    if not isinstance(batch, (tuple, list)):
-        return batch
-    if len(batch) not in (1, 2):
-        raise ValueError(
-            f"check must be an input, an (input, target) pair or a dict of keyword arguments, got {len(batch)} parts. For several "
-            "arguments give check=((x, mask), None)."
-        )
-    return batch[0]
 
 
 def _run(model: nn.Module, given: Any, layer: nn.Module | None = None, *, dropout: bool = True) -> Run:

@@ -70,9 +70,8 @@ def _insert(
 ) -> Growth:
     path, anchor = site.find(model)
     cut = plan_cut(model, site, path)
-    together.agree_on(
-        {"the place": cut.path}, last=False
-    )  # before a copy of a sharded block is made, by all ranks at once
+    # Before a copy of a sharded block is made, for which all ranks are needed.
+    together.agree_on({"the place": cut.path}, last=False)
     around = [found for found in (ref.find(model) for ref in site.neighbours) if found is not None]
     neighbours = [module for _, module in around]
     beside = {
