@@ -18,7 +18,7 @@ y = (x.prod(1) > 0).long()
 
 
 def make_model():
-    return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def make_grower(model, optimizer=None, scheduler=None):

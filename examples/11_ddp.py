@@ -18,7 +18,8 @@ y = (torch.sin(3 * x[:, 0]) > x[:, 1]).long()
 batches = [(a.chunk(world)[rank], b.chunk(world)[rank]) for a, b in zip(x.split(64), y.split(64), strict=True)]
 
 torch.manual_seed(0)
-model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 12), nn.ReLU(), nn.Linear(12, 2)))
+network = nn.Sequential(nn.Linear(2, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2))
+model = DistributedDataParallel(network)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(10) & triggers.AtMost(2), tau=0.1)
 for _ in range(30):

@@ -15,7 +15,7 @@ from sensli.integrations.lightning import GrowthCallback
 class Classifier(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 12), nn.ReLU(), nn.Linear(12, 2))
+        self.layers = nn.Sequential(nn.Linear(2, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2))
 
     def training_step(self, batch, index):
         x, y = batch

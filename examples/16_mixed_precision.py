@@ -12,7 +12,7 @@ x = torch.randn(1024, 2)
 y = (torch.sin(3 * x[:, 0]) > x[:, 1]).long()
 batches = list(zip(x.split(128), y.split(128), strict=True))
 
-model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
+model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
 compiled = torch.compile(model, backend="eager")  # leave backend= out for speed; compiled once more after each growth
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

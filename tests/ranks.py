@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 PROGRAM = """
-import importlib, sys
+import importlib, os, sys
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -22,6 +22,10 @@ if dist.get_rank() == 0:
     torch.save(result, file)
 dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+sys.stderr.flush()
+# A thread of gloo may drop the last reference to a tensor while the interpreter ends, which aborts the process.
+os._exit(0)
 """
 
 
@@ -32,15 +36,8 @@ def launch(function: Any, processes: int, folder: Path, timeout: float = 300) ->
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     arguments = [str(program), function.__module__, function.__name__, str(folder / "result")]
-
-    def once() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*torchrun, *arguments], env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder
-        )
-
-    done = once()
-    # On a busy machine one of torch's own threads has been seen to end a process this way, rarely; once more, and only then.
-    return once() if done.returncode and "terminate called without an active exception" in done.stderr else done
+    command = [*torchrun, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder)
 
 
 def without_torchrun(function: Any, processes: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from browser import chromium, opened
 from sensli import Grower, History, demo, triggers
 from sensli.page import page_data, write_page
+from test_history import infinite
 
 CANVAS = "document.querySelector('#boundary .main canvas').toDataURL()"
 
@@ -74,6 +75,13 @@ def test_the_numbers_are_the_historys(browser: Any, film: tuple[Path, History]) 
                 unit.parameters for call, units in history.record.outlines if call == look.call for unit in units
             )
             assert page.locator("#size").inner_text() == f"{parameters} parameters"
+
+
+def test_an_infinite_ratio_is_shown(browser: Any, tmp_path: Path) -> None:
+    file = write_page(tmp_path / "page.html", page_data(infinite()))
+    with opened(browser, file, place="epoch=1") as page:
+        assert "Infinity x mean" in page.locator("[data-merit]").first.inner_text()
+        assert "inf x mean" in page.locator("#decision .line").inner_text()
 
 
 def test_the_slider_moves_the_picture(browser: Any, film: tuple[Path, History]) -> None:

@@ -277,21 +277,6 @@ def test_what_could_not_be_loaded_is_refused_before_anything_is_written(tmp_path
     ]
 
 
-def test_a_failure_while_writing_leaves_the_last_good_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a"
-    save_checkpoint(file, make_model(), extra="good")
-
-    def fail(content: Any, target: Any) -> None:
-        target.write(b"half")
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", fail)
-        with pytest.raises(OSError, match="disk full"):
-            save_checkpoint(file, make_model())
-    assert load_checkpoint(file, make_model).extra == "good"
-
-
 def test_what_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "a"
     model, _ = grown(file)

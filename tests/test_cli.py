@@ -60,7 +60,10 @@ def test_sites_of_one_kind(model_file: Path, capsys: pytest.CaptureFixture[str])
         (["sites", "mymodel:make", "--input", "1,2"], "write a shape such as 1x3x32x32"),
         (["sites", "mymodel:make", "--input", "1x4x8x8"], "does not run through Sequential"),
         (["bench", "--only", "speed"], "Known: 'measure'"),
-        (["demo", "--out", "mymodel.py/x"], "Choose another one with --out"),
+        (
+            ["demo", "--out", "mymodel.py/x"],
+            "mymodel.py/x/demo.png cannot be written: Not a directory. Choose another place",
+        ),
     ],
 )
 def test_a_mistake_gives_one_line(

@@ -200,9 +200,9 @@ def test_a_level_that_means_nothing_is_refused():
     model, given = fnn(), data(4, 0.1)
     sites = find_sites(model, points())
     for options, text in (
-        ({"confidence": 1.0}, "a level between 0 and 1"),
-        ({"confidence": 0.9, "tolerance": 1.0}, "tolerance=1.0: the share of the best merit"),
-        ({"tolerance": 0.1}, "with confidence= only"),
+        ({"confidence": 1.0}, "confidence must be between 0 and 1 .*, got 1.0"),
+        ({"confidence": 0.9, "tolerance": 1.0}, "tolerance must be at least 0 and below 1 .*, got 1.0"),
+        ({"tolerance": 0.1}, "tolerance=0.1 needs confidence="),
     ):
         with pytest.raises(ValueError, match=text), untouched(model):
             measure(model, sites, given, loss_fn, **options)

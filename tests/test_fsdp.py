@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import ranks
 from sensli import Grower, Probe, find_sites, insert, load_checkpoint, measure, save_checkpoint, triggers, undo
-from test_ddp import compare, data, raised, result, train
+from test_ddp import compare, data, raised, result, steps_that_fail, train
 
 
 class Block(nn.Module):
@@ -124,6 +124,7 @@ def all_at_once() -> Any:
     found = grow()
     resumed()
     refused()
+    steps_that_fail(shard, make_model)
     return found
 
 

@@ -1,15 +1,19 @@
 """`History`: plain data that goes to JSON and comes back, and refuses what is cut short or altered."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from models import Functional, cnn, fnn, images, points, residual, untouched
-from sensli import Growth, History, find_sites, insert, replay, undo
+from sensli import Grower, Growth, History, find_sites, insert, replay, triggers, undo
+from sensli.cli import main
 from sensli.errors import HistoryError
+from sensli.record import Look, SiteMerit
 
 
 def grown(make=fnn, x=None, **options):
@@ -115,3 +119,60 @@ def test_a_readable_history_that_does_not_fit_leaves_the_model_alone(alter):
     model = fnn()
     with untouched(model), pytest.raises(HistoryError):
         replay(model, History.from_dict(data))
+
+
+def infinite() -> History:
+    """A history of a training in which the existing weights had no gradient: the threshold's quotient is infinite."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+    model[2].requires_grad_(False)
+    nn.init.ones_(model[0].bias)
+    x, y = torch.zeros(4, 2), torch.tensor([0, 1, 0, 0])
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(1))
+    grower.step([(x, y)], cross_entropy, metric=math.nan)
+    return grower.history
+
+
+@pytest.mark.parametrize("ratio", [math.inf, -math.inf, math.nan])
+def test_numbers_that_json_does_not_know_come_back_as_they_were(ratio, tmp_path):
+    _, _, history = grown()
+    history[0].details.update(ratio=ratio, seen=[ratio, {"deep": ratio}, "NaN"])
+    history.record.calls = 1
+    merit = SiteMerit("site", "1", "after", 1.0, ratio, None, 1, 1)
+    history.record.looks.append(Look(1, 1.0, "largest", "why", merits=(merit,), inserted=(1,), chosen=(0,)))
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    json.loads(history.to_json(), parse_constant=refuse)
+    json.dumps(history.to_dict(), allow_nan=False)
+    history.save(tmp_path / "a")
+    again = History.load(tmp_path / "a")
+    assert again == history and str(again) == str(history)
+    assert repr(again[0].details) == repr(history[0].details)
+    assert repr(again.record) == repr(history.record)
+    assert repr(Growth.from_dict(history[0].to_dict()).details["ratio"]) == repr(ratio)
+
+
+def test_a_file_of_an_earlier_version_with_infinity_in_it_is_read():
+    text = grown()[2].to_json().replace('"ratio": 1.25', '"ratio": Infinity')
+    assert History.from_json(text)[0].details["ratio"] == math.inf
+
+
+def test_an_infinite_ratio_is_saved_and_shown(tmp_path, capsys):
+    history = infinite()
+    assert history[0].details["ratio"] == math.inf
+    history.save(tmp_path / "a.json")
+    assert main(["report", str(tmp_path / "a.json"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert told["looks"][0]["merits"][0]["ratio"] == {"float": "Infinity"}
+    page = (tmp_path / "a.html").read_text()
+    assert "inf x mean" in page and '"ratio":{"float":"Infinity"}' in page
+
+
+def test_details_that_are_not_plain_are_refused_before_anything_is_written(tmp_path):
+    _, _, history = grown()
+    history[0].details["weights"] = torch.ones(2)
+    with pytest.raises(HistoryError, match=r"cannot be written as JSON.*Tensor.*details of a growth"):
+        history.save(tmp_path / "a")
+    assert not list(tmp_path.iterdir())

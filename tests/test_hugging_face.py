@@ -410,8 +410,8 @@ def test_what_the_trainer_s_design_forbids_is_refused_before_training(
 def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     for options, text in (
-        ({"tau": -1.0}, "tau=-1"),
-        ({"batches": 0}, "batches=0"),
+        ({"tau": -1.0}, "tau must be .*, got -1.0"),
+        ({"batches": 0}, "batches must be .*, got 0"),
         ({"optimizer": None}, "the trainer's own"),
     ):
         with pytest.raises((ValueError, TypeError), match=text):
@@ -446,3 +446,27 @@ def test_a_callback_that_is_added_later(tmp_path: Path) -> None:
             callback.attach(trainer)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if attach else None)
         assert len(callback.history) == 1 and trainer.model.config.n_layer == 3
+
+
+def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_path: Path) -> None:
+    def frozen(callback: GrowthCallback) -> Any:
+        model = make_model()
+        model.transformer.h.requires_grad_(False)
+        trains = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trains, lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        return make(
+            tmp_path, callback, model=model, optimizers=(optimizer, schedule), save_strategy="no", num_train_epochs=1
+        )
+
+    def behind(site: Any) -> bool:
+        return site.path == "transformer.h.1"
+
+    with pytest.raises(SensliError, match=r"(?s)no place to grow.*nothing would train a layer there.*group="):
+        frozen(grow(1, where=behind)).train()  # before the first epoch
+    callback = grow(1, where=behind, group=0)
+    trainer = frozen(callback)
+    trainer.train()
+    assert len(callback.history) == 1
+    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert all(id(p) in held for p in trainer.model.parameters() if p.requires_grad)

@@ -105,7 +105,8 @@ def test_a_subclass_or_a_module_of_the_same_name_is_no_known_activation():
 
 
 def test_kernels_keep_the_size_and_groups_divide():
-    assert same_size_kernel((3, 4, 1)) == (3, 3, 1)
+    assert same_size_kernel((3, 4, 1), (8, 8, 8)) == (3, 3, 1)
+    assert same_size_kernel((7, 7), (1, 2)) == (1, 3)  # no entry that never lies on the map
     assert [grouped_like(8, g) for g in (1, 2, 3, 8)] == [1, 2, 1, 8]
 
 

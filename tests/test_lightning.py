@@ -129,6 +129,54 @@ def test_metrics_reach_the_logger_and_the_monitored_one_the_trigger(tmp_path: Pa
         fit(tmp_path, 2, GrowthCallback(plateau, monitor="absent"))
 
 
+def test_a_look_leaves_the_random_numbers_of_the_training_alone(tmp_path: Path) -> None:
+    """Shuffled data and dropout: a training with looks that insert nothing is the training without them, to the bit."""
+
+    def train(generator: torch.Generator | None, *callbacks: Any) -> Any:
+        settings: dict[str, Any] = {
+            "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu",
+            "default_root_dir": tmp_path,
+        }  # fmt: skip
+        module = Module(0.3)
+        torch.manual_seed(7)
+        loader = DataLoader(data().dataset, batch_size=16, shuffle=True, generator=generator)
+        pl.Trainer(max_epochs=3, callbacks=[*callbacks], **settings).fit(module, loader)
+        return module.state_dict()
+
+    for seed in (None, 5):
+
+        def own(seed: int | None = seed) -> torch.Generator | None:
+            return None if seed is None else torch.Generator().manual_seed(seed)
+
+        plain = train(own())
+        looked = train(own(), GrowthCallback(triggers.Every(1), tau=1e9, batches=2))
+        assert all(torch.equal(value, looked[name]) for name, value in plain.items())
+
+
+class Frozen(Module):
+    """Only the head trains, and the optimizer holds nothing else."""
+
+    def configure_optimizers(self) -> Any:
+        self.layers[:4].requires_grad_(False)
+        return torch.optim.AdamW(self.layers[5].parameters(), lr=0.01)
+
+
+def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "default_root_dir": tmp_path,
+    }  # fmt: skip
+    callback = GrowthCallback(triggers.Every(1), tau=0.0)
+    with pytest.raises(SensliError, match=r"(?s)no place to grow.*nothing would train a layer there.*group="):
+        pl.Trainer(max_epochs=1, callbacks=[callback], **settings).fit(Frozen(), data())
+    callback = GrowthCallback(triggers.Every(1), tau=0.0, group=0)
+    module = Frozen()
+    trainer = pl.Trainer(max_epochs=2, callbacks=[callback], **settings)
+    trainer.fit(module, data())
+    assert len(callback.history) == 2
+    held = trainer.optimizers[0].param_groups[0]["params"]
+    assert all(any(p is each for each in held) for p in module.parameters() if p.requires_grad)
+
+
 def test_what_cannot_be_supported_is_refused(tmp_path: Path) -> None:
     class Manual(Module):
         def __init__(self) -> None:

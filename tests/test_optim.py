@@ -368,18 +368,27 @@ def broken_plans() -> dict[str, tuple[Callable[[Net, AdamW], Any], str]]:
             ),
             "late finds no group",
         ),
-        "index too large": (lambda net, opt: plan_joining(opt, grow(net), group=2), "group=2 is not there.*2 groups"),
-        "negative index": (lambda net, opt: plan_joining(opt, grow(net), group=-1), "from 0 to 1"),
+        "index too large": (
+            lambda net, opt: plan_joining(opt, grow(net), group=2),
+            r"group=2 is out of range: AdamW has 2 parameter groups \(0 to 1\)",
+        ),
+        "negative index": (lambda net, opt: plan_joining(opt, grow(net), group=-1), "or its index .*, got -1"),
         "a copy of a group": (
             lambda net, opt: plan_joining(opt, grow(net), group=dict(opt.param_groups[0])),
-            "told apart by identity",
+            "A copy of a group is another one",
         ),
         "there already": (
             lambda net, opt: plan_joining(opt, [Newcomer("first.weight", net.first.weight, (net.last.weight,))]),
             "first.weight is in the optimizer already",
         ),
-        "not an optimizer": (lambda net, opt: plan_joining([opt, "adam"], grow(net)), "holds a str"),
-        "a model for an optimizer": (lambda net, opt: leave([opt, net], [net.first.weight]), "holds a Net"),
+        "not an optimizer": (
+            lambda net, opt: plan_joining([opt, "adam"], grow(net)),
+            "optimizer must be .*, got 'adam'",
+        ),
+        "a model for an optimizer": (
+            lambda net, opt: leave([opt, net], [net.first.weight]),
+            "optimizer must be .*, got a Net",
+        ),
     }
 
 

@@ -29,6 +29,13 @@ def test_readme_code_prints_what_it_says(
     assert found == pytest.approx(promised, rel=0.05)
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda path: path.stem)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    """mkdocs checks those of docs/."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
 def test_readme_has_examples_with_output() -> None:
     assert len(BLOCKS) >= 2
 

@@ -82,10 +82,11 @@ def test_one_line_per_decision() -> None:
     before = 2 * (2 * 4 + 4 * 4 + 4 * 2)
     assert look.flops == before and look.parameters == 42
     assert str(look) == (
-        f"epoch 2: +{merit.site} | merit {merit.value:.1e}, {merit.ratio:.2g} x mean | +20 parameters, +{32 / before:.0%} FLOPs"
+        f"epoch 2: +{merit.site} | merit {merit.value:.1e}, {merit.ratio:.2g} x mean | 42 -> 62 parameters, x1.5, +{32 / before:.0%} FLOPs"
     ).replace("%", " %")
     both = grow(calls=2, count=2).history.record.looks[0]
     assert len(str(both).splitlines()) == 2 and both.inserted == (1, 2)
+    assert "| 42 -> 62 parameters, x1.5," in str(both) and "| 62 -> 82 parameters, x1.3," in str(both)
     assert "(2 layers at once)" in both.reason
 
 
@@ -107,7 +108,7 @@ def test_round_trip_and_older_files() -> None:
 def test_a_damaged_record_is_refused_with_the_reason() -> None:
     data = grow().history.to_dict()
     data["record"]["looks"][0].pop("merits")
-    with pytest.raises(HistoryError, match="the history is damaged: KeyError: 'merits'"):
+    with pytest.raises(HistoryError, match="the history is damaged: the key 'merits' is missing"):
         History.from_dict(data)
 
 
@@ -144,7 +145,7 @@ def test_the_log_is_told_every_decision() -> None:
     told: list[Look] = []
     grower = grow(log=told.append)
     assert told == grower.history.record.looks
-    with pytest.raises(TypeError, match="give a callable that takes one Look"):
+    with pytest.raises(TypeError, match="log must be a function that takes one Look"):
         grow(log=3)
 
 

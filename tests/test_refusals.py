@@ -68,7 +68,7 @@ def test_blocks_without_a_twin_say_why() -> None:
     assert reasons(model, example_of(batch), layer="twin") == {
         "": "no stack of blocks was met by the example, so there is no place to choose"
     }
-    with pytest.raises(ValueError, match="unknown init 'new'"):
+    with pytest.raises(ValueError, match=r"init must be one of .*, got 'new'"):
         find_sites(model, example_of(batch), init="new")
 
 

@@ -107,7 +107,7 @@ def test_undo_is_refused_out_of_order_and_on_the_wrong_model():
             undo(model, first)
         with pytest.raises(HistoryError, match="nothing to undo"):
             undo(other, first)
-        with pytest.raises(OptimizerError, match=r"no torch\.optim\.Optimizer"):
+        with pytest.raises(OptimizerError, match=r"must be a torch\.optim\.Optimizer"):
             undo(model, second, optimizer="adam")
     undo(model, second)
     with pytest.raises(HistoryError, match="is number 1"):
@@ -334,10 +334,14 @@ def test_dropout_and_batch_norm_under_check_in_training_mode():
     model = nn.Sequential(cnn(norm=True)[0], nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 2)).double().train()
     x, y = images(), labels(5)
     (site, _) = find_sites(model, x)
-    state, buffers = torch.get_rng_state(), [b.clone() for b in model.buffers()]
-    insert(model, site, check=(x, y))
+    state, buffers = torch.get_rng_state(), {name: b.clone() for name, b in model.named_buffers()}
+    growth = insert(model, site, check=(x, y))
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    now = dict(model.named_buffers())
+    assert all(torch.equal(b, now[name]) for name, b in buffers.items())
+    assert (
+        model.get_submodule(growth.name).norm.num_batches_tracked == 0
+    )  # the check leaves the new norm as it was, too
 
 
 def test_a_frozen_new_layer_changes_no_trajectory():

@@ -7,15 +7,17 @@ from sensli import find_sites
 from sensli.triggers import At, AtMost, Budget, Every, Moment, Plateau, Trigger
 
 
-def firing(trigger, metrics=None, calls=12, growths=None, sizes=None):
-    """The calls at which a trigger fires; it grows whenever it fires, unless the growths are given."""
+def firing(trigger, metrics=None, calls=12, growths=None, sizes=None, grows=True):
+    """The calls at which a trigger fires; it grows whenever it fires, unless the growths are given or it never `grows`."""
     fired = []
     for call in range(1, calls + 1):
         metric = None if metrics is None else metrics[call - 1]
         count = len(fired) if growths is None else growths[call - 1]
         if trigger.fires(Moment(call, metric, count, {} if sizes is None else sizes[call - 1])):
             fired.append(call)
-            trigger.grown()
+            trigger.looked()
+            if grows:
+                trigger.grown()
     return fired
 
 
@@ -54,7 +56,12 @@ NAN = float("nan")
         (Plateau(1), [1, 1, 0.5, 0.5], [2, 4]),
         (Plateau(2), [NAN, NAN, 1, NAN, float("inf"), 0.5], [2, 5]),
         (Plateau(2), [-1, -2, -2, -2], [4]),
-        (Plateau(2) & Every(4), [3, 3, 3, 3, 3, 3, 3, 3], []),
+        (Plateau(2) & Every(4), [3, 3, 3, 3, 3, 3, 3, 3], [4, 8]),
+        (Plateau(3) & Every(3), [3] * 13, [6, 9, 12]),
+        (Every(3) & Plateau(3), [3] * 13, [6, 9, 12]),
+        (Plateau(4) & Every(3), [3] * 13, [6, 12]),
+        (Plateau(2) & Every(4), [5, 5, 5, 4, 4, 4, 4, 4], [8]),
+        ((Plateau(3) | At(1)) & Every(3), [3] * 13, [6, 9, 12]),
         (Plateau(2) & AtMost(1), [3] * 9, [3]),
         (Plateau(3) | At(2), [3] * 9, [2, 5, 8]),
     ],
@@ -66,8 +73,49 @@ def test_plateau(trigger, metrics, fires):
 
 def test_plateau_sees_every_metric_on_both_sides_of_a_pair():
     quiet, loud = At(4) & Plateau(2), Plateau(2) & At(4)
-    assert firing(quiet, [1, 1, 1, 1], 4) == firing(loud, [1, 1, 1, 1], 4) == []
+    assert firing(quiet, [1, 1, 1, 1], 4) == firing(loud, [1, 1, 1, 1], 4) == [4]
     assert quiet.right.best == loud.left.best == 1
+
+
+@pytest.mark.parametrize(
+    "trigger, fires",
+    [
+        (Plateau(3), [4, 7, 10]),
+        (Plateau(3) & Every(3), [6, 9, 12]),
+        (Plateau(3) | At(2), [2, 4, 7, 10]),  # the look at 2 was not the plateau's
+        ((Plateau(3) & Every(5)) | At(4), [4, 5, 10]),
+    ],
+    ids=repr,
+)
+def test_a_part_counts_on_until_the_whole_fires(trigger, fires):
+    assert firing(trigger, [3] * 12, 12, grows=False) == fires
+
+
+@pytest.mark.parametrize(
+    "combine", [lambda: Every(2) and AtMost(2), lambda: Every(2) or AtMost(2), lambda: not Every(2), lambda: bool(At(1) & At(2))]
+)  # fmt: skip
+def test_triggers_have_no_truth_value(combine):
+    with pytest.raises(TypeError, match=r"Every\(2\) & AtMost\(2\)"):
+        combine()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {}, {"left": {}}, {"left": {}, "right": {}}, {"left": {"best": 2.0, "waited": 3}, "right": {"best": 1.0}},
+        {"left": {"best": 2.0, "waited": 3}, "right": {"waited": 1}}, {"left": {"best": "2", "waited": 3}, "right": {}},
+        {"left": {"best": 2.0, "waited": -1}, "right": {}}, {"left": {"best": 2.0, "waited": 1.5}, "right": {}},
+        {"left": {"best": float("nan"), "waited": 1}, "right": {}}, {"left": None, "right": {}}, [], None, "state", 3,
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_state_that_does_not_fit_changes_nothing(state):
+    trigger = Plateau(3) & Every(2)
+    firing(trigger, [1, 1], 2)
+    before = trigger.state_dict()
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        trigger.load_state_dict(state)
+    assert trigger.state_dict() == before
 
 
 def test_plateau_without_a_metric_says_how_to_give_one():
@@ -128,6 +176,11 @@ def test_a_trigger_of_ones_own_combines_too():
     assert firing(Odd() & AtMost(2)) == [1, 3]
 
 
+def test_a_trigger_of_ones_own_without_its_question_is_told():
+    with pytest.raises(NotImplementedError, match=r"Mute must define fires\(self, moment\)"):
+        type("Mute", (Trigger,), {})().fires(Moment(1))
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -136,7 +189,7 @@ def test_a_trigger_of_ones_own_combines_too():
     ],
 )  # fmt: skip
 def test_senseless_triggers_are_refused(make):
-    with pytest.raises(ValueError, match=r"give|for a loss"):
+    with pytest.raises(ValueError, match=r"must be .*, got|needs .*, got none"):
         make()
 
 

@@ -7,13 +7,15 @@ shapes agree. The new layer is an identity in the average too, so the averaged f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
+from sensli.cutting import inserted
 from sensli.errors import UnsupportedModel
 from sensli.history import Growth
 from sensli.replaying import repeat
+from sensli.surgery import undo
 from sensli.wrappers import bare
 
 Averaged: TypeAlias = nn.Module | Sequence[nn.Module] | None
@@ -23,6 +25,13 @@ def follow(averaged: Averaged, growth: Growth) -> None:
     """Insert the layer of a growth into each average, at the same place."""
     for network in _networks(averaged):
         repeat(network, growth)
+
+
+def unfollow(averaged: Averaged, growth: Growth) -> None:
+    """Take the layer of the last growth out of each average that has it."""
+    for network in _networks(averaged):
+        if any(number == growth.number and path == growth.name for number, path, _ in inserted(network)):
+            undo(network, growth)
 
 
 def check_alike(model: nn.Module, averaged: Averaged) -> None:
@@ -37,5 +46,6 @@ def check_alike(model: nn.Module, averaged: Averaged) -> None:
 
 
 def _networks(averaged: Averaged) -> list[nn.Module]:
-    given = averaged if isinstance(averaged, Sequence) else [] if averaged is None else [averaged]
-    return [bare(getattr(each, "module", each)) for each in given]
+    several = isinstance(averaged, Sequence) and not isinstance(averaged, str)
+    given: Any = averaged if several else [] if averaged is None else [averaged]
+    return [bare(getattr(each, "module", each), "averaged") for each in given]

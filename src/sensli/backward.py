@@ -16,8 +16,10 @@ from sensli.sensitivity import Catch
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-def backward(model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float) -> int:
-    """One batch: its loss, weighted by its size, back through the model. Returns the size."""
+def backward(
+    model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float
+) -> tuple[int, float]:
+    """One batch: its loss, weighted by its size, back through the model. Returns the size and the loss."""
     given, target = _split(batch, index)
     device = device_of(model)
     given, target = to_device(given, device), to_device(target, device)
@@ -25,9 +27,11 @@ def backward(model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction |
     # A dict is keyword arguments; a tuple inside a batch is several arguments.
     output = run(model, given)
     loss = _loss(output, target, loss_fn, index)
-    trained = [p for p in model.parameters() if p.requires_grad] if catch.weights else []
+    virtual = catch.virtual
+    own = {id(weight) for weight in virtual}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in own] if catch.weights else []
     # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
-    wanted = trained + catch.leaves if catch.weights else list(catch.watched)
+    wanted = virtual + (trained + catch.leaves if catch.weights else list(catch.watched))
     if catch.weights and loss.grad_fn is not None and (index == 0 or catch.others):
         # A model or its input may hold tensors that ask for a gradient and are no parameters. Unless they are asked for too,
         # autograd leaves out the way to them, and the sites on that way would seem worthless.
@@ -51,7 +55,7 @@ def backward(model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction |
     by_parameter = {id(p): g for p, g in zip(wanted, gradients, strict=True)}
     catch.add_weight_gradients(by_parameter[id(weight.parameter)] for weight in catch.weights)
     catch.forget_pass()
-    return size
+    return size, float(loss.detach())
 
 
 def _split(batch: Any, index: int) -> tuple[Any, Any]:

@@ -8,6 +8,10 @@ from torch import nn
 
 from sensli.arguments import Slot, first_tensor, value_at, with_first, with_value
 
+_OWN = frozenset(
+    {"slot", "twins", "training", "sensli_growth"}
+)  # of the chain itself; torch's own start with an underscore
+
 
 class Chain(nn.Module):
     """Stands where a module stood and runs it, with the inserted layers before or behind it; other attributes are the module's.
@@ -40,6 +44,23 @@ class Chain(nn.Module):
             else:
                 args, kwargs = with_value(args, kwargs, self.slot, first_tensor(output))
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What belongs to the module is set there: a temperature that is annealed from outside must reach it."""
+        anchor = self.__dict__.get("_modules", {}).get("anchor")
+        private = (
+            anchor is not None and name.startswith("_") and name not in vars(anchor)
+        )  # torch's own, set on any module
+        if anchor is None or private or name in _OWN or name in self.__dict__ or name in self._modules:
+            super().__setattr__(name, value)
+        else:
+            setattr(anchor, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or name in self._modules:
+            super().__delattr__(name)
+        else:
+            delattr(self._modules["anchor"], name)
 
     def __getattr__(self, name: str) -> Any:
         try:

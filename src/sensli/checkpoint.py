@@ -7,7 +7,8 @@ Parameters of the optimizer are known by name, because an optimizer built anew h
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +17,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli import random_state, storage
+from sensli import checks, random_state, storage
 from sensli.cutting import count_growths
-from sensli.distributed import Together
-from sensli.errors import CheckpointError
+from sensli.distributed import Together, numbered
+from sensli.errors import CheckpointError, WrongType, brief
 from sensli.fsdp import distributed_like, reshard, whole
 from sensli.grower import Grower
-from sensli.history import Growth, History
+from sensli.history import Growth, History, as_growths
 from sensli.optim import as_optimizers
 from sensli.replaying import replay
+from sensli.running import tensors
+from sensli.saved_state import check_optimizer_state, check_scheduler_state
 from sensli.wrappers import bare
 
 
@@ -58,7 +61,17 @@ def save_checkpoint(
     """
     together = Together(model, "save a checkpoint")
     with together:
+        bare(model)
+        path = checks.path("path", path)
+        if grower is not None:
+            checks.instance("grower", grower, Grower, "a Grower")
+        if history is not None and not isinstance(history, History):
+            history = History(as_growths("history", history))
+        _check_schedulers(scheduler)
         content = _content(model, optimizer, scheduler, grower, history, extra)
+        # Shards are put together by all ranks at once, so nothing may fail on one of them from here on.
+        together.agree_on({"the number of tensors": sum(1 for _ in tensors(content))}, last=False)
+        content.update({part: _whole(content[part]) for part in ("model", "optimizers")})
         content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
     with Together(model, "write a checkpoint") as together:
         if together.rank == 0:
@@ -74,11 +87,11 @@ def _content(
     history = _history_of(network, grower, history)
     return {
         "history": history.to_dict(),
-        "model": {name: _whole(value) for name, value in network.state_dict().items()},
+        "model": dict(network.state_dict()),
         "evaluating": [name for name, module in network.named_modules() if not module.training],
         "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
         "optimizers": [
-            {"names": names_in(each, network), "state": _whole(each.state_dict())} for each in as_optimizers(optimizer)
+            {"names": names_in(each, network), "state": each.state_dict()} for each in as_optimizers(optimizer)
         ],
         "schedulers": [each.state_dict() for each in _several(scheduler)],
         "grower": None if grower is None else grower.state_dict(),
@@ -101,30 +114,80 @@ def load_checkpoint(
     ``make_model()`` builds the network that growing began with; ``make_optimizer(model)``, ``make_scheduler(optimizer)`` and
     ``make_grower(model, optimizer, scheduler)`` are called on the grown one. ``wrap(model)``, such as ``DistributedDataParallel`` or a
     function that calls ``fully_shard``, comes after the weights and before the optimizer. ``random=False`` leaves the random states alone.
+    With several processes and ``wrap``, call it on all of them: what fails on one fails on all. A file that cannot be used is refused with
+    the reason, and the random states are as before.
     """
-    content = storage.read(path)
+    what = "load a checkpoint"
+    before = random_state.capture()
+    try:
+        with Together.of_the_job(what) if wrap is not None else Together(None, what) as together:
+            path = checks.path("path", path)
+            checks.factory("make_model", make_model, "the model that growing began with")
+            for name, made, returns in (
+                ("make_optimizer", make_optimizer, "an optimizer, given the model"),
+                ("make_scheduler", make_scheduler, "a scheduler, given the optimizer"),
+                ("make_grower", make_grower, "a Grower, given model, optimizer and scheduler"),
+                ("wrap", wrap, "the wrapped model, given the model"),
+            ):
+                if made is not None:
+                    checks.factory(name, made, returns)
+            checks.flag("random", random)
+            return _load(path, together, make_model, make_optimizer, make_scheduler, make_grower, wrap, random)
+    except BaseException:
+        random_state.restore(before)  # the factories have drawn from it
+        raise
+
+
+def _load(
+    path: str | os.PathLike[str],
+    together: Together,
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[Any], Any] | None,
+    make_scheduler: Callable[[Any], Any] | None,
+    make_grower: Callable[[Any, Any, Any], Grower] | None,
+    wrap: Callable[[nn.Module], Any] | None,
+    random: bool,
+) -> Checkpoint:
+    content = _checked(storage.read(path), path)
     history = History.from_dict(content["history"])
-    model: Any = make_model()
+    model: Any = checks.model("what make_model() returns", make_model())
     network = bare(replay(model, history))
     _load_model(network, content, path)
+    together.agree_on(numbered("growth", (growth.name for growth in history)), last=False)
     if wrap is not None:
         model = wrap(model)
         network = bare(model)
     optimizer = make_optimizer(model) if make_optimizer is not None else None
     scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
     add_own_groups(history, optimizer, scheduler)
+    together.agree(last=False)  # before the states are dealt out to the shards
     # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
-    _load_each("optimizer", as_optimizers(optimizer), content["optimizers"], lambda o, s: load_optimizer(o, s, network))
-    _load_each("scheduler", _several(scheduler), content["schedulers"], lambda s, state: s.load_state_dict(state))
+    _load_each(
+        "optimizer", as_optimizers(optimizer), content["optimizers"],
+        lambda o, saved: load_optimizer(o, saved, network, content["model"]),
+    )  # fmt: skip
+    _load_each("scheduler", _several(scheduler), content["schedulers"], _load_scheduler)
     grower = make_grower(model, optimizer, scheduler) if make_grower is not None else None
     if grower is not None:
+        checks.instance("what make_grower(...) returns", grower, Grower, "a Grower")
         if content["grower"] is None:
             raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to go on from.")
-        grower.load_state_dict(content["grower"])
+        with _loading("the grower"):
+            grower.load_state_dict(content["grower"])
+    together.agree()
     if random:
         states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        random_state.restore(states[rank] if rank < len(states) else states[0])
+        with _loading("the random states"):
+            random_state.restore(states[rank] if rank < len(states) else states[0])
     return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
+
+
+def _check_schedulers(given: Any) -> None:
+    """Whatever has a state and a step may be saved, including schedulers that are not torch's."""
+    for each in _several(given):
+        able = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
+        if not able or isinstance(each, (type, Optimizer)):
+            checks.refuse("scheduler", "a scheduler or a list of them", each, WrongType)
 
 
 def add_own_groups(history: Iterable[Growth], optimizer: Any, scheduler: Any) -> None:
@@ -134,13 +197,31 @@ def add_own_groups(history: Iterable[Growth], optimizer: Any, scheduler: Any) ->
             growth.own_rate.add(optimizer, scheduler)
 
 
-def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], network: nn.Module) -> None:
-    """Load the state of an optimizer by the names of its parameters."""
+def load_optimizer(
+    optimizer: Optimizer, saved: Mapping[str, Any], network: nn.Module, weights: Mapping[str, Any]
+) -> None:
+    """Load the state of an optimizer by the names of its parameters; ``weights`` are the saved ones."""
     arrange(optimizer, saved["names"], network)
-    state = dict(saved["state"])
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state["state"] = {index: _spread(its, ordered[index]) for index, its in state["state"].items()}
-    optimizer.load_state_dict(state)
+    check_optimizer_state(optimizer, saved["state"], ordered)
+    state = dict(saved["state"])
+    with _loading(f"the state of {type(optimizer).__name__}"):
+        state["state"] = {index: _spread(its, ordered[index]) for index, its in state["state"].items()}
+        keys = [set(group) for group in optimizer.param_groups]
+        optimizer.load_state_dict(state)
+        for group, known in zip(optimizer.param_groups, keys, strict=True):
+            if known - set(group):
+                raise KeyError(*sorted(known - set(group)))
+    # torch casts a state to the type of its parameter, and what it keeps in float32 (NAdam's mu_product, ASGD's eta) is another number then
+    names = [name for group in saved["names"] for name in group]
+    for index, its in state["state"].items():
+        parameter = ordered[index]
+        if getattr(weights.get(names[index]), "dtype", None) != parameter.dtype:
+            continue  # the model has another precision than the saved one, and its optimizer follows it
+        now = optimizer.state[parameter]
+        for key, value in its.items():
+            if isinstance(value, torch.Tensor) and now[key].dtype != value.dtype:
+                now[key] = value.to(now[key].device)
 
 
 def arrange(optimizer: Optimizer, names: Sequence[Sequence[str]], network: nn.Module) -> None:
@@ -190,15 +271,70 @@ def _spread(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]
     return {key: distributed_like(v, parameter) if isinstance(v, torch.Tensor) else v for key, v in state.items()}
 
 
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
+
+
+def _is_optimizer(saved: Mapping[str, Any]) -> bool:
+    names: Any = saved.get("names")
+    if "state" not in saved or not _are(list, names) or not all(_are(str, group) for group in names):
+        return False
+    flat = [name for group in names for name in group]
+    return len(set(flat)) == len(flat)
+
+
+_PARTS: dict[str, Callable[[Any], bool]] = {  # of a checkpoint, and what each must look like
+    "history": lambda part: isinstance(part, dict),
+    "model": lambda part: isinstance(part, dict) and _are(str, list(part)),
+    "evaluating": lambda part: _are(str, part),
+    "frozen": lambda part: _are(str, part),
+    "optimizers": lambda part: _are(dict, part) and all(_is_optimizer(saved) for saved in part),
+    "schedulers": lambda part: _are(dict, part),
+    "grower": lambda part: part is None or isinstance(part, dict),
+    "extra": lambda part: True,
+    "random": lambda part: _are(dict, part) and bool(part),
+}
+
+
+def _checked(content: dict[str, Any], path: Any) -> dict[str, Any]:
+    """The parts of a checkpoint, or an error that names the one that is missing or of another kind."""
+    for name, fine in _PARTS.items():
+        if name not in content or not fine(content[name]):
+            what = f"was altered: it is {brief(content[name])}" if name in content else "is missing"
+            raise CheckpointError(f"the part {name!r} of {path} {what}. Use an intact copy, or an earlier checkpoint.")
+    return content
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """What a part of somebody else's raises for a state that it does not know, in words."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{what} cannot be loaded: {type(error).__name__}: {error}. Build it as it was when the checkpoint was saved; if it is, use an "
+            "intact checkpoint."
+        ) from error
+
+
+def _load_scheduler(scheduler: Any, saved: Any) -> None:
+    check_scheduler_state(scheduler, saved)
+    with _loading(f"the state of {type(scheduler).__name__}"):
+        scheduler.load_state_dict(saved)
+
+
 def _load_model(network: nn.Module, content: Mapping[str, Any], path: Any) -> None:
+    evaluating, frozen = set(content["evaluating"]), set(content["frozen"])
+    modules, parameters = dict(network.named_modules()), dict(network.named_parameters())
+    for name in sorted((evaluating - modules.keys()) | (frozen - parameters.keys())):
+        raise CheckpointError(f"{path} tells of {name!r}, which this {type(network).__name__} does not have.")
     try:
         network.load_state_dict(content["model"])
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the weights in {path} do not fit the {type(network).__name__} that make_model built: {error} "
             "The factory must build the network that growing began with."
         ) from error
-    evaluating, frozen = set(content["evaluating"]), set(content["frozen"])
     for name, module in network.named_modules():
         module.training = name not in evaluating
     for name, parameter in network.named_parameters():

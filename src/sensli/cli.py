@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from sensli.errors import SensliError
 from sensli.finding import KINDS
 from sensli.layers import FORMS
 from sensli.paper import cli as paper
+from sensli.strict_json import dumps as strict_json
 
 _DESCRIPTION = """\
 Grow an ordinary PyTorch network while it trains: find where a layer could go, measure what it would be
@@ -159,7 +159,7 @@ def _sites(args: argparse.Namespace) -> None:
     if args.input:
         example = tuple(parse_input(text) for text in args.input)
         sites = find_sites(model, example, layer=args.layer, where=args.where)
-        print(json.dumps(sites.to_dict(), indent=1) if args.json else sites.explain())
+        print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
         return
     from sensli.data_files import loss_for, read_batches, text_batches
     from sensli.measuring import measure
@@ -171,14 +171,14 @@ def _sites(args: argparse.Namespace) -> None:
     first = batches[0]
     sites = find_sites(model, first if isinstance(first, dict) else first[0], layer=args.layer, where=args.where)
     if not sites:
-        print(json.dumps(sites.to_dict(), indent=1) if args.json else sites.explain())
+        print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
         return
     merits = measure(model, sites, batches, loss_for(batches))
     count = min(args.count, len(merits))
     if args.json:
         ranked = [asdict(SiteMerit.of(merit)) for merit in merits.ranked]
         chosen = {name: [str(merit.site) for merit in choose(merits, count)] for name, choose in CHOICES.items()}
-        print(json.dumps({**sites.to_dict(), "norm": merits.norm, "merits": ranked, "choices": chosen}, indent=1))
+        print(strict_json({**sites.to_dict(), "norm": merits.norm, "merits": ranked, "choices": chosen}, indent=1))
         return
     print(merits, compare_choices(merits, count), sep="\n\n")
     for path, reason in sites.skipped:
@@ -193,7 +193,7 @@ def _report(args: argparse.Namespace) -> None:
     data = page_data(history, title=args.title, measure=args.metric)
     page = write_page(args.out or args.file.with_suffix(".html"), data)
     if args.json:
-        print(json.dumps({"page": str(page), "looks": [look.to_dict() for look in history.record.looks]}, indent=1))
+        print(strict_json({"page": str(page), "looks": [look.to_dict() for look in history.record.looks]}, indent=1))
         return
     for look in history.record.looks:
         print(paint_decision(look))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _HOOKS = (
@@ -17,6 +18,22 @@ _HOOKS = (
 def copied_model(model: nn.Module) -> nn.Module:
     """A deep copy; tensors that a module has cached together with their graph, which torch refuses to copy, lose the graph."""
     return copy.deepcopy(model, _without_graphs(model))
+
+
+def made_general(module: nn.Module) -> dict[str, Tensor]:
+    """Move the constant parameters of a copy (zeros, ones, scales), which are so by chance of their initialisation; the old values."""
+    kept: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if not parameter.is_floating_point() or parameter.numel() == 0:
+                continue
+            low, high = parameter.detach().aminmax()
+            if low == high:
+                kept[name] = parameter.detach().clone()
+                noise = 0.1 * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+    return kept
 
 
 def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: bool = False) -> nn.Module:
@@ -45,10 +62,21 @@ def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: b
 
 
 def _without_graphs(module: nn.Module) -> dict[int, Any]:
-    values: Iterable[Any] = (
-        value for part in module.modules() for value in (*vars(part).values(), *part._buffers.values())
-    )
-    return {id(v): v.detach().clone() for v in values if isinstance(v, Tensor) and not v.is_leaf}
+    """For the copy: every tensor with a graph that a module has cached, in an attribute or in a nest of them, without it."""
+    found: dict[int, Any] = {}
+    for part in module.modules():
+        for value in (*vars(part).values(), *part._buffers.values()):
+            found.update({id(t): t.detach().clone() for t in _cached(value) if not t.is_leaf})
+    return found
+
+
+def _cached(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple, set)):
+        for part in value.values() if isinstance(value, dict) else value:
+            if not isinstance(part, nn.Module):
+                yield from _cached(part, depth - 1)
 
 
 def _is_object(value: Any) -> bool:

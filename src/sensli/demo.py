@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +12,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sensli import triggers
-from sensli.errors import SensliError
 from sensli.finding import find_sites
 from sensli.flops import count_flops
 from sensli.grower import Grower
 from sensli.history import History
 from sensli.page import Curve, Film, page_data, write_page
+from sensli.strict_json import dumps as strict_json
 from sensli.tables import text_table
 from sensli.terminal import Reach, paint_decision, progress, require_plots
+from sensli.writing import check_writable, replacing
 
 WIDTH, HIDDEN, EPOCHS, LOOKS, RATE, TAU = 10, 2, 1000, (150, 300, 450), 0.1, 1.0
 FRAMES = 70  # pictures of the film, besides those of the decisions
@@ -66,14 +66,9 @@ def network(hidden: int, seed: int) -> nn.Sequential:
 def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
     """Train the three networks, print every decision and a table, draw a picture, write the growth page."""
     require_plots()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".write-test").touch()
-        (out / ".write-test").unlink()
-    except OSError as error:
-        raise SensliError(
-            f"the folder '{out}' cannot be written ({error.strerror}). Choose another one with --out."
-        ) from error
+    picture, page, history = (out / name for name in ("demo.png", "growth.html", "history.json"))
+    for path in (picture, page, history):
+        check_writable(path)
     x, y, x_test, y_test = spirals()
     baseline, grown = Arm("baseline", network(HIDDEN, seed)), Arm("grown", network(HIDDEN, seed), LOOKS)
     if not as_json:
@@ -105,13 +100,12 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
         for result in results
     ]
     header = list(results[0])
-    picture, page = out / "demo.png", out / "growth.html"
     _draw(arms, x, y, picture)
     write_page(page, _page(arms, [dict(zip(header, row, strict=True)) for row in rows], x, y))
-    arms[1].history.save(out / "history.json")
+    arms[1].history.save(history)
     if as_json:
         looks = [look.to_dict() for look in arms[1].history.record.looks]
-        print(json.dumps({"results": results, "looks": looks, "page": str(page), "picture": str(picture)}, indent=1))
+        print(strict_json({"results": results, "looks": looks, "page": str(page), "picture": str(picture)}, indent=1))
         return
     print("\n" + text_table(header, rows))
     print(f"\nthe film of it: {page}   (open it in a browser)\npicture: {picture}")
@@ -230,5 +224,6 @@ def _draw(arms: list[Arm], x: Tensor, y: Tensor, path: Path) -> None:
     axes["loss"].set(xlabel="epoch", ylabel="training loss", ylim=(0, 0.8), xlim=(0, EPOCHS))
     axes["loss"].legend(frameon=False)
     axes["loss"].spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=110)
     plt.close(figure)

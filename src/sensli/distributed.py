@@ -5,7 +5,8 @@ Whoever changes or measures a model opens a `Together`. Without several processe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from types import TracebackType
@@ -34,13 +35,22 @@ def process_group(model: nn.Module) -> Any:
 class Together:
     """A piece of work that all ranks do at once. ``agree`` is the point of no return: it passes on all ranks or on none.
 
-    Work before it may fail on some ranks only; then all of them raise, so that none waits for another in vain.
+    Work before it may fail on some ranks only; then all of them raise, so that none waits for another in vain. Pieces may be nested: what
+    fails around an inner one meets the others wherever they wait, and is told once.
     """
 
-    def __init__(self, model: nn.Module, what: str) -> None:
-        self.group = process_group(model)
+    def __init__(self, model: nn.Module | None, what: str) -> None:
+        self.group = None if model is None else process_group(model)
         self.what = what
         self._agreed = False
+
+    @classmethod
+    def of_the_job(cls, what: str) -> Together:
+        """Of all processes of the job, where there is no model yet that says which train it."""
+        together = cls(None, what)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            together.group = dist.group.WORLD
+        return together
 
     @property
     def rank(self) -> int:
@@ -53,33 +63,58 @@ class Together:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if value is not None and not self._agreed and self.group is not None and isinstance(value, Exception):
-            self._agreed = True
-            gather(self.group, (f"{type(value).__name__}: {value}", None), self.what)
+        if isinstance(value, Exception):
+            self.failed(value)
+
+    def failed(self, error: Exception) -> None:
+        """Tell the other ranks, unless they know it already or have gone on."""
+        if self.group is None or self._agreed or _is_known(error):
+            return
+        self._agreed = True
+        with suppress(DistributedError):  # of a rank that is gone: this error says more
+            gather(self.group, (f"{type(error).__name__}: {error}", self.what, None), self.what)
+        _make_known(error)
 
     def agree(self, fact: Any = None, *, last: bool = True) -> list[Any]:
         """Wait for all ranks; raise if one failed. Returns the facts of all ranks, by rank. Unless it is the last time, work goes on."""
         self._agreed = True
         if self.group is None:
+            self._agreed = last
             return [fact]
-        answers = gather(self.group, (None, fact), self.what)
-        for rank, (error, _) in enumerate(answers):
+        answers = gather(self.group, (None, self.what, fact), self.what)
+        for rank, (error, _, _) in enumerate(answers):
             if error is not None:
-                raise DistributedError(
+                raise _known(
                     f"could not {self.what}, because rank {rank} failed: {error} Nothing was changed on any rank."
                 )
-        self._agreed = last
-        return [its for _, its in answers]
-
-    def agree_on(self, fact: str) -> None:
-        """As `agree`, and all ranks must have come with the same fact."""
-        facts = self.agree(fact)
-        for rank, its in enumerate(facts):
-            if its != facts[0]:
-                raise DistributedError(
-                    f"the ranks do not {self.what} alike: rank 0 has {facts[0]}, rank {rank} has {its}. All must hold the same model "
-                    "and take the same decision; nothing was changed."
+        for rank, (_, what, _) in enumerate(answers):
+            if what != answers[0][1]:
+                raise _known(
+                    f"Ranks disagree: rank 0 is about to {answers[0][1]}, rank {rank} to {what}. All must hold the same model and take the "
+                    "same decisions. Nothing was changed."
                 )
+        self._agreed = last
+        return [fact for _, _, fact in answers]
+
+    def agree_on(self, facts: Mapping[str, Any], own: Any = None, *, last: bool = True) -> list[Any]:
+        """As `agree`, and all ranks must have come with the same facts; what differs is named. Returns what each has of its own."""
+        answers = self.agree((dict(facts), own), last=last)
+        told = [facts for facts, _ in answers]
+        for rank, its in enumerate(told):
+            different = [name for name in {**told[0], **its} if told[0].get(name) != its.get(name)]
+            if different:
+                self._agreed = True
+                name = different[0]
+                raise _known(
+                    f"Ranks disagree, so they cannot {self.what}: {name} is {told[0].get(name)} on rank 0 and {its.get(name)} on rank "
+                    f"{rank}. All must hold the same model and settings and take the same decisions. Nothing was changed."
+                )
+        return [own for _, own in answers]
+
+
+def numbered(name: str, things: Iterable[Any]) -> dict[str, str]:
+    """Facts for `agree_on` from a list, so that the first entry that differs is named."""
+    return {f"{name} {number}": f"'{thing}'" for number, thing in enumerate(things, 1)}
 
 
 def gather(group: Any, value: Any, what: str) -> list[Any]:
@@ -88,35 +123,45 @@ def gather(group: Any, value: Any, what: str) -> list[Any]:
     try:
         dist.all_gather_object(answers, value, group=group)
     except RuntimeError as error:
-        raise DistributedError(
+        raise _known(
             f"could not {what}, because another process of the job is gone or does not answer ({error}). "
             "Start the job again from its last checkpoint."
         ) from error
     return answers
 
 
-def mean_metric(model: nn.Module, metric: float | None) -> float | None:
-    """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
-    together = Together(model, "step the grower")
-    if together.group is None:
-        return metric
-    metrics = together.agree(None if metric is None else float(metric))
-    if any((value is None) != (metric is None) for value in metrics):
-        raise DistributedError(
-            "some ranks call grower.step with metric= and others without; give it on all ranks or on none."
-        )
-    return None if metric is None else sum(metrics) / len(metrics)
+_KNOWN = "sensli_known_to_all_ranks"  # a mark on an error, so that pieces of work around this one do not tell it again
+
+
+def _make_known(error: Exception) -> None:
+    setattr(error, _KNOWN, True)
+
+
+def _known(text: str) -> DistributedError:
+    error = DistributedError(text)
+    _make_known(error)
+    return error
+
+
+def _is_known(error: BaseException | None) -> bool:
+    """Whether all ranks know of an error, or of the one that it was raised for."""
+    while error is not None:
+        if getattr(error, _KNOWN, False):
+            return True
+        error = error.__cause__
+    return False
 
 
 @dataclass(frozen=True)
 class Caught:
-    """What one process has caught, or all of them together. Sizes are in units of the first batch."""
+    """What one process has caught, or all of them together. Sizes are in units of the first batch, and so are the losses' weights."""
 
     sites: list[SiteCatch]
     weights: list[WeightCatch]
     sizes: list[float]
     unit: float
     count: int
+    loss: float = 0.0  # the sum over the batches, each times its size
 
 
 def joined(together: Together, caught: Caught, device: Any, *, last: bool = True) -> Caught:
@@ -125,32 +170,31 @@ def joined(together: Together, caught: Caught, device: Any, *, last: bool = True
     Sizes are brought to the unit of the first rank that has any. Unless it is the `last` time, the ranks will meet again.
     """
     own: list[SiteCatch | WeightCatch] = [*caught.sites, *caught.weights]
-    fact = (caught.unit, caught.sizes, caught.count, [(_forms(each.sum), each.shape) for each in own])
+    fact = (caught.unit, caught.sizes, caught.count, [(_forms(each.sum), each.shape) for each in own], caught.loss)
     told = together.agree(fact, last=last)
     if together.group is None:
         return caught
-    common, shapes = next(((unit, forms) for unit, _, _, forms in told if unit), (0.0, told[0][3]))
+    common, shapes = next(((unit, forms) for unit, _, _, forms, _ in told if unit), (0.0, told[0][3]))
     copies: list[Any] = [copy(each) for each in own]
     for index, each in enumerate(copies):
         each.shape = shapes[index][1]  # a rank without data has not seen it
         each.sum = each.sum.like()
         for j in range(len(each.sum.groups)):
-            form = next((forms[index][0][j] for _, _, _, forms in told if forms[index][0][j]), None)
+            form = next((forms[index][0][j] for _, _, _, forms, _ in told if forms[index][0][j]), None)
             if form is not None:
                 part = own[index].sum.groups[j]
                 each.sum.groups[j] = _summed(part, form, caught.unit / common, device, together.group)
     sites = copies[: len(caught.sites)]
     for site in sites:
         site.alive = _any_alive(site.alive, site.site.layer.width, device, together.group)
-    totals = [sum(sizes[j] * unit / (common or 1.0) for unit, sizes, _, _ in told) for j in range(len(caught.sizes))]
-    return Caught(sites, copies[len(sites) :], totals, common, sum(count for _, _, count, _ in told))
+    totals = [sum(sizes[j] * unit / (common or 1.0) for unit, sizes, *_ in told) for j in range(len(caught.sizes))]
+    loss = sum(its * unit / (common or 1.0) for unit, *_, its in told)
+    return Caught(sites, copies[len(sites) :], totals, common, sum(count for _, _, count, _, _ in told), loss)
 
 
 def same_values(together: Together, values: list[float], mean: float | None) -> tuple[list[float], float | None]:
     """Rank 0's numbers on all ranks: machines of different make may differ in the last bit, and a decision hangs on it."""
-    if together.group is None:
-        return values, mean
-    first: tuple[list[float], float | None] = gather(together.group, (values, mean), together.what)[0]
+    first: tuple[list[float], float | None] = together.agree((values, mean))[0]
     return first
 
 
@@ -183,6 +227,14 @@ class Changing(Together):
         self._sharded = isinstance(model, nn.Module) and fsdp.is_sharded(model)
 
     def __enter__(self) -> Changing:
+        try:
+            self._check()
+        except Exception as error:
+            self.failed(error)
+            raise
+        return self
+
+    def _check(self) -> None:
         if self._sharded:
             fsdp.check(around(self._model)[-1])
             fsdp.reshard(self._model)
@@ -190,7 +242,6 @@ class Changing(Together):
             from sensli import ddp
 
             ddp.check(wrapper)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

@@ -9,6 +9,10 @@ class SensliError(Exception):
     """The base of all errors this package raises on purpose."""
 
 
+class WrongType(TypeError, ValueError):
+    """An argument is of the wrong type. A ValueError too, so that one clause catches every wrong argument."""
+
+
 class UnsupportedModel(SensliError):
     """The model as a whole cannot be read or grown: wrapped, scripted, not to be copied."""
 
@@ -61,3 +65,12 @@ def one_of(what: str, given: object, known: Iterable[str]) -> str:
     """The text for a name that is not in a registry; the known names come from the registry itself."""
     names = ", ".join(repr(name) for name in known)
     return f"unknown {what} {given!r}. Known: {names}."
+
+
+def brief(value: object, length: int = 40) -> str:
+    """A value from a file as an error text can show it: on one line, in plain characters, not long."""
+    try:
+        shown = " ".join(ascii(value).split())
+    except ValueError:  # Python does not print a number with thousands of digits
+        return f"a very long {type(value).__name__}"
+    return shown if len(shown) <= length else f"{shown[: length - 3]}..."

@@ -7,19 +7,23 @@ has none of these, the outputs of its layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from sensli.errors import one_of
+from sensli import checks
 from sensli.flow import Call, Flow, Seen, record
 from sensli.graph import nearest_parameters, origin
 from sensli.layers import FORMS, Activation
 from sensli.placing import Placing, Refused
 from sensli.sites import Site, Sites, Skipped
-from sensli.stacks import Stack, find_stacks
+from sensli.stacks import Stack, find_added, find_stacks, parent_of
 from sensli.surroundings import LAYERS, Surroundings, functional
+from sensli.trial import Trial, Verdict
 from sensli.twinning import TwinFinder
 from sensli.twins import INITS
 from sensli.wrappers import bare
@@ -29,10 +33,9 @@ KINDS = ("conv", "linear", "block")
 
 def check_request(layer: str, where: str | Callable[[Site], bool] | None) -> None:
     """Raise if a layer or a kind of site is asked for that does not exist."""
-    if layer != "auto" and layer not in FORMS:
-        raise ValueError(one_of("layer", layer, ("auto", *FORMS)))
-    if where is not None and not callable(where) and where not in KINDS:
-        raise ValueError(one_of("kind of site in where=", where, KINDS))
+    checks.one_of("layer", layer, ("auto", *FORMS))
+    if where is not None and not callable(where):
+        checks.one_of("where", where, KINDS, other="a function of a Site that returns True or False")
 
 
 def find_sites(
@@ -52,15 +55,13 @@ def find_sites(
     ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew, equally spread (``"fresh"``).
     """
     check_request(layer, where)
-    if init not in INITS:
-        raise ValueError(one_of("init", init, INITS))
-    if kernel_size is not None and (kernel_size < 1 or kernel_size % 2 == 0):
-        raise ValueError(
-            f"kernel_size={kernel_size}: a new convolution keeps the size of its map, so its kernel must be odd."
-        )
+    checks.one_of("init", init, INITS)
+    if kernel_size is not None:
+        kernel_size = checks.odd("kernel_size", kernel_size, 3, "a new convolution keeps the size of its map")
     model = bare(model)
-    finder = _Finder(model, record(model, example), layer, kernel_size, TwinFinder(model, example, init))
-    sites, skipped = finder.find()
+    checks.example("example", example)
+    with torch.inference_mode(False):
+        sites, skipped = _search(model, example, layer, kernel_size, init)
     if callable(where):
         chosen = where
         sites = [site for site in sites if chosen(site)]
@@ -69,21 +70,54 @@ def find_sites(
     return Sites(sites, skipped, model_name=type(model).__name__)
 
 
+def _search(
+    model: nn.Module, example: Any, layer: str, kernel_size: int | None, init: str
+) -> tuple[list[Site], list[Skipped]]:
+    flow = record(model, example)
+    trial, twins = Trial(flow, example), TwinFinder(model, example, init)
+    finder = _Finder(model, flow, layer, kernel_size, twins, added=True)
+    sites, skipped = finder.find(trial)
+    lists = [stack for stack in finder.stacks if stack.added]
+    if lists and not any(site.layer.twin is not None and site.layer.twin.null for site in sites):
+        # Nothing can go between the blocks of those lists, so they are looked into.
+        sites, others = _Finder(model, flow, layer, kernel_size, twins, added=False).find(trial)
+        skipped = [*skipped, *(each for each in others if each not in skipped)]
+    return sites, skipped
+
+
+@dataclass
+class _Candidate:
+    """A point of the data flow: what may be put there if the trial refuses what is there now."""
+
+    call: Call
+    moment: int  # in the run, to sort by the data flow
+    site: Site
+    others: Iterator[Site]
+
+
 class _Finder:
     """One search: the run of the example, what was asked for, what was found so far."""
 
-    def __init__(self, model: nn.Module, flow: Flow, layer: str, kernel_size: int | None, twins: TwinFinder) -> None:
+    def __init__(
+        self, model: nn.Module, flow: Flow, layer: str, kernel_size: int | None, twins: TwinFinder, *, added: bool
+    ) -> None:
         self.flow = flow
         self.layer = layer
-        self.found: list[tuple[int, Site]] = []  # with the moment in the run, to sort by the data flow
+        self.found: list[_Candidate] = []
         self.taken: set[Any] = set()  # graph nodes of points that have a site
         self.skipped: dict[str, str] = {}
         # Forms that stand anywhere an activation does look into blocks too; the others respect them as units.
         self.stacks = find_stacks(flow) if layer in ("auto", "residual", "twin") else []
+        if layer in ("auto", "twin") and added:
+            self.stacks += find_added(flow)
         self.around = Surroundings(flow, self.stacks)
         self.placing = Placing(model, self.around, layer, kernel_size, twins)
+        self._makers: dict[Any, Call] = {}  # which module gave the values of a graph node, the innermost
+        for call in flow.calls:
+            if call.output is not None and call.output.node is not None:
+                self._makers[call.output.node] = call
 
-    def find(self) -> tuple[list[Site], list[Skipped]]:
+    def find(self, trial: Trial) -> tuple[list[Site], list[Skipped]]:
         self._visit_refused()
         if self.layer in ("auto", "twin"):
             # All twins before any other form: between two blocks the one may have a twin where the other has none.
@@ -94,13 +128,64 @@ class _Finder:
             for stack in self.stacks:
                 self._visit_stack(stack, twins=False)
             self._visit_functional_activations()
-            if not self.found and self.layer != "relu":
-                self._visit_layers()
+        self._confirm(trial)
+        if not self.found and self.layer not in ("relu", "twin"):
+            self._visit_layers()
+            self._confirm(trial)
         if not self.found and not self.skipped:
             what = "no stack of blocks" if self.layer == "twin" else "no activation and no layer with weights"
             self.skipped[""] = f"{what} was met by the example, so there is no place to choose"
-        self.found.sort(key=lambda entry: entry[0])
-        return [site for _, site in self.found], [Skipped(path, reason) for path, reason in self.skipped.items()]
+        self.found.sort(key=lambda candidate: candidate.moment)
+        return [each.site for each in self.found], [Skipped(path, reason) for path, reason in self.skipped.items()]
+
+    def _confirm(self, trial: Trial) -> None:
+        """Keep what holds in the model; what does not is replaced by the next best, or skipped with the reason."""
+        self.found.sort(key=lambda candidate: candidate.moment)
+        confirmed: list[_Candidate] = []
+        waiting, attempts = [self.found], 0
+        while waiting:
+            group = waiting.pop()
+            if not group:
+                continue
+            attempts += 1
+            verdict = _attempt(trial, group)
+            if verdict.good:
+                confirmed += group
+            elif attempts >= _ATTEMPTS:
+                for each in group:
+                    reason = verdict.together or verdict.wrong.get(
+                        group.index(each), "another place beside it is not sound"
+                    )
+                    self.skipped[each.call.path] = f"{reason}, when tried together with other places"
+            elif verdict.wrong:
+                waiting.append(
+                    [e for i, e in enumerate(group) if i not in verdict.wrong or self._next(e, verdict.wrong[i])]
+                )
+            else:
+                waiting += self._apart(group, verdict.together or "")
+        self.found = confirmed
+
+    def _apart(self, group: list[_Candidate], reason: str) -> list[list[_Candidate]]:
+        """A group that does not hold together: by containers, then in another way, then in halves, to find those that do not hold."""
+        families: dict[object, list[_Candidate]] = {}
+        for each in group:
+            families.setdefault(_family(each.site), []).append(each)
+        if len(families) > 1:
+            return list(families.values())
+        in_container = group[0].site.chained or group[0].site.place is not None
+        if len(group) == 1 or (in_container and not _is_fixed(group[0].site)):
+            return [[each for each in group if self._next(each, reason)]]
+        half = len(group) // 2
+        return [group[:half], group[half:]]
+
+    def _next(self, candidate: _Candidate, reason: str) -> bool:
+        """Take the next best for a point; where there is none, say why."""
+        try:
+            candidate.site = next(candidate.others)
+            return True
+        except (StopIteration, Refused):
+            self.skipped[candidate.call.path] = reason
+            return False
 
     def _visit_refused(self) -> None:
         """Modules that could not be grown beside or into, said at once."""
@@ -120,6 +205,12 @@ class _Finder:
                 )
 
     def _visit_stack(self, stack: Stack, *, twins: bool) -> None:
+        if stack.added:
+            if twins:
+                for block in stack.blocks:
+                    assert block.result is not None
+                    self._try(block, "after", block.result, block=True, twins=True, added=True)
+            return
         first = stack.blocks[0]
         # In a plain chain of equal blocks the first one's input is a place only if it is an activation's output.
         assert first.given is not None
@@ -150,10 +241,13 @@ class _Finder:
                 self.skipped[path] = f"returns {call.returned}, not a tensor"
             elif not self.around.weights_follow(call):
                 self.skipped[path] = "is behind the last layer with weights: what comes out is the model's output"
-            elif call.output.node is not None and not nearest_parameters(self.flow.parameter_names, call.output.node):
+            elif call.output.node is not None and not self._has_parameters(call.output.node):
                 self.skipped[path] = "stands before the first layer with weights: what comes out is the model's input"
             elif call.output.node not in self.taken:
                 self._try(call, "after", call.output, known)
+
+    def _has_parameters(self, node: Any) -> bool:
+        return any(True for _ in nearest_parameters(self.flow.parameter_names, node))
 
     def _visit_functional_activations(self) -> None:
         for call in self.flow.calls:
@@ -168,7 +262,16 @@ class _Finder:
                     "is used several times in one forward pass, so a layer before it would not be one place"
                 )
                 continue
-            self._try(call, "before", call.inputs[0], activation)
+            maker = self._maker_before(source, call)
+            self._try(call, "before", call.inputs[0], activation, before=(maker, source) if maker is not None else None)
+
+    def _maker_before(self, source: Any, call: Call) -> Call | None:
+        """The module whose map goes into a functional activation and is then flattened: the layer belongs to the map, not to its pixels."""
+        map_dims, dims = len(source._input_metadata[0].shape), call.inputs[0].tensor.dim()
+        maker = self._makers.get(source.next_functions[0][0]) if map_dims > 2 and dims < map_dims else None
+        if maker is None or len(self.flow.calls_of(maker.path)) != 1 or self.around.has_other_names(maker):
+            return None
+        return None if self.around.in_block(maker.path) else maker
 
     def _visit_layers(self) -> None:
         for call in self.flow.calls:
@@ -186,10 +289,15 @@ class _Finder:
         *,
         block: bool = False,
         twins: bool = False,
+        added: bool = False,
+        before: tuple[Call, Any] | None = None,
     ) -> None:
-        """A site at a point, or the reason why there is none."""
+        """A candidate at a point, or the reason why there is none. ``before``: the module before a functional activation, and its node."""
+        sites = self.placing.sites(call, side, seen, activation, block, twins, added)
+        if before is not None and activation is not None:
+            sites = _first_that_goes(self.placing.before_activation(before[0], activation, before[1]), sites)
         try:
-            site = self.placing.site(call, side, seen, activation, block, twins)
+            site = next(sites)
         except Refused as refusal:
             if twins and self.layer == "auto":
                 return  # another form may do
@@ -200,7 +308,42 @@ class _Finder:
         if side == "before":
             self.taken.add(origin(seen.node) if call.path not in self.around.blocks else seen.node)
         moment = call.ended if side == "after" else call.began
-        self.found.append((moment, site))
+        self.found.append(_Candidate(call, moment, site, sites))
+
+
+_ATTEMPTS = 24  # trials of one search: more would cost more than they find
+
+
+def _first_that_goes(one: Iterator[Site], other: Iterator[Site]) -> Iterator[Site]:
+    with suppress(Refused):
+        yield from one
+    yield from other
+
+
+def _attempt(trial: Trial, group: list[_Candidate]) -> Verdict:
+    """Try all places of a group at once, and of every family of them one twice: a second growth must work too."""
+    sites = [each.site for each in group]
+    again = list({(_family(s), s.layer.form, s.side): i for i, s in reversed(list(enumerate(sites)))}.values())
+    verdict = trial.attempt([*sites, *(sites[i] for i in again)])
+    for index in list(verdict.wrong):
+        if index >= len(sites):
+            verdict.wrong.setdefault(again[index - len(sites)], verdict.wrong.pop(index))
+    return verdict
+
+
+def _family(site: Site) -> object:
+    """Sites that go into the same container in the same way hold or fall together."""
+    return (
+        parent_of(site.path),
+        site.chained,
+        site.place is not None,
+        site.layer.twin is not None and site.layer.twin.null,
+    )
+
+
+def _is_fixed(site: Site) -> bool:
+    """Whether there is no other way to put this layer there."""
+    return site.layer.twin is not None and (site.layer.twin.null or bool(site.place and site.place.indices))
 
 
 def _could_be_activation(module: nn.Module, calls: list[Call]) -> bool:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from sensli import checks
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.running import describe, device_of, run, tensors, to_device, untouched
 from sensli.wrappers import eager
@@ -58,7 +59,9 @@ def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False
     also one for each element of a bias, an activation or another elementwise result, and one for each input element of a
     pooling, reduction or normalisation. Views and copies are free. The model runs in eval mode and is left as it was.
     """
-    samples = _samples(example)
+    checks.model("model", model)
+    samples = _samples(checks.example("example", example))
+    checks.flag("elementwise", elementwise)
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise UnsupportedModel(
             f"cannot count {type(model).__name__}: it has lazy layers, whose first run would fix their shapes. "

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sensli.arguments import Slot, first_tensor, value_at, value_slot
-from sensli.copies import copied_model
+from sensli.copies import copied_model, made_general
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.fsdp import is_sharded, unsharded
+from sensli.graph import behind
 from sensli.running import describe, device_of, forked_random_state, mapped, run, tensors, to_device
 from sensli.wrappers import eager
 
@@ -25,18 +28,11 @@ class Seen:
     node: Any
     version: int
     negative: bool  # whether any of its values was below zero
-    reached: bool = False  # whether a gradient of the model's output came back to it
 
     @classmethod
     def of(cls, tensor: Tensor) -> Seen:
         known = tensor.is_floating_point() and tensor.numel() > 0 and tensor.device.type != "meta"
-        seen = cls(tensor, tensor.grad_fn, tensor._version, known and bool(tensor.detach().amin() < 0))
-        if tensor.requires_grad:
-            tensor.register_hook(seen._mark)
-        return seen
-
-    def _mark(self, gradient: Tensor) -> None:
-        self.reached = True
+        return cls(tensor, tensor.grad_fn, tensor._version, known and bool(tensor.detach().amin() < 0))
 
     @property
     def overwritten(self) -> bool:
@@ -74,20 +70,61 @@ class Flow:
     calls: list[Call] = field(default_factory=list)
     parameter_names: dict[int, str] = field(default_factory=dict)
     opaque: list[str] = field(default_factory=list)
-
-    def calls_of(self, path: str) -> list[Call]:
-        return self._by_path.get(path, [])
+    nodes: set[Any] = field(default_factory=set)  # all graph nodes that the model's output depends on
+    output: Any = None
+    takes_gradients: bool = True  # whether the model takes an example that asks for a gradient
 
     def __post_init__(self) -> None:
         self._by_path: dict[str, list[Call]] = {}
 
-    def index(self) -> None:
+    def calls_of(self, path: str) -> list[Call]:
+        return self._by_path.get(path, [])
+
+    def reaches(self, seen: Seen) -> bool:
+        """Whether a gradient of the model's output comes back to these values."""
+        return seen.node is not None and seen.node in self.nodes
+
+    def finish(self, output: Any) -> None:
+        """The run is over: sort its calls by module, and walk once through the graph behind the output."""
+        self.output = output
         for call in self.calls:
             self._by_path.setdefault(call.path, []).append(call)
+        self.nodes = behind(t.grad_fn for t in tensors(output) if t.is_floating_point() or t.is_complex())
 
 
 def record(model: nn.Module, example: Any) -> Flow:
-    """Run the example once, in eval mode, through a copy; the model itself is only read."""
+    """Run the example once, in eval mode, through a copy whose weights are a little moved; the model itself is only read."""
+    _check(model)
+    flow = Flow(_copied(model))
+    flow.parameter_names = {id(p): name for name, p in flow.model.named_parameters()}
+    given = to_device(example, device_of(model))
+    moved: dict[str, Tensor] | None = made_general(flow.model)
+    while True:
+        try:
+            output = _run(flow, given, flow.takes_gradients)
+        except Exception as error:
+            if not flow.takes_gradients and moved is None:
+                raise BadExample(
+                    f"the example ({describe(example)}) does not run through {type(model).__name__}: {type(error).__name__}: {error}. "
+                    "Give a tensor, a tuple of arguments or a dict of keyword arguments, shaped like one batch of the training data."
+                ) from error
+            if moved is None:
+                flow.takes_gradients = (
+                    False  # some models refuse an input that asks for a gradient, and train all the same
+                )
+        else:
+            if moved is None or all_finite(output):
+                break
+        if moved is not None:  # once more with the weights as they are: not every model can take others
+            with torch.no_grad():
+                for name, value in moved.items():
+                    flow.model.get_parameter(name).copy_(value)
+            moved = None
+    flow.finish(output)
+    return flow
+
+
+def _check(model: nn.Module) -> None:
     on_meta = next(
         (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), None
     )
@@ -96,11 +133,13 @@ def record(model: nn.Module, example: Any) -> Flow:
             f"'{on_meta}' of {type(model).__name__} is on the meta device: it has a shape and no values, so there is nothing to run or "
             "to measure. Load the weights first (model.to_empty(device='cpu') gives memory, load_state_dict values)."
         )
-    if isinstance(example, tuple | list | dict) and not any(True for _ in tensors(example)):
-        raise BadExample(f"the example holds no tensor ({describe(example)}); give one batch of what the model takes")
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy to run things on, in eval mode, all of its parameters asking for gradients."""
     try:
         with torch.inference_mode(False), torch.no_grad():
-            twin = unsharded(model) if is_sharded(model) else copied_model(model)
+            copied = unsharded(model) if is_sharded(model) else copied_model(model)
     except UnsupportedModel:
         raise
     except Exception as error:
@@ -108,14 +147,24 @@ def record(model: nn.Module, example: Any) -> Flow:
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and sites are looked for on a copy so "
             "that the model stays as it is. Remove what cannot be copied (open files, locks, handles of other processes)."
         ) from error
-    twin.eval()
-    flow = Flow(twin, parameter_names={id(p): name for name, p in twin.named_parameters()})
-    for parameter in twin.parameters():
+    # Never chained: somebody's eval() returns None.
+    copied.eval()
+    for parameter in copied.parameters():
         if parameter.is_floating_point() or parameter.is_complex():
             parameter.requires_grad_(True)
+    return copied
 
-    clock = iter(range(10**12))
-    handles: list[Any] = []
+
+def _run(flow: Flow, given: Any, nodes: bool) -> Any:
+    model = flow.model
+    with forked_random_state(model), torch.inference_mode(False), torch.enable_grad(), eager(), _watched(flow):
+        return run(model, fresh(given, nodes=nodes))
+
+
+@contextmanager
+def _watched(flow: Flow) -> Iterator[None]:
+    """Every call of every module is noted as long as the context lasts."""
+    clock = count()
     open_calls: list[Call] = []
 
     def before(path: str) -> Callable[..., None]:
@@ -133,48 +182,46 @@ def record(model: nn.Module, example: Any) -> Flow:
         while call.module is not module:  # that one raised, and the model's own code went on without it
             call = open_calls.pop()
         call.ended = next(clock)
-        call.returned = type(output).__name__
-        if isinstance(output, Tensor):
-            call.output = Seen.of(output)
-        value = first_tensor(output)
-        call.slot = None if value is None else value_slot(call.args, call.kwargs, value)
-        if value is not None and call.slot is not None:
-            given = value_at(call.args, call.kwargs, call.slot)
-            call.given = next(seen for seen in call.inputs if seen.tensor is given)
-            call.result = call.output or Seen.of(value)
+        _note_output(call, output)
 
-    for path, module in twin.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            flow.opaque.append(path)
-            continue
-        # Before the user's own hooks, as a layer in front of the module would be.
-        handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(after))
+    handles: list[Any] = []
+    flow.calls.clear()
+    flow.opaque.clear()
     try:
-        with forked_random_state(model), torch.inference_mode(False), torch.enable_grad(), eager():
-            output = run(twin, to_device(_with_node(example), device_of(model)))
-            for handle in handles:  # a checkpointed part runs again in the backward pass, which is no second call
-                handle.remove()
-            results = [t.sum() for t in tensors(output) if t.requires_grad and t.is_floating_point()]
-            if results:
-                torch.autograd.backward(results)  # fills gradients of the copy only, and marks what a gradient reaches
-    except Exception as error:
-        raise BadExample(
-            f"the example ({describe(example)}) does not run through {type(model).__name__}: {type(error).__name__}: {error}. "
-            "Give a tensor, a tuple of arguments or a dict of keyword arguments, shaped like one batch of the training data."
-        ) from error
+        for path, module in flow.model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                flow.opaque.append(path)
+                continue
+            # Before the user's own hooks, as a layer in front of the module would be.
+            handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(after))
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    flow.index()
-    return flow
 
 
-def _with_node(example: Any) -> Any:
-    """A copy of an example that does not share memory with the user's and has a graph node of its own, to be recognised by."""
+def _note_output(call: Call, output: Any) -> None:
+    call.returned = type(output).__name__
+    if isinstance(output, Tensor):
+        call.output = Seen.of(output)
+    value = first_tensor(output)
+    call.slot = None if value is None else value_slot(call.args, call.kwargs, value)
+    if value is not None and call.slot is not None:
+        given = value_at(call.args, call.kwargs, call.slot)
+        call.given = next(seen for seen in call.inputs if seen.tensor is given)
+        call.result = call.output or Seen.of(value)
+
+
+def fresh(example: Any, *, nodes: bool = False) -> Any:
+    """A copy of an example that does not share memory with the user's, and has graph nodes of its own where they are wanted."""
 
     def copied(tensor: Tensor) -> Tensor:
-        fresh = tensor.detach().clone()
-        return fresh.requires_grad_().clone() if fresh.is_floating_point() else fresh
+        new = tensor.detach().clone()
+        return new.requires_grad_().clone() if nodes and new.is_floating_point() else new
 
     return mapped(example, copied)
+
+
+def all_finite(output: Any) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors(output) if t.is_floating_point() or t.is_complex())

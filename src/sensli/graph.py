@@ -5,57 +5,51 @@ It needs no tracing compiler and sees through hand-written forwards, because aut
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 # Operations through which a value passes without changing sign: what comes out is zero or a value (or mean of values) that went in.
-_KEEPS_SIGN = (
-    "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "MkldnnMaxPool", "View", "UnsafeView", "Reshape",
-    "Permute", "Transpose", "TBackward", "Squeeze", "Unsqueeze", "Expand", "Slice", "Select", "Clone", "Alias",
-    "Contiguous", "ToCopy", "Dropout", "FeatureDropout", "ConstantPadNd", "Mean", "Flatten", "Unflatten", "UpsampleNearest",
-    "UpsampleLinear", "UpsampleBilinear", "UpsampleTrilinear", "SplitWithSizes", "Split", "Cat", "AsStrided",
-)  # fmt: skip
+_KEEPS_SIGN = frozenset({
+    "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "MkldnnMaxPool", "MkldnnAdaptiveAvgPool", "View", "UnsafeView",
+    "ReshapeAlias", "Permute", "Transpose", "T", "Squeeze", "Unsqueeze", "Expand", "Slice", "Select", "Clone", "Alias", "ToCopy",
+    "NativeDropout", "ConstantPadNd", "Mean", "UpsampleNearest", "UpsampleNearestExact", "UpsampleLinear", "UpsampleBilinear",
+    "UpsampleTrilinear", "SplitWithSizes", "Split", "Cat", "AsStrided", "Unbind",
+})  # fmt: skip
 
 # Operations that keep every dimension where it is (elementwise, or along other dimensions than the channels).
-_KEEPS_DIMS = (
-    "Relu", "Gelu", "Tanh", "Sigmoid", "Silu", "Mish", "Elu", "Celu", "LeakyRelu", "Softplus", "Hardswish",
-    "Hardsigmoid", "Hardtanh", "Softsign", "Prelu", "Threshold", "LogSigmoid", "Rrelu", "Softshrink", "Hardshrink",
-    "Abs", "Exp", "Pow", "Sqrt", "Rsqrt", "Neg", "Add", "Sub", "Rsub", "Mul", "Div", "Where", "Clamp", "Clone",
-    "ToCopy", "Contiguous", "Dropout", "FeatureDropout", "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool",
-    "MkldnnMaxPool", "Upsample", "ConstantPadNd", "Alias", "Slice", "Cat", "Expand", "Maximum", "Minimum", "Softmax",
-    "NativeDropout", "Index", "Lerp", "Addcmul",
-)  # fmt: skip
+_KEEPS_DIMS = frozenset({
+    "Relu", "Gelu", "Tanh", "Sigmoid", "Silu", "Mish", "Elu", "Celu", "LeakyRelu", "Softplus", "Hardswish", "Hardsigmoid", "Hardtanh",
+    "Softsign", "PreluKernel", "Threshold", "LogSigmoid", "RreluWithNoise", "Softshrink", "Hardshrink", "Abs", "Exp", "Pow", "Sqrt",
+    "Rsqrt", "Neg", "Add", "Sub", "Rsub", "Mul", "Div", "Where", "Clamp", "ClampMin", "ClampMax", "Clone", "ToCopy", "NativeDropout",
+    "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "MkldnnMaxPool", "MkldnnAdaptiveAvgPool", "UpsampleNearest",
+    "UpsampleNearestExact", "UpsampleLinear", "UpsampleBilinear", "UpsampleTrilinear", "UpsampleBicubic", "ConstantPadNd",
+    "ReflectionPad", "ReplicationPad", "Alias", "Slice", "Cat", "Expand", "Maximum", "Minimum", "Softmax", "LogSoftmax", "Index", "Lerp",
+    "Addcmul", "Sin", "Cos", "Erf", "Reciprocal", "MaskedFill",
+})  # fmt: skip
 
-_CHANNELS_FIRST = (
-    "Convolution",
-    "MkldnnConvolution",
-    "NativeBatchNorm",
-    "CudnnBatchNorm",
-    "MiopenBatchNorm",
-    "NativeGroupNorm",
+_CHANNELS_FIRST = frozenset({
+    "Convolution", "MkldnnConvolution", "CudnnConvolution", "MiopenConvolution", "SlowConv", "NativeBatchNorm", "CudnnBatchNorm",
+    "MiopenBatchNorm", "NativeGroupNorm",
+})  # fmt: skip
+_FEATURES_LAST = frozenset(
+    {"Linear", "NativeLayerNorm", "FusedRmsNorm", "Embedding", "EmbeddingBag", "MkldnnLinear", "Mv"}
 )
-_FEATURES_LAST = (
-    "Addmm",
-    "Mm",
-    "Linear",
-    "Bmm",
-    "Baddbmm",
-    "NativeLayerNorm",
-    "FusedRmsNorm",
-    "Embedding",
-    "Mv",
-    "MkldnnLinear",
-)
+_LOOKUPS = frozenset({"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"})
+_PRODUCTS = frozenset({"Addmm", "Mm", "Bmm", "Baddbmm"})  # of two matrices, either of which may be a weight
+
+# The name of a node without the number of dimensions: MaxPool2DWithIndices is a MaxPool. Never by a prefix: SliceScatter is not a Slice.
+_NAME = re.compile(r"([A-Za-z]+?)(?:[123]D)?(?:WithIndices)?")
 
 
 def operation(node: Any) -> str:
     """The name of a graph node without its "Backward0"."""
-    return str(node.name()).split("Backward")[0].removeprefix("torch::autograd::")
-
-
-def _starts(name: str, families: tuple[str, ...]) -> bool:
-    return any(name.startswith(family) for family in families)
+    name = str(node.name()).split("Backward")[0].removeprefix("torch::autograd::")
+    plain = _NAME.fullmatch(name)
+    return plain.group(1) if plain else name
 
 
 def origin(node: Any, limit: int = 64) -> Any | None:
@@ -67,10 +61,10 @@ def origin(node: Any, limit: int = 64) -> Any | None:
         if node is None:
             return None
         name = operation(node)
-        if not _starts(name, _KEEPS_SIGN):
+        if name not in _KEEPS_SIGN:
             return node
         sources = [source for source, _ in node.next_functions if source is not None]
-        if name.startswith("Cat"):
+        if name == "Cat":
             ends = [origin(source, limit) for source in sources]
             if not ends or len(sources) != len(node.next_functions) or any(end is None for end in ends):
                 return None
@@ -102,12 +96,14 @@ def channels(
 
 def _channels(node: Any, shape: tuple[int, ...], depth: int, seen: dict[Any, Channels | None]) -> Channels | None:
     name = operation(node)
-    if _starts(name, _CHANNELS_FIRST):
+    if name in _CHANNELS_FIRST:
         return Channels(1, True) if len(shape) >= 2 else None
-    if _starts(name, _FEATURES_LAST):
+    if name in _FEATURES_LAST:
         return Channels(len(shape) - 1, False)
+    if name in _PRODUCTS:
+        return _of_product(node, shape, depth, seen)
     for source, index in node.next_functions:
-        if source is None or operation(source).startswith("AccumulateGrad"):
+        if source is None or operation(source) == "AccumulateGrad":
             continue
         source_shape = tuple(source._input_metadata[index].shape)
         found = channels(source, source_shape, depth - 1, seen)
@@ -119,15 +115,62 @@ def _channels(node: Any, shape: tuple[int, ...], depth: int, seen: dict[Any, Cha
     return None
 
 
+def _of_product(node: Any, shape: tuple[int, ...], depth: int, seen: dict[Any, Channels | None]) -> Channels | None:
+    """Where the channels of a product of two matrices lie: along the side of the weight, or of that factor whose channels are left.
+
+    A product of activations alone may have none: the scores of attention are as long as the sequence in both directions.
+    """
+    (left, at), (right, place) = node.next_functions[-2:]
+    last = len(shape) - 1
+    if right is not None and is_weight(right):
+        return Channels(last, False)
+    if left is not None and is_weight(left):
+        return Channels(last - 1, last == 2)
+    if right is None or left is None:  # one of them is not differentiated, and nothing is known of it
+        return None
+    found = channels(right, tuple(right._input_metadata[place].shape), depth - 1, seen)
+    if found is not None and found.dim == last:
+        return found
+    found = channels(left, tuple(left._input_metadata[at].shape), depth - 1, seen)
+    return found if found is not None and found.dim == last - 1 else None
+
+
+def is_score(node: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a matrix is a product of activations whose columns are no features, such as the scores of attention."""
+    while node is not None and operation(node) in _KEEPS_DIMS:
+        node = next((source for source, _ in node.next_functions if source is not None), None)
+    return node is not None and operation(node) in _PRODUCTS and channels(node, shape) is None
+
+
+def is_weight(node: Any, limit: int = 64) -> bool:
+    """Whether a value is made of parameters alone, so that it is a weight and not an activation."""
+    frontier, seen = [node], {node}
+    while frontier:
+        current = frontier.pop()
+        limit -= 1
+        name = operation(current)
+        variable = getattr(current, "variable", None)
+        sources = [source for source, _ in current.next_functions]
+        # The data may take part without being differentiated: as numbers of rows, or as a factor.
+        hidden = name in _LOOKUPS or (None in sources and name in _PRODUCTS | _CHANNELS_FIRST | _FEATURES_LAST)
+        if limit < 0 or hidden or not (variable is None or isinstance(variable, nn.Parameter)):
+            return False
+        for source in sources:
+            if source is not None and source not in seen:
+                seen.add(source)
+                frontier.append(source)
+    return True
+
+
 def _through(node: Any, name: str, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
     """Where dimension ``dim`` of an operation's input stands in its output."""
-    if name.startswith("Permute"):
+    if name == "Permute":
         order = [d % len(before) for d in node._saved_dims]
         return order.index(dim)
-    if name.startswith("Transpose") or name == "T":
+    if name in ("Transpose", "T"):
         swap = {0: 1, 1: 0} if name == "T" else _swapped(node, len(before))
         return swap.get(dim, dim)
-    if len(before) == len(after) and _starts(name, _KEEPS_DIMS):
+    if len(before) == len(after) and name in _KEEPS_DIMS:
         return dim
     # views, squeezes and the like: the dimension survives where its size and what lies before or behind it agree
     for candidate in range(len(after)):
@@ -150,9 +193,8 @@ def _product(numbers: tuple[int, ...]) -> int:
     return result
 
 
-def nearest_parameters(names_by_id: Mapping[int, str], node: Any, limit: int = 512) -> list[str]:
+def nearest_parameters(names_by_id: Mapping[int, str], node: Any, limit: int = 512) -> Iterator[str]:
     """Names of the parameters behind a tensor, nearest first: breadth-first through the graph."""
-    names: list[str] = []
     frontier, seen = [node], {node}
     while frontier and limit > 0:
         following: list[Any] = []
@@ -162,13 +204,12 @@ def nearest_parameters(names_by_id: Mapping[int, str], node: Any, limit: int = 5
                 continue
             variable = getattr(current, "variable", None)
             if variable is not None and id(variable) in names_by_id:
-                names.append(names_by_id[id(variable)])
+                yield names_by_id[id(variable)]
             for source, _ in current.next_functions:
                 if source is not None and source not in seen:
                     seen.add(source)
                     following.append(source)
         frontier = following
-    return names
 
 
 def leaves(node: Any) -> list[Any]:
@@ -183,6 +224,18 @@ def leaves(node: Any) -> list[Any]:
         for source, _ in current.next_functions:
             if source is not None and source not in seen:
                 seen.add(source)
+                frontier.append(source)
+    return found
+
+
+def behind(nodes: Iterable[Any]) -> set[Any]:
+    """All graph nodes that the given ones depend on, themselves included."""
+    frontier = [node for node in nodes if node is not None]
+    found = set(frontier)
+    while frontier:
+        for source, _ in frontier.pop().next_functions:
+            if source is not None and source not in found:
+                found.add(source)
                 frontier.append(source)
     return found
 

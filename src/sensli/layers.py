@@ -2,7 +2,9 @@
 
 Form        new layer                          starts with             measured weight
 relu        ``relu(W x + b)``, x >= 0          W = I, b = 0            W
+            ``W relu(x) + b`` before a ReLU    W = I, b = 0            W
 residual    ``x + W2 s(W1 x + b)``             W1 = 0.8 I, b, W2 = 0   W2
+            ``x + W2 s(norm(W1 x + b))``       beside batch norms      W2
 parametric  ``(1 - a) z + a s(z)``, z = W x+b  W = I, b = 0, a = 0     W
 twin        a copy of the block beside it      some maps zero          those maps
 
@@ -13,6 +15,7 @@ worth needs no layer there: `weight_gradient` is the vector-Jacobian product thr
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -54,6 +57,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "PReLU": ("num_parameters",),
 }
 
+BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 # W1 of the residual form: the paper's choice, the same at every place so that merits compare.
@@ -88,14 +92,20 @@ RELU = Activation("ReLU")
 class ResidualLayer(nn.Module):
     """``x + W2 s(W1 x + b)``: an identity as long as ``W2 = 0``."""
 
-    def __init__(self, first: nn.Module, activation: nn.Module, second: nn.Module) -> None:
+    def __init__(
+        self, first: nn.Module, activation: nn.Module, second: nn.Module, norm: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.first = first
+        self.norm = norm
         self.activation = activation
         self.second = second
 
     def forward(self, x: Tensor) -> Tensor:
-        update: Tensor = self.second(self.activation(self.first(x)))
+        z = self.first(x)
+        if self.norm is not None:
+            z = self.norm(z)
+        update: Tensor = self.second(self.activation(z))
         return x + update
 
 
@@ -127,6 +137,10 @@ class Layer:
     groups: int = 1
     activation: Activation = RELU
     twin: Twin | None = None
+    leading: bool = (
+        False  # of the ReLU form: the ReLU comes first, because the model has one of its own behind the place
+    )
+    norm: int = 0  # of the residual form: a batch norm of so many dimensions between its maps; 0 for none
 
     def __str__(self) -> str:
         if self.twin is not None:
@@ -138,8 +152,9 @@ class Layer:
         else:
             weight = f"Linear({self.width}, {self.width})"
         if self.form == "relu":
-            return f"{weight} + ReLU"
-        return f"{self.form.capitalize()}({weight}, {self.activation.name})"
+            return f"ReLU + {weight}" if self.leading else f"{weight} + ReLU"
+        norm = f", BatchNorm{self.norm}d" if self.norm else ""
+        return f"{self.form.capitalize()}({weight}{norm}, {self.activation.name})"
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -170,6 +185,7 @@ class Layer:
         if self.twin is not None:
             return self.twin.parameters
         own = sum(p.numel() for p in self.activation.build().parameters())
+        own += 2 * self.width if self.norm else 0
         return self.weights * math.prod(self.weight_shape) + self.width + own + (1 if self.form == "parametric" else 0)
 
     def flops(self, positions: int) -> int:
@@ -202,16 +218,25 @@ class Layer:
             return self._map(scale, bias, dtype=dtype, device=device)
 
         if self.form == "relu":
-            layer: nn.Module = nn.Sequential()
-            layer.add_module(self.kind, weight(1.0))
-            layer.add_module("relu", nn.ReLU())
+            parts = [(self.kind, weight(1.0)), ("relu", nn.ReLU())]
+            layer: nn.Module = nn.Sequential(OrderedDict(reversed(parts) if self.leading else parts))
         elif self.form == "residual":
-            layer = ResidualLayer(weight(RESIDUAL_SCALE), self.activation.build(), weight(0.0, bias=False))
+            first, second = weight(RESIDUAL_SCALE), weight(0.0, bias=False)
+            layer = ResidualLayer(first, self.activation.build(), second, self._norm(device))
         elif self.form == "parametric":
             layer = ParametricLayer(self.kind, weight(1.0), self.activation.build())
         else:
             raise ValueError(one_of("layer form", self.form, FORMS))
         return layer.to(device=device, dtype=dtype)
+
+    def _norm(self, device: torch.device | None = None) -> nn.Module | None:
+        return BATCH_NORMS[self.norm](self.width, device=device) if self.norm else None
+
+    def features(self) -> nn.Module:
+        """What the measured weight acts on, as a function of the place's values, without the first map of the residual form."""
+        activation = self.activation.build()
+        norm = self._norm()
+        return activation if norm is None else nn.Sequential(norm, activation)
 
     def _map(self, scale: float, bias: bool, **options: Any) -> nn.Module:
         """A linear map or convolution that multiplies by ``scale``."""
@@ -225,25 +250,27 @@ class Layer:
             module = nn.utils.skip_init(nn.Linear, self.width, self.width, bias=bias, **options)
         with torch.no_grad():
             weight = module.get_parameter("weight").zero_()
-            centre = tuple(k // 2 for k in self.kernel)
-            for unit in range(self.width):
-                entry = (unit, unit % (self.width // self.groups), *centre)
-                weight[entry] = scale
+            units = torch.arange(self.width, device=weight.device)
+            entries: tuple[Any, ...] = (units, units % (self.width // self.groups), *(k // 2 for k in self.kernel))
+            weight[entries] = scale
             if bias:
                 module.get_parameter("bias").zero_()
         return module
 
-    def weight_gradient(self, x: Tensor, cotangent: Tensor, activation: nn.Module) -> Tensor:
+    def weight_gradient(self, x: Tensor, cotangent: Tensor, bend: nn.Module) -> Tensor:
         """The gradient of the measured weight of a virtual layer at activation ``x`` with cotangent ``g``.
 
         Linear: x, g of shape (..., h); conv: (n, c, *map). Returns `weight_shape`. Every form is a linear map of some
         features of x, so one product serves all: relu ``sum (g [x > 0]) x^T``, residual ``sum g s(0.8 x)^T``, parametric ``sum g x^T``.
+        ``bend`` is what `features` made: ``s``, with the norm before it where there is one.
         """
         features, g = x, cotangent.to(x.dtype)
-        if self.form == "relu":
+        if self.form == "relu" and self.leading:
+            features = x.relu()  # the model's own ReLU behind the place has put its zeros into g already
+        elif self.form == "relu":
             g = torch.ops.aten.threshold_backward(g, x, 0)
         elif self.form == "residual":
-            features = activation(RESIDUAL_SCALE * x)
+            features = bend(RESIDUAL_SCALE * x)
         if self.kind == "linear":
             return g.reshape(-1, self.width).T @ features.reshape(-1, self.width)
         dims = len(self.kernel)
@@ -289,7 +316,24 @@ class Layer:
             kernel=tuple(data["kernel"]),
             groups=data["groups"],
             activation=Activation(activation["name"], arguments),
+            leading=_flag(data, "leading") and data["form"] == "relu",
+            norm=_norm_of(data),
         )
+
+
+def _flag(data: dict[str, Any], name: str) -> bool:
+    value = data.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name!r} must be true or false, got {value!r}")
+    return value
+
+
+def _norm_of(data: dict[str, Any]) -> int:
+    dims = data.get("norm", 0)
+    fits = type(dims) is int and (dims == 0 or (data["form"] == "residual" and dims == max(1, len(data["kernel"]))))
+    if not fits:
+        raise ValueError(f"'norm' is {dims!r}, which fits no layer of kind {data['kind']!r} and form {data['form']!r}")
+    return int(dims)
 
 
 def grouped_like(width: int, groups: int) -> int:
@@ -297,6 +341,9 @@ def grouped_like(width: int, groups: int) -> int:
     return groups if groups > 1 and width % groups == 0 else 1
 
 
-def same_size_kernel(kernel: Sequence[int]) -> tuple[int, ...]:
-    """The neighbour's kernel where it is odd (only an odd one keeps the map's size and has a centre), otherwise 3."""
-    return tuple(k if k % 2 == 1 else 3 for k in kernel)
+def same_size_kernel(kernel: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+    """The neighbour's kernel where it is odd (only an odd one keeps the map's size and has a centre), otherwise 3.
+
+    Never with entries that lie outside of the map wherever the kernel is put: on a map of 1 x 1 it is 1 x 1.
+    """
+    return tuple(min(k if k % 2 == 1 else 3, 2 * max(length, 1) - 1) for k, length in zip(kernel, size, strict=True))

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from sensli import checks
+from sensli.errors import WrongType
 from sensli.record import Look
 
 
@@ -22,10 +24,12 @@ Log = Callable[[Look], Any] | ScalarWriter | None
 
 def check_log(log: Log) -> None:
     """Refuse what is neither, before any training."""
-    if log is not None and not callable(log) and not isinstance(log, ScalarWriter):
-        raise TypeError(
-            f"log={log!r}: give a callable that takes one Look, such as print, or a writer with add_scalar and add_text."
-        )
+    writer = isinstance(log, ScalarWriter)
+    if log is not None and (
+        isinstance(log, type) if writer else not callable(log)
+    ):  # the class of a writer can be called too
+        what = "a function that takes one Look (for example print), or a writer with add_scalar and add_text"
+        checks.refuse("log", what, log, WrongType)
 
 
 def tell(log: Log, look: Look) -> None:
@@ -38,7 +42,7 @@ def tell(log: Log, look: Look) -> None:
         else:
             log(look)
     except Exception as error:
-        warnings.warn(f"the log of the Grower failed: {type(error).__name__}: {error}", stacklevel=4)
+        warnings.warn(f"the log of the Grower failed: {type(error).__name__}: {error}", stacklevel=5)
 
 
 def _write(writer: ScalarWriter, look: Look) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from sensli import checks, random_state
 from sensli.backward import LossFunction, backward
 from sensli.confidence import GROUPS, is_clear, next_look
-from sensli.distributed import Caught, Together, joined, same_values
+from sensli.distributed import Caught, Together, joined, numbered, same_values
 from sensli.errors import MeasurementError
 from sensli.estimates import as_merits, estimate_of, mean_of_weights, share_remaining, value_of
 from sensli.fsdp import readable
-from sensli.merits import Merits
+from sensli.merits import Merit, Merits, as_sites
 from sensli.norms import choose
 from sensli.running import device_of, untouched
 from sensli.sensitivity import Catch
@@ -26,7 +27,7 @@ from sensli.wrappers import bare
 
 def measure(
     model: nn.Module,
-    sites: Sequence[Site],
+    sites: Sequence[Site | Merit],
     batches: Iterable[Any],
     loss_fn: LossFunction | None = None,
     *,
@@ -45,39 +46,45 @@ def measure(
     ``1 - tolerance`` times as good. Where several places are worth about the same, a tolerance such as 0.1 spares the search for the best.
     """
     together = Together(model, "measure the merits")
-    model = bare(model)
-    if not sites:
-        raise MeasurementError(
-            "there are no sites to measure. find_sites(...).explain() says which places were skipped and why."
-        )
-    if max_batches is not None and max_batches < 1:
-        raise ValueError(f"max_batches={max_batches}: at least one batch is needed.")
-    check_level(confidence, tolerance)
-    norm = choose(norm, [site.kind for site in sites])
-    model, places = readable(model, sites)
-    catch = Catch(model, places, weights=ratio, groups=1 if confidence is None else GROUPS)
-    # Without weights that train, only the activations at the sites are asked for.
-    catch.keeps_activations = not catch.weights
-    taken = _Taken(model, catch, batches, loss_fn, max_batches)
-    clear, remaining = None, 0.0
-
-    with together, untouched(model), torch.inference_mode(False), torch.enable_grad(), catch.hooked():
-        if confidence is None:
-            taken.up_to(None)
-        else:
-            clear, remaining = _until_clear(together, taken, norm, confidence, tolerance)
-        caught = joined(together, taken.caught(), device_of(model))
-    if caught.count == 0:
-        raise MeasurementError(
-            "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
-        )
-    sizes = _filled(caught)
-    values = [value_of(site, norm, sizes, remaining) for site in caught.sites]
-    mean = mean_of_weights(caught.weights, norm, sizes, remaining)
-    values, mean = same_values(together, values, mean)
+    with together:
+        model = bare(model)
+        sites = as_sites("sites", sites)
+        if not sites:
+            raise MeasurementError(
+                "there are no sites to measure. find_sites(...).explain() says which places were skipped and why."
+            )
+        checks.batches("batches", batches)
+        checks.loss("loss_fn", loss_fn)
+        checks.flag("ratio", ratio)
+        max_batches = None if max_batches is None else checks.whole("max_batches", max_batches, 10)
+        confidence, tolerance = check_level(confidence, tolerance)
+        norm = choose(norm, [site.kind for site in sites])
+        request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance}
+        together.agree_on({**request, **numbered("site", sites)}, last=False)
+        model, places = readable(model, sites)
+        catch = Catch(model, places, weights=ratio, groups=1 if confidence is None else GROUPS)
+        # Without weights that train, only the activations at the sites are asked for.
+        catch.keeps_activations = not catch.weights
+        clear, remaining = None, 0.0
+        kept = random_state.kept_of_loader(batches)
+        with untouched(model), kept, torch.inference_mode(False), torch.enable_grad(), catch.hooked():
+            taken = _Taken(model, catch, batches, loss_fn, max_batches)
+            if confidence is None:
+                taken.up_to(None)
+            else:
+                clear, remaining = _until_clear(together, taken, norm, confidence, tolerance)
+            caught = joined(together, taken.caught(), device_of(model), last=False)
+        if caught.count == 0:
+            raise MeasurementError(
+                "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
+            )
+        sizes = _filled(caught)
+        values = [value_of(site, norm, sizes, remaining) for site in caught.sites]
+        mean = mean_of_weights(caught.weights, norm, sizes, remaining)
+        values, mean = same_values(together, values, mean)
     return as_merits(
         sites, caught.sites, values, mean, norm=norm, batches=caught.count, samples=round(sum(sizes) * caught.unit),
-        confidence=confidence, tolerance=tolerance, clear=clear,
+        loss=caught.loss / sum(sizes), confidence=confidence, tolerance=tolerance, clear=clear,
     )  # fmt: skip
 
 
@@ -89,7 +96,7 @@ class _Taken:
     ) -> None:
         self.model, self.catch, self.loss_fn, self.most = model, catch, loss_fn, most
         self.known = _length(batches)
-        self.unit, self.count, self.exhausted = 0.0, 0, False
+        self.unit, self.count, self.exhausted, self.loss = 0.0, 0, False, 0.0
         self._sizes = [0.0] * len(catch.sites[0].sum)
         self._rest = iter(batches)
 
@@ -97,8 +104,9 @@ class _Taken:
         """Take batches until there are so many in all, or as many as there are or may be."""
         most = min((limit for limit in (count, self.most) if limit is not None), default=None)
         for batch in islice(self._rest, None if most is None else max(most - self.count, 0)):
-            size = backward(self.model, self.catch, batch, self.loss_fn, self.count, self.unit)
+            size, loss = backward(self.model, self.catch, batch, self.loss_fn, self.count, self.unit)
             self.unit = self.unit or size
+            self.loss += loss * size / self.unit
             self._sizes[self.catch.group] += size / self.unit
             self.count += 1
             self.catch.group = self.count % len(self._sizes)
@@ -109,7 +117,7 @@ class _Taken:
         return self.exhausted or self.count == self.most
 
     def caught(self) -> Caught:
-        return Caught(self.catch.sites, self.catch.weights, self._sizes, self.unit, self.count)
+        return Caught(self.catch.sites, self.catch.weights, self._sizes, self.unit, self.count, self.loss)
 
 
 def _until_clear(
@@ -143,16 +151,13 @@ def _filled(caught: Caught) -> list[float]:
     return [size for size in caught.sizes if size]
 
 
-def check_level(confidence: float | None, tolerance: float) -> None:
-    """Refuse a level or a tolerance that means nothing."""
-    if confidence is not None and not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence}: a level between 0 and 1, such as 0.99.")
-    if not 0 <= tolerance < 1:
-        raise ValueError(
-            f"tolerance={tolerance}: the share of the best merit that may be missed, such as 0.1; below 1."
-        )
+def check_level(confidence: float | None, tolerance: float) -> tuple[float | None, float]:
+    """The level and the tolerance as numbers; those that mean nothing are refused."""
+    confidence = None if confidence is None else checks.share("confidence", confidence, 0.99)
+    tolerance = checks.share("tolerance", tolerance, 0.1, zero=True)
     if tolerance and confidence is None:
-        raise ValueError(f"tolerance={tolerance} means something with confidence= only, such as confidence=0.99.")
+        raise ValueError(f"tolerance={tolerance} needs confidence= (for example confidence=0.99).")
+    return confidence, tolerance
 
 
 def _length(batches: Iterable[Any]) -> int | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from sensli.errors import MeasurementError, ZeroMerits
+from sensli import checks
+from sensli.errors import MeasurementError, WrongType, ZeroMerits
 from sensli.html_tables import html_table
 from sensli.sites import Site
 from sensli.tables import short_number, text_table
@@ -29,6 +30,20 @@ class Merit:
         return f"{self.site}: merit {self.value:.3e}{ratio}"
 
 
+def as_site(name: str, value: Site | Merit) -> Site:
+    """A site, or the site of a merit."""
+    if isinstance(value, Merit):
+        return value.site
+    return checks.instance(name, value, Site, "a Site or a Merit (for example merits.best)")
+
+
+def as_sites(name: str, value: Iterable[Site | Merit]) -> tuple[Site, ...]:
+    """Several sites, or the sites of several merits."""
+    if isinstance(value, (str, bytes, type, Mapping)) or not hasattr(value, "__iter__"):
+        checks.refuse(name, "a sequence of sites (for example find_sites(model, example))", value, WrongType)
+    return tuple(as_site(f"{name}[{index}]", each) for index, each in enumerate(value))
+
+
 class Merits(Sequence[Merit]):
     """The merits of sites in the order they were given; prints as a table, best first."""
 
@@ -39,6 +54,7 @@ class Merits(Sequence[Merit]):
         norm: str,
         batches: int,
         samples: int | None = None,
+        loss: float | None = None,
         confidence: float | None = None,
         tolerance: float = 0.0,
         clear: bool | None = None,
@@ -47,6 +63,7 @@ class Merits(Sequence[Merit]):
         self.norm = norm
         self.batches = batches
         self.samples = samples
+        self.loss = loss  # the mean over the data; None where a probe did not see it
         self.confidence = confidence  # the level that was asked for
         self.tolerance = tolerance  # the share of the best merit that may be missed
         self.clear = clear  # whether the best site was clear at that level before the data ended

@@ -2,7 +2,7 @@
 
 At frequency w a convolution is one c_out x c_in matrix, A(w) = sum_t G[t] exp(-2 pi i <w, t / d>), and its operator norm
 is the largest singular value of them all. Three things save an SVD per frequency: ||A(w)||_F bounds the singular values
-and costs next to nothing, a Lanczos step is two real matrix products for all frequencies together, and a frequency that
+and costs next to nothing, a few Lanczos steps in real numbers settle many frequencies at once, and a frequency that
 cannot win any more is dropped.
 """
 
@@ -12,16 +12,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sensli.errors import one_of
+from sensli import checks
 
 _CHUNK_BYTES = 2**23  # of one intermediate; a handful live at once, so that the whole stays below about 64 MB
-_FIRST_CHUNK = 8  # frequencies settled first: the largest of them usually rules out most of the others
-_STEPS = (6, 9, 14, 20, 30, 45, 68, 100)  # Lanczos steps at which we look; real gradients need the first one or two
+_FIRST_SHARE = 8  # the first chunk is so much smaller
+_STEPS = (2, 3, 4, 6, 9, 14, 20, 30, 45, 68, 100)  # Lanczos steps at which we look; real gradients need the first few
 _STARTS = 2  # random starts for each frequency: one alone now and then misses the leading singular vector for too long
 _SAFETY = 4  # how many residuals a singular value may still rise; with two starts, 2 never failed in 800 hard kernels
 _EXACT_SIDE = 16  # matrices up to this side, and up to this many operations, go to LAPACK at once
@@ -52,10 +52,12 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
     multiple of the stride counts as the next multiple. Half precision is computed in float32. A gradient that is not
     finite gives nan.
     """
-    if norm not in NORMS:
-        raise ValueError(one_of("norm", norm, NORMS))
+    checks.one_of("norm", norm, NORMS)
+    checks.instance("gradient", gradient, Tensor, "a tensor")
+    checks.instance("geometry", geometry, Geometry, "a Geometry (for example Geometry(size=(32, 32)))")
     if gradient.is_complex():
-        raise ValueError("cannot take the norm of a complex gradient. Use torch.view_as_real(gradient).")
+        hint = "Use torch.view_as_real(gradient)."
+        checks.refuse("gradient", "real, not complex", gradient, ValueError, hint)
     _check(gradient, geometry)
     if gradient.numel() == 0:
         return 0.0
@@ -68,35 +70,35 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
     largest = max(-lowest.item(), highest.item())
     if not math.isfinite(largest):
         return math.nan
+    if not largest:
+        return 0.0
+    if 2**-16 < largest < 2**16:  # fourth powers are far from the ends of float32: no copy
+        return NORMS[norm](gradient, geometry)
     # A power of two out of the way: no square overflows or vanishes, and no bit of the mantissa moves.
     scale = math.ldexp(1.0, max(math.frexp(largest)[1] - 1, -120))
-    return NORMS[norm](gradient / scale, geometry) * scale * scale if largest else 0.0
+    return NORMS[norm](gradient / scale, geometry) * scale * scale
 
 
 def choose(norm: str, kinds: Iterable[str]) -> str:
     """The norm meant by a name: "auto" is the operator norm if every site is a convolution, else Frobenius for all."""
-    if norm == "auto":
-        found = set(kinds)
-        return "operator" if found == {"conv"} else "frobenius"
-    if norm not in NORMS:
-        raise ValueError(one_of("norm", norm, ("auto", *NORMS)))
-    return norm
+    if checks.one_of("norm", norm, ("auto", *NORMS)) != "auto":
+        return norm
+    return "operator" if set(kinds) == {"conv"} else "frobenius"
 
 
 def _check(gradient: Tensor, geometry: Geometry) -> None:
-    axes = len(geometry.size)
-    if not axes:
+    if not geometry.size:
         return
     for name in ("size", "stride", "dilation"):
-        given = getattr(geometry, name)
+        given: Any = checks.instance(name, getattr(geometry, name), (tuple, list), "a tuple of whole numbers")
         if (given or name == "size") and len(given) != gradient.dim() - 2:
             raise ValueError(
                 f"{name} {given} has {len(given)} entries, but a kernel of shape {tuple(gradient.shape)} "
                 f"has {max(gradient.dim() - 2, 0)} spatial axes."
             )
-        if any(entry < 1 for entry in given):
-            raise ValueError(f"{name} {given} must be positive.")
-    if geometry.groups < 1 or gradient.shape[0] % geometry.groups:
+        for index, entry in enumerate(given):
+            checks.whole(f"{name}[{index}]", entry, 1)
+    if gradient.shape[0] % checks.whole("groups", geometry.groups, 1):
         raise ValueError(f"{geometry.groups} groups do not divide the {gradient.shape[0]} channels of the kernel.")
 
 
@@ -164,6 +166,12 @@ class _Grid(NamedTuple):
     place: Tensor
     size: tuple[int, ...]
 
+    @classmethod
+    def over(cls, place: Tensor, size: Tensor) -> _Grid:
+        # Where all taps share a coordinate every frequency has the same singular values.
+        flat = (place == place[0]).all(0)
+        return cls(place, tuple(torch.where(flat, torch.ones_like(size), size).tolist()))
+
     @property
     def counts(self) -> tuple[int, ...]:
         """Frequencies along each axis: a real kernel has A(-w) = conj A(w), so half of them do along one axis."""
@@ -200,15 +208,15 @@ def _taps(gradient: Tensor, geometry: Geometry) -> tuple[Tensor, _Grid]:
         size = (size + stride - 1) // stride
     offset = torch.cartesian_prod(*(torch.arange(k, device=device) for k in gradient.shape[2:])).view(-1, axes)
     offset = offset * torch.tensor(geometry.dilation or (1,) * axes, device=device)
+    if bool((stride == 1).all() and (offset[-1] < size).all()):  # every tap has its own place: nothing to add up
+        return gradient.flatten(2).permute(2, 0, 1), _Grid.over(offset, size)
     place, tap = torch.unique(offset // stride % size, dim=0, return_inverse=True)
     phases, phase = torch.unique(offset % stride, dim=0, return_inverse=True)
     rows, columns = gradient.shape[:2]
     values = gradient.new_zeros(len(place) * len(phases), rows * columns)
     values.index_add_(0, tap * len(phases) + phase, gradient.flatten(2).permute(2, 0, 1).flatten(1))
     values = values.view(len(place), len(phases), rows, columns).transpose(1, 2).flatten(2)
-    # Where all taps share a coordinate every frequency has the same singular values.
-    flat = (place == place[0]).all(0)
-    return values, _Grid(place, tuple(torch.where(flat, torch.ones_like(size), size).tolist()))
+    return values, _Grid.over(place, size)
 
 
 def _energies(values: Tensor, grid: _Grid) -> Iterator[Tensor]:
@@ -257,88 +265,114 @@ def _columns(width: int, like: Tensor) -> int:
 
 def _largest(values: Tensor, grid: _Grid, floor: float = 0.0) -> float:
     """The largest squared singular value over all frequencies, or floor if none exceeds it; taps x rows x columns."""
-    if values.shape[2] > values.shape[1]:
-        values = values.mT  # the same singular values, and shorter vectors
-        values = values.contiguous() if len(values) > 1 else values  # taps are stacked in each step: copy them once
-    bound = torch.cat([energy[0] for energy in _energies(values.flatten(1)[:, None], grid)])
-    if values.shape[2] == 1:
+    bound = _bounds(values, grid)
+    side = min(values.shape[1:])
+    if side == 1:
         return max(floor, bound.max().item())
     bound, order = bound.sort(descending=True)
-    step = _columns(_STARTS * values.shape[0] * values.shape[1], values)
-    start, width = 0, min(_FIRST_CHUNK, step)
+    step = _columns(values[0].numel(), values)
+    # The frequencies with the largest bounds first: what they reach usually rules out most of the others.
+    start, width = 0, max(1, step // _FIRST_SHARE)
     while start < len(order) and bound[start].item() > floor:
         frequency = order[start : start + width][bound[start : start + width] > floor * (1 + _tolerance(values))]
-        side = values.shape[2]
-        small = side <= _EXACT_SIDE or len(frequency) * side**3 <= _EXACT_WORK
-        floor = (_exact if small else _lanczos)(values, grid.phases(frequency, values), floor)
+        if len(frequency):
+            small = side <= _EXACT_SIDE or len(frequency) * side**3 <= _EXACT_WORK
+            floor = (_exact if small else _lanczos)(_parts(values, grid, frequency), floor)
         start, width = start + width, step
     return floor
+
+
+def _bounds(values: Tensor, grid: _Grid) -> Tensor:
+    """||A(w)||_F^2 at all frequencies, from the Gram matrix of the taps: the squared singular values add up to it."""
+    flat = values.flatten(1)
+    gram = flat @ flat.T
+    chunks = (grid.phases(frequency, values) for frequency in _chunks(grid, 2 * len(values), values))
+    return torch.cat([((gram @ p.real) * p.real + (gram @ p.imag) * p.imag).sum(0) for p in chunks])
+
+
+def _parts(values: Tensor, grid: _Grid, frequency: Tensor) -> Tensor:
+    """The matrices at some frequencies, frequencies x parts x rows x columns: real and imaginary, or just real ones."""
+    if len(values) == 1:
+        return values[:, None]
+    phases = torch.view_as_real(grid.phases(frequency, values).T).transpose(1, 2)
+    return (phases.flatten(0, 1) @ values.flatten(1)).view(-1, 2, *values.shape[1:])
 
 
 def _tolerance(values: Tensor) -> float:
     return 1e-12 if values.dtype == torch.float64 else 1e-6
 
 
-def _exact(values: Tensor, phases: Tensor, floor: float) -> float:
+def _exact(matrices: Tensor, floor: float) -> float:
     """By all eigenvalues of A^H A."""
-    step = _columns(values[0].numel(), values)
-    for start in range(0, phases.shape[1], step):
-        matrices = _spectrum(values, phases[:, start : start + step])
-        floor = max(floor, torch.linalg.eigvalsh(matrices.mH @ matrices)[:, -1].max().item())
-    return floor
+    whole = matrices[:, 0] if matrices.shape[1] == 1 else torch.complex(matrices[:, 0], matrices[:, 1])
+    gram = whole @ whole.mH if whole.shape[1] < whole.shape[2] else whole.mH @ whole
+    largest: float = torch.linalg.eigvalsh(gram)[:, -1].max().item()
+    return max(floor, largest)
 
 
-def _lanczos(values: Tensor, phases: Tensor, floor: float) -> float:
-    """By Lanczos iterations on A^H A, a column for each frequency and start; only their tridiagonal matrices are kept.
+def _lanczos(matrices: Tensor, floor: float) -> float:
+    """By Lanczos iterations on A^H A, for each matrix from a few starts; only their tridiagonal matrices are kept.
 
-    The largest Ritz value theta is a lower bound, and some eigenvalue lies within the residual r of it. A column is dropped
+    The largest Ritz value theta is a lower bound, and some eigenvalue lies within the residual r of it. A matrix is dropped
     when theta plus a few r cannot beat the best, and done when its error, at most r and about r^2 / gap, is negligible.
     What is left after the last step is settled by all eigenvalues.
     """
-    tiny = torch.finfo(values.dtype).tiny
-    tolerance = _tolerance(values)
+    tiny, tolerance = torch.finfo(matrices.dtype).tiny, _tolerance(matrices)
+    count, parts = matrices.shape[:2]
     generator = torch.Generator().manual_seed(0)  # its own, so that the global random state is not touched
-    phases = phases.repeat(1, _STARTS if len(values) > 1 else 1)  # a lone matrix is never dropped, only done
-    dtype = phases.dtype if len(values) > 1 else values.dtype
-    vectors = torch.randn(values.shape[2], phases.shape[1], generator=generator, dtype=dtype).to(values.device)
-    vectors /= vectors.norm(dim=0)
+    starts = _STARTS if parts == 2 else 1  # a lone matrix is never dropped, only done
+    shape = (count, starts, parts, min(matrices.shape[2:]))
+    vectors = torch.randn(shape, generator=generator, dtype=matrices.dtype).to(matrices.device)
+    vectors /= vectors.square().sum((2, 3), keepdim=True).sqrt()
     before = torch.zeros_like(vectors)
-    beside = torch.zeros(1, phases.shape[1], dtype=values.dtype, device=values.device)  # of the diagonal: one row ahead
-    diagonal = beside[:0]
+    beside = vectors.new_zeros(count, starts, 1)  # of the diagonal: one column ahead
+    diagonal = beside[:, :, :0]
     for steps in range(1, _STEPS[-1] + 1):
-        images = _gram(values, phases, vectors)
-        quotient = (vectors.conj() * images).sum(0).real
-        images = images - quotient * vectors - beside[-1] * before
-        diagonal = torch.cat([diagonal, quotient[None]])
-        beside = torch.cat([beside, images.norm(dim=0, keepdim=True)])
-        before, vectors = vectors, images / beside[-1].clamp_min(tiny)
+        images = _gram(matrices, vectors)
+        quotient = (vectors * images).sum((2, 3), keepdim=True)
+        images = images - quotient * vectors - beside[:, :, -1:, None] * before
+        diagonal = torch.cat([diagonal, quotient[:, :, :, 0]], 2)
+        beside = torch.cat([beside, images.square().sum((2, 3)).sqrt()[:, :, None]], 2)
+        before, vectors = vectors, images / beside[:, :, -1:, None].clamp_min(tiny)
         # An invariant subspace leaves a zero vector or noise here, which adds no eigenvalue above the largest.
         if steps in _STEPS:
-            off = torch.diag_embed(beside[1:-1].T, offset=1)
-            ritz, weights = torch.linalg.eigh(torch.diag_embed(diagonal.T) + off + off.mT)
-            theta, gap = ritz[:, -1], ritz[:, -1] - ritz[:, -2]
-            residual = beside[-1] * weights[:, -1, -1].abs()
+            off = torch.diag_embed(beside[:, :, 1:-1], offset=1)
+            ritz, weights = torch.linalg.eigh(torch.diag_embed(diagonal) + off + off.mT)
+            theta, gap = ritz[..., -1], ritz[..., -1] - ritz[..., -2]
+            residual = beside[:, :, -1] * weights[..., -1, -1].abs()
             floor = max(floor, theta.max().item())
             error = torch.minimum(residual, residual.square() / gap.clamp_min(tiny))
-            kept = (theta + _SAFETY * residual > floor * (1 + tolerance)) & (error > tolerance * theta)
+            undecided = (theta + _SAFETY * residual > floor * (1 + tolerance)) & (error > tolerance * theta)
+            kept = undecided.any(1)
             if not kept.any():
                 return floor
-            phases, diagonal, beside = phases[:, kept], diagonal[:, kept], beside[:, kept]
-            before, vectors = before[:, kept], vectors[:, kept]
-    return _exact(values, phases, floor)
+            if not kept.all():
+                matrices, diagonal, beside = matrices[kept], diagonal[kept], beside[kept]
+                before, vectors = before[kept], vectors[kept]
+    return _exact(matrices, floor)
 
 
-def _gram(values: Tensor, phases: Tensor, vectors: Tensor) -> Tensor:
-    """A(w)^H A(w) v, columns x frequencies, without forming A: two real matrix products for all frequencies."""
-    matrix = values.reshape(-1, values.shape[2])
-    if not vectors.is_complex():
-        return matrix.T @ (matrix @ vectors)
-    images = _real_product(matrix, vectors).view(*values.shape[:2], -1)
-    images = (images * phases[:, None]).sum(0)
-    return _real_product(matrix.T, (images * phases.conj()[:, None]).flatten(0, 1))
+def _gram(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """A^H A v, or A A^H v where A is wide: matrices x starts x parts x entries."""
+    if matrices.shape[2] < matrices.shape[3]:
+        return _forth(matrices, _back(matrices, vectors))
+    return _back(matrices, _forth(matrices, vectors))
 
 
-def _real_product(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """A real matrix times complex columns, as one real product."""
-    pairs = matrix @ torch.view_as_real(vectors.resolve_conj()).flatten(1)
-    return torch.view_as_complex(pairs.view(len(pairs), -1, 2))
+def _forth(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """A v in real numbers. The vectors are rows: from the left a product reads each matrix once and in order."""
+    count, parts, rows, _ = matrices.shape
+    products = (vectors.flatten(1, 2) @ matrices.flatten(1, 2).mT).view(count, -1, parts, parts, rows)
+    if parts == 1:
+        return products[:, :, 0]
+    real = products[:, :, 0, 0] - products[:, :, 1, 1]
+    return torch.stack([real, products[:, :, 0, 1] + products[:, :, 1, 0]], 2)
+
+
+def _back(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """A^H v in real numbers: (re - i im)^T (x + i y) = (re^T x + im^T y) + i (re^T y - im^T x)."""
+    count, parts, _, columns = matrices.shape
+    if parts == 2:
+        real, imaginary = vectors[:, :, 0], vectors[:, :, 1]
+        vectors = torch.stack([torch.cat([real, imaginary], 2), torch.cat([imaginary, -real], 2)], 2)
+    return (vectors.flatten(1, 2) @ matrices.flatten(1, 2)).view(count, -1, parts, columns)

@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from sensli import checks
 from sensli.errors import OptimizerError
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -25,6 +27,7 @@ _REFUSED = {
     "SparseAdam": "it takes sparse gradients only, and those of a new layer are dense",
     "ZeroRedundancyOptimizer": "it has dealt out the parameters to the processes and steps groups of its own",
 }
+_GROUP = "an entry of optimizer.param_groups itself, or its index (for example 0)"
 _MATRICES_ONLY = {"Muon"}  # looks at shapes in its constructor only, so a wrong one would fail at the next step
 
 
@@ -79,8 +82,30 @@ def plan_joining(
             )
     pairs = [(optimizer, its) for optimizer in known for its in optimizer.param_groups]
     chosen = _chosen_group(known, group)
-    places = tuple((newcomer, *_place(newcomer, pairs, chosen)) for newcomer in newcomers) if known else ()
+    holders: dict[
+        int, list[tuple[Optimizer, Group]]
+    ] = {}  # by the identity of a parameter: a scan for each would take long
+    for pair in pairs:
+        for parameter in pair[1]["params"]:
+            holders.setdefault(id(parameter), []).append(pair)
+    places = tuple((newcomer, *_place(newcomer, pairs, holders, chosen)) for newcomer in newcomers) if known else ()
     return Joining(places, tuple(its for _, its in pairs), dict(renames or {}))
+
+
+def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Group | None = None) -> None:
+    """Refuse optimizers that could never follow a growth of this model, before any training."""
+    known = as_optimizers(optimizers)
+    if group is not None and not known:
+        raise OptimizerError(f"group={group!r} needs optimizer=: it is a group of the optimizer, and none was given.")
+    plan_joining(optimizers, (), group=group)
+    own = {id(parameter) for parameter in model.parameters()}
+    held = (id(parameter) for optimizer in known for its in optimizer.param_groups for parameter in its["params"])
+    if known and group is None and own.isdisjoint(held):
+        names = ", ".join(map(called, known))
+        raise OptimizerError(
+            f"optimizer={names} holds no parameter of this {called(model)}, so it belongs to another model, or was built before the "
+            "parameters were replaced. Build it over the parameters of the model that is to grow."
+        )
 
 
 def leave(
@@ -108,18 +133,22 @@ def as_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
     return tuple(unwrapped(each) for each in as_list(given))
 
 
+def check_needed(optimizers: Optimizers, **asked: bool) -> None:
+    """Refuse options that would have no effect without an optimizer."""
+    for name in (name for name, given in asked.items() if given and not as_optimizers(optimizers)):
+        raise OptimizerError(f"{name}= needs optimizer=: rates and groups are the optimizer's, and none was given.")
+
+
 def unwrapped(given: Any) -> Optimizer:
-    # Look inside first: the wrappers pass for instances of Optimizer themselves.
-    for name in ("optimizer", "_optimizer"):
+    # Look inside first: the wrappers pass for instances of Optimizer themselves. A scheduler holds one, but is no wrapper of it.
+    names = () if isinstance(given, LRScheduler) else ("optimizer", "_optimizer")
+    for name in names:
         inner = getattr(given, name, None)
         if inner is not given and hasattr(inner, "param_groups"):
             return unwrapped(inner)
-    if not isinstance(given, Optimizer):
-        raise OptimizerError(
-            f"optimizer= holds a {called(given)}, which is no torch.optim.Optimizer and wraps none, so there are no "
-            "parameter groups to extend. Pass the optimizer itself, or a list of them."
-        )
-    return given
+    return checks.instance(
+        "optimizer", given, Optimizer, "a torch.optim.Optimizer or a list of them", error=OptimizerError
+    )
 
 
 def as_list(given: Any) -> list[Any]:
@@ -140,21 +169,18 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 or not _kinds(optimizer) & _MATRICES_ONLY
 
 
-def _holds(group: Group, parameter: nn.Parameter) -> bool:
-    return any(each is parameter for each in group["params"])
-
-
 def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tuple[Optimizer, Group] | None:
     if group is None or not known:
         return None
-    if not isinstance(group, int):
+    if not isinstance(group, dict):
+        group = checks.integer("group", group, _GROUP, lambda index: index >= 0, OptimizerError)
+    else:
         for optimizer in known:
             for its in optimizer.param_groups:
                 if its is group:
                     return optimizer, its
         raise OptimizerError(
-            f"group= is a {called(group)} that is no group of {', '.join(map(called, known))}: groups are told apart "
-            "by identity, so a copy is another one. Pass an entry of optimizer.param_groups itself, or its index."
+            f"group must be {_GROUP}, got a dict that is not a group of {', '.join(map(called, known))}. A copy of a group is another one."
         )
     if len(known) > 1:
         raise OptimizerError(
@@ -162,24 +188,28 @@ def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tupl
             f"group=optimizer.param_groups[{group}]."
         )
     groups = known[0].param_groups
-    if not 0 <= group < len(groups):
-        raise OptimizerError(
-            f"group={group} is not there: {called(known[0])} has {len(groups)} groups. Pass an index from 0 to "
-            f"{len(groups) - 1}."
-        )
+    if group >= len(groups):
+        raise OptimizerError(f"group={group} is out of range: {called(known[0])} has {_counted(len(groups))}.")
     return known[0], groups[group]
 
 
+def _counted(groups: int) -> str:
+    return "1 parameter group (0)" if groups == 1 else f"{groups} parameter groups (0 to {groups - 1})"
+
+
 def _place(
-    newcomer: Newcomer, pairs: Sequence[tuple[Optimizer, Group]], chosen: tuple[Optimizer, Group] | None
+    newcomer: Newcomer,
+    pairs: Sequence[tuple[Optimizer, Group]],
+    holders: Mapping[int, Sequence[tuple[Optimizer, Group]]],
+    chosen: tuple[Optimizer, Group] | None,
 ) -> tuple[Optimizer, Group]:
     parameter = newcomer.parameter
-    if any(_holds(group, parameter) for _, group in pairs):
+    if id(parameter) in holders:
         raise OptimizerError(
             f"{newcomer.name} is in the optimizer already and would be stepped twice. Take it out of its group first, "
             "or insert without optimizer=."
         )
-    near = [pair for neighbour in newcomer.neighbours for pair in pairs if _holds(pair[1], neighbour)]
+    near = [pair for neighbour in newcomer.neighbours for pair in holders.get(id(neighbour), ())]
     able = [pair for pair in pairs if _fits(pair[0], parameter)]
     candidates = [*near, *([chosen] if chosen else []), *(able if near and len(able) == 1 else [])]
     for optimizer, group in candidates:

@@ -6,7 +6,6 @@ scheduler keeps once for all groups (`eta_min`) stays the floor of all. First a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from sensli import checks
 from sensli.errors import OptimizerError
 from sensli.optim import Group, Joining, Optimizers, as_optimizers, called, unwrapped
 from sensli.rates import GROUP_RATES, Schedulers, as_schedulers
@@ -101,19 +101,17 @@ class OwnRatePlan:
         return OwnRate(self.factor, tuple(added), tuple(sources))
 
 
-def check_own_rate(optimizers: Optimizers, factor: float) -> None:
-    """Refuse a factor that means nothing, or that there is no rate for."""
-    if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
-        raise OptimizerError(
-            f"own_rate={factor!r}: the factor to the neighbours' learning rate must be a positive number."
-        )
+def check_own_rate(optimizers: Optimizers, factor: float) -> float:
+    """The factor as a number; one that means nothing, or that there is no rate for, is refused."""
+    factor = checks.positive("own_rate", factor, 0.1, error=OptimizerError)
     if not as_optimizers(optimizers):
         raise OptimizerError("own_rate= needs optimizer=: the rate is the optimizer's, and none was given.")
+    return factor
 
 
 def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joining, factor: float) -> OwnRatePlan:
     """Check that every scheduler can follow a new group."""
-    check_own_rate(optimizers, factor)
+    factor = check_own_rate(optimizers, factor)
     known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
     _refuse_undriven(known, drivers, "the new layer cannot have a rate of its own")
     for scheduler in drivers:
@@ -126,7 +124,7 @@ def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joini
                     "a new group would break it, and what the new entry should be is not known here. Leave out own_rate=, so that the new "
                     "layer joins its neighbour's group, or use a scheduler of torch."
                 )
-    return OwnRatePlan(float(factor), joining, known, drivers)
+    return OwnRatePlan(factor, joining, known, drivers)
 
 
 def _refuse_undriven(optimizers: tuple[Optimizer, ...], schedulers: tuple[LRScheduler, ...], what: str) -> None:

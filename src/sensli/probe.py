@@ -10,11 +10,12 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from sensli import checks
 from sensli.distributed import Caught, Together, joined, same_values
-from sensli.errors import MeasurementError
+from sensli.errors import MeasurementError, WrongType
 from sensli.estimates import as_merits, mean_of_weights
 from sensli.fsdp import is_sharded
-from sensli.merits import Merits
+from sensli.merits import Merit, Merits, as_sites
 from sensli.norms import choose
 from sensli.running import device_of
 from sensli.sensitivity import Catch
@@ -37,7 +38,7 @@ class Probe:
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[Site],
+        sites: Sequence[Site | Merit],
         *,
         norm: str = "auto",
         ratio: bool = True,
@@ -45,6 +46,10 @@ class Probe:
     ) -> None:
         self._together = Together(model, "read the probe")
         self._model = bare(model)
+        sites = as_sites("sites", sites)
+        checks.flag("ratio", ratio)
+        if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "get_scale")):
+            checks.refuse("scaler", "a torch.amp.GradScaler", scaler, WrongType)
         if not sites:
             raise MeasurementError(
                 "there are no sites to probe. find_sites(...).explain() says which places were skipped and why."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,3 +42,39 @@ def restore(state: dict[str, Any]) -> None:
 
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))  # noqa: NPY002  (the user's global one)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two captured states are equal, so that the same numbers would be drawn."""
+    return one.keys() == other.keys() and all(
+        all(map(torch.equal, state, other[name])) if name == "cuda" else
+        torch.equal(state, other[name]) if isinstance(state, torch.Tensor) else state == other[name]
+        for name, state in one.items()
+    )  # fmt: skip
+
+
+@contextmanager
+def kept_outside_of_torch() -> Iterator[None]:
+    """The states of Python's `random` and of numpy are put back when the context ends; `torch.random.fork_rng` does it for torch."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(state)
+
+
+@contextmanager
+def kept_of_loader(batches: Any) -> Iterator[None]:
+    """The generators that a DataLoader and its samplers were given are put back: a look does not change the order of the next epoch."""
+    sampler, batch_sampler = getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None)
+    holders = (batches, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(each, "generator", None) for each in holders]
+    kept = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in kept:
+            generator.set_state(state)

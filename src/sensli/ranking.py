@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from sensli import checks
 from sensli.merits import Merit, Merits
 from sensli.tables import text_table
 
@@ -40,8 +41,8 @@ CHOICES: dict[str, Callable[[Merits, int], Sequence[Merit]]] = {
 
 def compare_choices(merits: Merits, count: int) -> str:
     """A table of the choices for so many new layers, with the merit that each would reach."""
-    if count < 1:
-        raise ValueError(f"count={count}: give how many layers are to be placed, a whole number from 1.")
+    checks.instance("merits", merits, Merits, "the Merits that measure returned")
+    count = checks.whole("count", count, 3)
     rows = []
     for name, choose in CHOICES.items():
         chosen = choose(merits, count)

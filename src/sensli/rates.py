@@ -8,7 +8,6 @@ bend it. What a scheduler of one's own keeps under names that torch does not use
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from sensli import checks
 from sensli.errors import OptimizerError
 from sensli.optim import Optimizers, as_list, as_optimizers, called, unwrapped
 
@@ -82,10 +82,14 @@ class RateScaling:
 Holders: TypeAlias = dict[str, tuple[Any, ...]]
 
 
+def check_factor(factor: float) -> float:
+    """The factor as a number; one that means nothing is refused."""
+    return checks.positive("lr_scale", factor, 0.5, error=OptimizerError)
+
+
 def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: float) -> RateScaling:
     """Check that the factor reaches every rate, and list what it changes; nothing has changed before `apply`."""
-    if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
-        raise OptimizerError(f"learning rates cannot be scaled by {factor!r}: the factor must be a positive number.")
+    factor = check_factor(factor)
     known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
     driven = [unwrapped(scheduler.optimizer) for scheduler in drivers]
     for scheduler, optimizer in zip(drivers, driven, strict=True):
@@ -139,10 +143,8 @@ def as_schedulers(given: Schedulers) -> tuple[LRScheduler, ...]:
         scheduler = each
         while not isinstance(scheduler, LRScheduler):
             if not hasattr(scheduler, "scheduler"):
-                raise OptimizerError(
-                    f"scheduler= holds a {called(each)}, which is no scheduler of torch.optim.lr_scheduler and wraps "
-                    "none, so its base rates are unknown. Pass the scheduler itself, or a list of them."
-                )
+                what = "a scheduler of torch.optim.lr_scheduler or a list of them"
+                checks.refuse("scheduler", what, each, OptimizerError)
             scheduler = scheduler.scheduler
         flat += [scheduler, *as_schedulers(getattr(scheduler, "_schedulers", None))]
     return tuple(flat)

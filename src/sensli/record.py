@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sensli.merits import Merit, Merits
@@ -72,13 +72,21 @@ class Look:
     def __str__(self) -> str:
         if not self.inserted:
             return f"epoch {self.call}: nothing inserted | {self.reason}"
-        return "\n".join(self._line(self.merits[index]) for index in self.chosen)
+        lines, parameters = [], self.parameters
+        for merit in (self.merits[index] for index in self.chosen):
+            lines.append(self._line(merit, parameters))
+            parameters = None if parameters is None else parameters + merit.parameters
+        return "\n".join(lines)
 
-    def _line(self, merit: SiteMerit) -> str:
+    def _line(self, merit: SiteMerit, parameters: int | None) -> str:
         ratio = f", {merit.ratio:.2g} x mean" if merit.ratio is not None else ""
         flops = f", +{merit.flops / self.flops:.0%} FLOPs".replace("%", " %") if self.flops else ""
-        cost = f"+{merit.parameters:,} parameters{flops}"
-        return f"epoch {self.call}: +{merit.site} | merit {merit.value:.1e}{ratio} | {cost}"
+        cost = (
+            f"+{merit.parameters:,} parameters"
+            if not parameters
+            else factor_text(parameters, parameters + merit.parameters)
+        )
+        return f"epoch {self.call}: +{merit.site} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -123,6 +131,15 @@ class Record:
         if not self.outlines or self.outlines[-1][1] != tuple(units):
             self.outlines.append((call, tuple(units)))
 
+    def copied(self) -> Record:
+        """A copy that does not change with this one."""
+        return replace(self, looks=list(self.looks), metrics=list(self.metrics), outlines=list(self.outlines))
+
+    def become(self, other: Record) -> None:
+        """Take the content of another record, in place: others may hold this one."""
+        self.looks[:], self.metrics, self.outlines[:] = other.looks, other.metrics, other.outlines
+        self.stride, self.calls = other.stride, other.calls
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
@@ -135,7 +152,13 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`. Counts that are none raise ValueError: a file may have been altered."""
+        for name, least in (("calls", 0), ("stride", 1)):
+            if type(data[name]) is not int or data[name] < least:
+                raise ValueError(f"{name} is {data[name]!r}")
+        for call, metric in data["metrics"]:
+            if type(call) is not int or not (metric is None or type(metric) in (int, float)):
+                raise ValueError(f"the metric of call {call!r} is {metric!r}")
         return cls(
             looks=[Look.from_dict(look) for look in data["looks"]],
             metrics=[(call, metric) for call, metric in data["metrics"]],
@@ -145,12 +168,22 @@ class Record:
         )
 
 
-def reason_of(merits: Merits, chosen: Sequence[Merit], *, select: str, tau: float) -> str:
-    """Why a look ended as it did, in one sentence for a person."""
+def factor_text(before: int, after: int) -> str:
+    """How the number of parameters grows: "26,722 -> 53,442 parameters, x2.0"."""
+    return f"{before:,} -> {after:,} parameters, x{after / before:.{1 if after >= 1.1 * before else 2}f}"
+
+
+def reason_of(merits: Merits, chosen: Sequence[Merit], *, select: str, tau: float, floor: float = 0.0) -> str:
+    """Why a look ended as it did, in one sentence for a person. ``floor`` is the least gradient norm that counts."""
     best = merits.best
     if not chosen:
         if best.ratio is not None and best.ratio < tau:
             return f"the best, {best.site}, has merit {best.value:.1e}, {best.ratio:.2g} x mean, below tau = {tau:g}"
+        if math.sqrt(best.value) < floor:
+            return (
+                f"the problem is solved: a change of 1 in the weights of the best, {best.site}, would lower the loss by about "
+                f"{math.sqrt(best.value):.1e} (merit {best.value:.1e}), less than the floor of {floor:.1e}"
+            )
         if select != "largest":
             return f"the site that select={select} gave did not pass tau = {tau:g} or the trigger's limits"
         return "the trigger's limits left no room for a layer that passes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -10,23 +11,24 @@ from sensli.copies import copied_model
 from sensli.cutting import inserted
 from sensli.distributed import Changing
 from sensli.errors import HistoryError, SensliError
-from sensli.history import Growth, History
+from sensli.history import Growth, History, as_growths
 from sensli.optim import Optimizers
 from sensli.rates import Schedulers
 from sensli.sites import Ref
-from sensli.surgery import insert
+from sensli.surgery import insert, undo
 from sensli.wrappers import bare
 
 
 def replay(model: nn.Module, history: History) -> nn.Module:
     """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
     with Changing(model, "replay a history") as together:
-        together.agree_on(f"{len(history)} growths")
-        _replay(bare(model), history)
+        network, growths = bare(model), as_growths("history", history)
+        together.agree_on({"the number of growths": len(growths)})
+        _replay(network, growths)
     return model
 
 
-def _replay(model: nn.Module, history: History) -> None:
+def _replay(model: nn.Module, history: Sequence[Growth]) -> None:
     if any(True for _ in inserted(model)):
         raise HistoryError(f"this {type(model).__name__} has grown already; replay starts from a fresh model.")
     trial = copied_model(model)  # a history that does not fit must leave the model as it was
@@ -51,6 +53,15 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
             f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
             "The factory must build the architecture that the history began with."
         ) from error
+    try:
+        _check_same_growth(model, growth, again)
+    except HistoryError:
+        undo(model, again, optimizer=optimizer, scheduler=scheduler)
+        raise
+    return again
+
+
+def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
     if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
         raise HistoryError(
             f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
@@ -64,4 +75,3 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
                 f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
                 "the history began with."
             )
-    return again

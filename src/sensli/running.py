@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli import random_state
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -78,13 +80,34 @@ def device_of(model: nn.Module) -> torch.device | None:
     return None
 
 
-def forked_random_state(model: nn.Module) -> Any:
-    """A context that puts the random state of the CPU and of the model's device back when it ends."""
+@contextmanager
+def forked_random_state(model: nn.Module) -> Iterator[None]:
+    """Random states are put back when the context ends: those of torch on the CPU and on the model's device, of Python and of numpy."""
     device = device_of(model)
     if device is None or device.type in ("cpu", "meta"):
-        return torch.random.fork_rng(devices=[])
-    index = device.index if device.index is not None else 0
-    return torch.random.fork_rng(devices=[index], device_type=device.type)
+        forked = torch.random.fork_rng(devices=[])
+    else:
+        index = device.index if device.index is not None else 0
+        forked = torch.random.fork_rng(devices=[index], device_type=device.type)
+    with forked, random_state.kept_outside_of_torch():
+        yield
+
+
+def undrawn(module: nn.Module) -> list[Any]:
+    """Hooks after which the random numbers that a module draws are given back: nobody behind it gets others than without it."""
+    states: list[tuple[Tensor, Tensor | None]] = []
+
+    def before(*_: Any) -> None:
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        states.append((torch.get_rng_state(), cuda))
+
+    def after(*_: Any) -> None:
+        cpu, cuda = states.pop()
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
 
 @contextmanager

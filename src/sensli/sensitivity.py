@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sensli.arguments import first_tensor, value_at, with_first, with_value
 from sensli.errors import MeasurementError
 from sensli.layers import CONVOLUTIONS
 from sensli.norms import Geometry, squared_norm
 from sensli.running import widened
 from sensli.sites import Site
-from sensli.vjp import VirtualTwin, split
+from sensli.taps import Watch, handed_on, tap
+from sensli.vjp import AddedTwin, VirtualTwin, split, virtually_in
 from sensli.wrappers import eager
 
 
@@ -73,9 +73,11 @@ class SiteCatch:
         self.sum = Sum(groups)
         self.shape: tuple[int, ...] = (1, *site.shape)
         self.alive: Tensor | None = None
-        self._activation = site.layer.activation.build().eval()  # a random one (RReLU) by its mean: no number is drawn
+        self._anchor = anchor
+        self._bend = site.layer.features().eval()  # a random activation (RReLU) by its mean: no number is drawn
         twin = site.layer.twin
-        self._twin = VirtualTwin(twin, anchor, model, site.slot) if twin is not None else None
+        self._twin = VirtualTwin(twin, anchor, model, site.slot) if twin is not None and not twin.null else None
+        self.added = AddedTwin(site, twin, anchor, model) if twin is not None and twin.null else None
 
     def add(self, x: Tensor, cotangent: Tensor, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """One pass: the activation, the cotangent that came back to it, and the arguments of the anchor's call."""
@@ -84,9 +86,13 @@ class SiteCatch:
             self.sum.add(self._twin.gradient(x, cotangent, args, kwargs), group)
             return
         x = widened(x)
-        if any(True for _ in self._activation.parameters()):
-            self._activation.to(x)
-        self.sum.add(self.site.layer.weight_gradient(x, cotangent, self._activation), group)
+        if any(True for _ in self._bend.parameters()):
+            self._bend.to(x)
+        if self.site.layer.norm:
+            next(self._bend.children()).train(
+                self._anchor.training
+            )  # statistics of the batch where the model takes them
+        self.sum.add(self.site.layer.weight_gradient(x, cotangent, self._bend), group)
         dim = 1 if self.site.kind == "conv" else x.dim() - 1
         low, high = x.transpose(0, dim).flatten(1).aminmax(dim=1) if dim != 1 else _range(x)
         alive = (low != 0) | (high != 0)
@@ -102,8 +108,9 @@ class SiteCatch:
         total = self.sum.total(without)
         if total is None:
             return 0.0
-        if self._twin is not None:
-            return sum(squared_norm(part, norm, Geometry()) for part in split(total, self._twin.shapes)) / samples**2
+        block = self._twin or self.added
+        if block is not None:
+            return sum(squared_norm(part, norm, Geometry()) for part in split(total, block.shapes)) / samples**2
         return squared_norm(total, norm, self.site.layer.geometry(self.shape)) / samples**2
 
 
@@ -158,74 +165,48 @@ class Catch:
         handles: list[Any] = []
         try:
             for catch, place in zip(self.sites, self._places, strict=True):
-                if catch.site.side == "after":
-                    handles.append(place.register_forward_hook(self._behind(catch), with_kwargs=True))
-                else:  # before the user's own hooks, as the layer would be
-                    hook = self._before(catch)
-                    handles.append(place.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+                if catch.added is None:
+                    handles.append(tap(catch.site, place, self._watcher(catch)))
+                else:
+                    handles += catch.added.hooked(self._arrived(catch))
             for weight in self.weights:
                 if isinstance(weight.owner, CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_shape_for(weight)))
             self.active = True
-            with eager():
+            with eager(), virtually_in(self.model, [catch.added for catch in self.sites if catch.added is not None]):
                 yield self
         finally:
             self.active = False
             for handle in handles:
                 handle.remove()
 
-    def _behind(self, catch: SiteCatch) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return None
-            value = first_tensor(output)
-            if value is None or isinstance(output, Tensor) == catch.site.first_part:
-                raise MeasurementError(
-                    f"'{catch.site.path}' returned {type(output).__name__} instead of the tensor that find_sites saw, so its merit "
-                    "cannot be measured. Find the sites with an example like the training data."
-                )
-            watched = self._asking(value, catch)
-            self._watch(catch, watched, args, kwargs)
-            return None if watched is value else with_first(output, watched)
+    def _watcher(self, catch: SiteCatch) -> Watch:
+        def watch(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            asking, watched = handed_on(value, catch.site)
+            if asking is not value:  # behind frozen layers
+                self.leaves.append(asking)
+            self._watch(catch, value.detach(), watched, args, kwargs)
+            return watched
 
-        return hook
+        return watch
 
-    def _before(self, catch: SiteCatch) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return None
-            value = value_at(args, kwargs, catch.site.slot)
-            if not isinstance(value, Tensor):
-                slot = catch.site.slot
-                what = (
-                    f"argument {slot!r}"
-                    if isinstance(slot, str)
-                    else f"argument {slot + 1}"
-                    if slot
-                    else "first argument"
-                )
-                raise MeasurementError(
-                    f"'{catch.site.path}' was not called with a tensor as its {what}, as find_sites saw it, so its merit "
-                    "cannot be measured. Find the sites with an example like the training data."
-                )
-            # A view of its own: the tensor may go elsewhere too, and only what this module sends back counts.
-            watched = self._asking(value, catch)
-            watched = watched.view_as(watched)
-            self._watch(catch, watched, args, kwargs)
-            return with_value(args, kwargs, catch.site.slot, watched)
+    def _arrived(self, catch: SiteCatch) -> Callable[[Tensor], None]:
+        def add(gradient: Tensor) -> None:
+            if self.active:
+                with torch.no_grad():
+                    catch.sum.add(self.unscaled(gradient), self.group)
+                self.caught += 1
 
-        return hook
+        return add
 
-    def _asking(self, value: Tensor, catch: SiteCatch) -> Tensor:
-        """The tensor itself, or behind frozen layers one that asks for a gradient and shares its memory."""
-        if value.requires_grad:
-            return value
-        leaf = value.detach().requires_grad_()
-        self.leaves.append(leaf)
-        return leaf.clone() if catch.site.overwritten else leaf
+    @property
+    def virtual(self) -> list[Tensor]:
+        """Weights of layers that are in the model as long as the hooks are."""
+        return [weight for catch in self.sites if catch.added is not None for weight in catch.added.weights]
 
-    def _watch(self, catch: SiteCatch, watched: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = watched.detach().clone() if catch.site.overwritten else watched.detach()
+    def _watch(
+        self, catch: SiteCatch, x: Tensor, watched: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         version = x._version
 
         def back(cotangent: Tensor) -> None:

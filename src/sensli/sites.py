@@ -44,6 +44,11 @@ class Ref:
         module = self._module()
         if module is None:
             return None
+        try:
+            if model.get_submodule(self.path) is module:  # nearly always, and then nothing has to be searched
+                return self.path, module
+        except AttributeError:
+            pass
         for path, candidate in model.named_modules():
             if candidate is module:
                 return path, module

@@ -13,13 +13,13 @@ import os
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from sensli.errors import CheckpointError
+from sensli.writing import replacing
 
 FORMAT = 1
 MAGIC = b"sensli checkpoint\n"
@@ -33,37 +33,37 @@ class _Hashed:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest, self.length = file, hashlib.sha256(), 0
+        self.failure: BaseException | None = None
 
     def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.length += len(data)
-        return self._file.write(data)
+        try:
+            self.digest.update(data)
+            self.length += len(data)
+            return self._file.write(data)
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write the file under a temporary name, force it to the disk, then rename: a kill at any moment leaves the old or the new one."""
+    """Write the file: a kill at any moment leaves the old or the new one."""
     content = {name: check_plain(value, name) for name, value in content.items()}
-    target = Path(path)
-    scratch = target.with_name(target.name + ".part")
-    with open(scratch, "wb") as file:
+    with replacing(path, CheckpointError) as file:
         file.write(MAGIC + b" " * _ROOM + b"\n")
         body = _Hashed(file)
-        torch.save(content, body)  # type: ignore[arg-type]
+        try:
+            torch.save(content, body)  # type: ignore[arg-type]
+        except RuntimeError:
+            if body.failure is None:
+                raise
+            # On its way out torch ends the archive, and reports that this failed instead of what went wrong.
+            raise body.failure from None
         header = json.dumps({"format": FORMAT, "length": body.length, "sha256": body.digest.hexdigest()})
         file.seek(len(MAGIC))
         file.write(header.ljust(_ROOM).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, target)
-    if os.name == "posix":  # the rename itself reaches the disk with the folder
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             magic, header, body = file.read(len(MAGIC)), file.read(_ROOM + 1), file.read()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path may hold a character that none can
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}.") from error
     if magic != MAGIC:
         short = MAGIC.startswith(magic)
@@ -79,8 +79,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"{path} {what}. Give a file that save_checkpoint wrote, or an earlier intact one.")
     try:
         facts = json.loads(header)
-        version, length, digest = int(facts["format"]), int(facts.get("length", -1)), facts.get("sha256")
-    except (ValueError, KeyError, TypeError, AttributeError):
+        version, length, digest = facts["format"], facts.get("length", -1), facts.get("sha256")
+        if type(version) is not int or version < 1 or type(length) is not int:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is cut short or altered: its header cannot be read. {_REMEDY}") from None
     if version > FORMAT:
         raise CheckpointError(
@@ -94,9 +96,13 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"{path} was altered after it was written: its checksum does not match. {_REMEDY}")
     try:
         content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than tensors and plain data, and was not loaded because that could run code: {error}"
+            f"{path} holds more than tensors and plain data, and was not loaded because that could run code: {_told(error)}"
+        ) from error
+    except Exception as error:  # what torch raises for bytes that are no archive is not a short list
+        raise CheckpointError(
+            f"{path} does not hold what torch.save wrote: {type(error).__name__}: {_told(error)} {_REMEDY}"
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(
@@ -106,6 +112,15 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 _REMEDY = "Use an intact copy, or an earlier checkpoint."
+
+
+def _told(error: Exception) -> str:
+    """The line that says what is wrong; torch adds many that advise to load the file nevertheless."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = next(
+        (line for line in lines if "WeightsUnpickler error: " in line), lines[0] if lines else "no reason given"
+    )
+    return found.rpartition("WeightsUnpickler error: ")[2]
 
 
 def check_plain(value: Any, place: str) -> Any:

@@ -6,25 +6,28 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from sensli import checks
+from sensli.building import build_layer
 from sensli.cutting import apply_cut, inserted, join, plan_cut, renames_of, take_out
 from sensli.distributed import Changing
-from sensli.errors import HistoryError, UnsupportedModel
+from sensli.errors import HistoryError
 from sensli.fsdp import readable_part
 from sensli.history import Growth
-from sensli.optim import Newcomer, Optimizers, as_optimizers, leave, plan_joining
+from sensli.merits import Merit, as_site
+from sensli.optim import Newcomer, Optimizers, as_optimizers, check_needed, leave, plan_joining
 from sensli.outline import GROWTH
 from sensli.own_rate import plan_own_rate
-from sensli.rates import Schedulers, plan_rate_scaling
-from sensli.same_output import check_same, outputs
+from sensli.rates import Schedulers, as_schedulers, check_factor, plan_rate_scaling
+from sensli.same_output import Outputs
 from sensli.sites import Ref, Site
 from sensli.wrappers import bare
 
 
 def insert(
     model: nn.Module,
-    site: Site,
+    site: Site | Merit,
     *,
     optimizer: Optimizers = None,
     scheduler: Schedulers = None,
@@ -34,15 +37,23 @@ def insert(
     freeze_rest: bool = False,
     own_rate: float | None = None,
 ) -> Growth:
-    """Insert the site's layer into the model in place; the function does not change, and training goes on.
+    """Insert the site's layer into the model in place; the function does not change, and training goes on. A merit stands for its site.
 
     The new parameters join the optimizer's groups of their neighbours (``group`` decides where those are in none); moments and
-    schedule stay. ``lr_scale`` multiplies all learning rates from then on. ``check`` is a batch, ``(input, target)`` or an input, on
-    which the output must not move; if it does, everything is put back and `FunctionChanged` is raised. ``freeze_rest`` lets only the new
+    schedule stay. ``lr_scale`` multiplies all learning rates from then on. ``check`` is a batch on which the output must not move, in the
+    mode the model is in and with the same random numbers; if it does, everything is put back and `FunctionChanged` is raised. As in
+    `measure` a pair is ``(input, target)``, of which the input is used: a model with several arguments takes
+    ``check=((x, mask), None)`` or a dict of keyword arguments. ``freeze_rest`` lets only the new
     layer train from then on. ``own_rate`` is a factor to the neighbours' learning rate for the new layer, which then has its own groups.
     """
     with Changing(model, f"insert {site}") as together:
-        return _insert(bare(model), site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
+        network, site = bare(model), as_site("site", site)
+        checks.flag("freeze_rest", freeze_rest)
+        lr_scale = check_factor(lr_scale)
+        check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
+        if check is not None:
+            checks.batch("check", check)
+        return _insert(network, site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
 
 
 def _insert(
@@ -59,6 +70,9 @@ def _insert(
 ) -> Growth:
     path, anchor = site.find(model)
     cut = plan_cut(model, site, path)
+    together.agree_on(
+        {"the place": cut.path}, last=False
+    )  # before a copy of a sharded block is made, by all ranks at once
     around = [found for found in (ref.find(model) for ref in site.neighbours) if found is not None]
     neighbours = [module for _, module in around]
     beside = {
@@ -66,33 +80,28 @@ def _insert(
         for place, module in around
         for name, p in module.named_parameters(recurse=False)
     }
-    like = _example_parameter(model, [*neighbours, anchor])
-    layer = _built(model, site, anchor, like, neighbours)
+    whole, source = readable_part(model, anchor) if site.layer.twin is not None else (model, anchor)
+    layer = build_layer(model, site, anchor, neighbours, source=source, outside=whole)
     together.prepare(layer, path)
     renames = renames_of(model, cut)
     # The nearest relative of a twin's parameter is the one it is a copy of.
     originals = dict(anchor.named_parameters()) if cut.twin else {}
     newcomers = [
-        Newcomer(
-            join(cut.path, name),
-            parameter,
-            (*((originals[name],) if name in originals else ()), *_near(parameter, neighbours)),
-            beside=_near_paths(site),
-        )
+        _newcomer(site, join(cut.path, name), parameter, originals.get(name), neighbours)
         for name, parameter in layer.named_parameters()
     ]
     joining = plan_joining(optimizer, newcomers, group=group, renames=renames)
     rates = plan_rate_scaling(optimizer, scheduler, lr_scale)
     own = plan_own_rate(optimizer, scheduler, joining, own_rate) if own_rate is not None else None
     number = 1 + max((n for n, _, _ in inserted(model)), default=0)
-    before = outputs(model, check) if check is not None else None
+    before = Outputs.of(model, check) if check is not None else None
 
     setattr(layer, GROWTH, number)
     apply_cut(model, cut, layer)
     try:
         if before is not None:
-            check_same(site, before, outputs(model, check))
-        together.agree_on(f"growth {number}: {site}, as {cut.path}")
+            before.check(model, layer, site)
+        together.agree_on({"the growth": f"number {number}: {site}, as {cut.path}"})
     except BaseException:
         take_out(model, cut.path, cut.place)
         raise
@@ -130,8 +139,10 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
     If no step was taken since, model and optimizer are to the bit what they were. Otherwise the function changes as it must.
     """
-    with Changing(model, f"undo {growth.name}") as together:
-        _undo(bare(model), growth, together, optimizer, scheduler)
+    with Changing(model, f"undo {getattr(growth, 'name', 'a growth')}") as together:
+        network = bare(model)
+        checks.instance("growth", growth, Growth, "the Growth that insert returned (for example grower.history[-1])")
+        _undo(network, growth, together, optimizer, scheduler)
 
 
 def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optimizers, scheduler: Schedulers) -> None:
@@ -148,11 +159,12 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
             f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
+    as_schedulers(scheduler)
     gone = list(layer.parameters())
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.check(optimizer, scheduler, gone)
     trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
-    together.agree_on(f"growth {number}")
+    together.agree_on({"the last growth": f"number {number}, {path}"})
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
     take_out(model, path, growth.site.place)
@@ -163,30 +175,39 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
         growth.own_rate.remove(optimizer, scheduler)
 
 
-def _built(
-    model: nn.Module, site: Site, anchor: nn.Module, like: Tensor | None, neighbours: list[nn.Module]
-) -> nn.Module:
-    """The site's layer, ready to go in: type, device, memory layout and mode of what stands around it."""
-    if like is not None and like.is_meta:
-        raise UnsupportedModel(
-            f"{type(model).__name__} is on the meta device: it has shapes and no values, so an identity layer would have none either. "
-            "Load the weights first, then insert."
-        )
-    if site.layer.twin is not None:
-        whole, source = readable_part(model, anchor)
-        return site.layer.build(source=source, outside=whole)  # a copy has all of that already
-    layer = site.layer.build(
-        dtype=like.dtype if like is not None else None, device=like.device if like is not None else None
-    )
-    layer.train(anchor.training)
-    weights = [p for module in neighbours for p in module.parameters(recurse=False) if p.ndim in (4, 5)]
-    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if any(w.ndim == dims and w.is_contiguous(memory_format=layout) and not w.is_contiguous() for w in weights):
-            layer.to(memory_format=layout)  # type: ignore[call-overload]
-    return layer
-
-
 # --- who stands nearby ---
+
+
+def check_joining(
+    model: nn.Module, site: Site, optimizer: Optimizers, group: int | dict[str, Any] | None = None
+) -> None:
+    """Raise `OptimizerError` if the parameters of a layer at the site would find no group to join. Builds no layer."""
+    if optimizer is None:
+        return
+    _, anchor = site.find(model)
+    neighbours = [found[1] for found in (ref.find(model) for ref in site.neighbours) if found is not None]
+    if site.layer.twin is None:
+        originals: dict[str, nn.Parameter] = {}
+        shapes = {"weight": site.layer.weight_shape, "bias": (site.layer.width,)}
+    else:
+        gone = tuple(f"{path}." for path in site.layer.twin.replaced)
+        originals = {name: p for name, p in anchor.named_parameters() if not name.startswith(gone)}
+        shapes = {name: tuple(p.shape) for name, p in originals.items()}
+    plan_joining(
+        optimizer,
+        [
+            _newcomer(site, name, nn.Parameter(torch.empty(shape, device="meta")), originals.get(name), neighbours)
+            for name, shape in shapes.items()
+        ],
+        group=group,
+    )
+
+
+def _newcomer(
+    site: Site, name: str, parameter: nn.Parameter, original: nn.Parameter | None, neighbours: list[nn.Module]
+) -> Newcomer:
+    relatives = (*(() if original is None else (original,)), *_near(parameter, neighbours))
+    return Newcomer(name, parameter, relatives, beside=_near_paths(site))
 
 
 def _near(parameter: nn.Parameter, neighbours: list[nn.Module]) -> tuple[nn.Parameter, ...]:
@@ -198,12 +219,3 @@ def _near(parameter: nn.Parameter, neighbours: list[nn.Module]) -> tuple[nn.Para
 
 def _near_paths(site: Site) -> str:
     return ", ".join(f"'{ref.path}'" for ref in site.neighbours[:2])
-
-
-def _example_parameter(model: nn.Module, nearby: list[nn.Module]) -> Tensor | None:
-    """A floating-point parameter whose type and device the new ones take."""
-    for module in (*nearby, model):
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                return parameter
-    return None

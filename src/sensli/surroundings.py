@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -9,7 +12,7 @@ from torch import nn
 from sensli.flow import Call, Flow, Seen
 from sensli.graph import nearest_parameters, operation, origin
 from sensli.layers import CONVOLUTIONS, Activation
-from sensli.stacks import Stack
+from sensli.stacks import Paths, Stack, ancestors, parent_of
 
 LAYERS = (nn.Linear, *CONVOLUTIONS)
 
@@ -32,38 +35,35 @@ class Surroundings:
 
     def __init__(self, flow: Flow, stacks: list[Stack]) -> None:
         self.flow = flow
-        self.blocks = [block.path for stack in stacks for block in stack.blocks]
+        self.blocks = Paths(block.path for stack in stacks for block in stack.blocks)
         # What stands among blocks is a block too, if not an equal one: a stage begins with one that changes the size.
         for stack in stacks:
-            if stack.residual and stack.container:
-                container = flow.model.get_submodule(stack.container)
-                if isinstance(container, (nn.Sequential, nn.ModuleList)):
-                    blocks = [
-                        f"{stack.container}.{n}"
-                        for n, child in container.named_children()
-                        if len(list(child.children())) > 1
-                    ]
-                    self.blocks += [path for path in blocks if not any(b.startswith(f"{path}.") for b in self.blocks)]
+            container = flow.model.get_submodule(stack.container)
+            if stack.residual and stack.container and isinstance(container, (nn.Sequential, nn.ModuleList)):
+                for name, child in container.named_children():
+                    path = f"{stack.container}.{name}"
+                    if len(list(child.children())) > 1 and not self.blocks.below(path):
+                        self.blocks.add(path)
+        self._names = Counter(id(module) for _, module in flow.model.named_modules(remove_duplicate=False))
+        owners = [call.began for call in flow.calls if any(True for _ in call.module.parameters(recurse=False))]
+        self._last_weights = max(owners, default=-1)
+        # Memory that a module with ``inplace=True`` gets, and when it last does.
+        self._written: dict[int, int] = {}
+        for call in flow.calls:
+            if getattr(call.module, "inplace", False) is True:
+                self._written.update({_memory(given): call.began for given in call.inputs})
 
     def in_block(self, path: str) -> bool:
-        return any(path == block or path.startswith(block + ".") for block in self.blocks)
+        return self.blocks.around(path)
 
     def has_other_names(self, call: Call) -> bool:
-        names = self.flow.model.named_modules(remove_duplicate=False)
-        return any(module is call.module and path != call.path for path, module in names)
+        return self._names[id(call.module)] > 1
 
     def in_encoder_layer(self, path: str) -> bool:
-        while path:
-            path = path.rpartition(".")[0]
-            if isinstance(self.flow.model.get_submodule(path), nn.TransformerEncoderLayer):
-                return True
-        return False
+        return any(isinstance(self.flow.model.get_submodule(p), nn.TransformerEncoderLayer) for p in ancestors(path))
 
     def weights_follow(self, call: Call) -> bool:
-        return any(
-            later.began > call.ended and any(True for _ in later.module.parameters(recurse=False))
-            for later in self.flow.calls
-        )
+        return self._last_weights > call.ended
 
     def chained(self, path: str) -> bool:
         """Whether the anchor's container is an nn.Sequential that passes the data through its children itself."""
@@ -73,19 +73,19 @@ class Surroundings:
 
     def neighbours(self, call: Call, seen: Seen) -> list[str]:
         """Paths of the modules that own the nearest parameters: those the values come from, else the anchor's own."""
-        owners = [name.rpartition(".")[0] for name in nearest_parameters(self.flow.parameter_names, seen.node)]
-        owners += [name.rpartition(".")[0] for name, _ in call.module.named_parameters(prefix=call.path)]
-        return list(dict.fromkeys(owners))[:4]
+        near = nearest_parameters(self.flow.parameter_names, seen.node)
+        own = (name for name, _ in call.module.named_parameters(prefix=call.path))
+        owners: list[str] = []
+        for name in chain(near, own):
+            if len(owners) == 4:
+                break
+            if parent_of(name) not in owners:
+                owners.append(parent_of(name))
+        return owners
 
     def overwritten_in_training(self, seen: Seen, since: int) -> bool:
         """Whether a module that rests in eval mode (a dropout with ``inplace=True``) will work in place on these values."""
-        memory = seen.tensor.untyped_storage().data_ptr()
-        return any(
-            call.began > since
-            and getattr(call.module, "inplace", False) is True
-            and any(given.tensor.untyped_storage().data_ptr() == memory for given in call.inputs)
-            for call in self.flow.calls
-        )
+        return self._written.get(_memory(seen), -1) > since
 
     def activation_in(self, call: Call) -> Activation | None:
         """The first activation inside a block, module or functional: what the block's author would use."""
@@ -93,14 +93,16 @@ class Surroundings:
             known = Activation.of(module)
             if known is not None:
                 return known
-        for inner in self.flow.calls:
-            if (
-                call.began < inner.began
-                and inner.ended < call.ended
-                and isinstance(inner.module, LAYERS)
-                and inner.inputs
-            ):
+        first = bisect(self.flow.calls, call.began, key=lambda other: other.began)
+        for inner in self.flow.calls[first:]:
+            if inner.began > call.ended:
+                break
+            if isinstance(inner.module, LAYERS) and inner.inputs:
                 known = functional(origin(inner.inputs[0].node))
                 if known is not None:
                     return known
         return None
+
+
+def _memory(seen: Seen) -> int:
+    return seen.tensor.untyped_storage().data_ptr()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sensli import checks
 from sensli.sites import Site
 
 
@@ -26,21 +27,34 @@ class Trigger:
 
     def fires(self, moment: Moment) -> bool:
         """Whether to look at this call. Asked exactly once per call."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define fires(self, moment): whether to look at this call."
+        )
 
     def allows(self, site: Site, moment: Moment) -> bool:
         """Whether the limits leave room for this site's layer."""
         return True
 
+    def looked(self) -> None:
+        """Told when the whole trigger fired, of which this may be a part, so that a look follows."""
+
     def grown(self) -> None:
         """Told after an insertion."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be kept for a resume."""
+        """What has to be kept for a resume, and to be put back when a step fails."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`. Raises before anything changes if the state is not one of this trigger."""
+        if state:
+            raise ValueError(f"{self!r} has no state, got {state!r}.")
+
+    def __bool__(self) -> bool:
+        # `Every(2) and AtMost(2)` would silently be the second one.
+        raise TypeError(
+            "a trigger has no truth value. Combine triggers with & and | instead of `and` and `or`: Every(2) & AtMost(2)."
+        )
 
     def __and__(self, other: Trigger) -> Trigger:
         return _Both(self, other)
@@ -58,6 +72,10 @@ class _Pair(Trigger):
                 raise TypeError(f"a trigger can be combined with another trigger only, not with {side!r}.")
         self.left, self.right = left, right
 
+    def looked(self) -> None:
+        self.left.looked()
+        self.right.looked()
+
     def grown(self) -> None:
         self.left.grown()
         self.right.grown()
@@ -66,8 +84,15 @@ class _Pair(Trigger):
         return {"left": self.left.state_dict(), "right": self.right.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"left", "right"}:
+            raise ValueError(f"{self!r} needs the states of its two parts, got {state!r}.")
+        before = self.left.state_dict()
         self.left.load_state_dict(state["left"])
-        self.right.load_state_dict(state["right"])
+        try:
+            self.right.load_state_dict(state["right"])
+        except BaseException:
+            self.left.load_state_dict(before)
+            raise
 
     def __repr__(self) -> str:
         return f"({self.left!r} {self.word} {self.right!r})"
@@ -96,6 +121,12 @@ class _Either(_Pair):
         self._fired = (self.left.fires(moment), self.right.fires(moment))
         return any(self._fired)
 
+    def looked(self) -> None:
+        # The side that did not fire goes on counting.
+        for fired, side in zip(self._fired, (self.left, self.right), strict=True):
+            if fired:
+                side.looked()
+
     def allows(self, site: Site, moment: Moment) -> bool:
         # A limit binds the side it was combined with: only the side that fired may let a site through.
         sides = zip(self._fired, (self.left, self.right), strict=True)
@@ -103,12 +134,13 @@ class _Either(_Pair):
 
 
 class At(Trigger):
-    """Fires on the given calls: ``At(50, 100)``."""
+    """Fires on the given calls: ``At(50, 100)`` or ``At([50, 100])``."""
 
-    def __init__(self, *calls: int) -> None:
-        if not calls or any(not isinstance(call, int) or call < 1 for call in calls):
-            raise ValueError(f"At{calls}: give the calls of Grower.step to look at, whole numbers from 1.")
-        self.calls = frozenset(calls)
+    def __init__(self, *calls: int | Iterable[int]) -> None:
+        given = calls[0] if len(calls) == 1 and isinstance(calls[0], (list, tuple, range, set, frozenset)) else calls
+        self.calls = frozenset(checks.whole("every call in At(...)", call, 50) for call in given)
+        if not self.calls:
+            raise ValueError("At needs at least one call of Grower.step (for example At(50, 100)), got none.")
 
     def fires(self, moment: Moment) -> bool:
         return moment.call in self.calls
@@ -121,9 +153,7 @@ class Every(Trigger):
     """Fires on every n-th call: ``Every(50)`` on 50, 100, ..."""
 
     def __init__(self, calls: int) -> None:
-        if not isinstance(calls, int) or calls < 1:
-            raise ValueError(f"Every({calls!r}): give a whole number of calls, at least 1.")
-        self.calls = calls
+        self.calls = checks.whole("calls in Every(calls)", calls, 10)
 
     def fires(self, moment: Moment) -> bool:
         return moment.call % self.calls == 0
@@ -133,14 +163,12 @@ class Every(Trigger):
 
 
 class Plateau(Trigger):
-    """Fires when ``metric`` has not improved by ``threshold`` (relative) for ``patience`` calls; counts anew after it fired."""
+    """Fires when ``metric`` has not improved by ``threshold`` (relative) for ``patience`` calls; starts counting again after a look."""
 
     def __init__(self, patience: int = 10, *, mode: str = "min", threshold: float = 1e-4) -> None:
-        if not isinstance(patience, int) or patience < 1:
-            raise ValueError(f"Plateau(patience={patience!r}): give a whole number of calls, at least 1.")
-        if mode not in ("min", "max"):
-            raise ValueError(f"Plateau(mode={mode!r}): 'min' for a loss, 'max' for an accuracy.")
-        self.patience, self.mode, self.threshold = patience, mode, threshold
+        self.patience = checks.whole("patience", patience, 10)
+        self.mode = checks.one_of("mode", mode, ("min", "max"))
+        self.threshold = checks.at_least("threshold", threshold, 0, 1e-4)
         self.best: float | None = None
         self.waited = 0
 
@@ -153,10 +181,10 @@ class Plateau(Trigger):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-        if self.waited < self.patience:
-            return False
+        return self.waited >= self.patience
+
+    def looked(self) -> None:
         self.waited = 0
-        return True
 
     def grown(self) -> None:
         self.waited = 0  # a new layer gets the same patience
@@ -165,7 +193,11 @@ class Plateau(Trigger):
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.waited = state["best"], state["waited"]
+        best, waited = state["best"], state["waited"]
+        known = best is None or (isinstance(best, (int, float)) and math.isfinite(best))
+        if not known or type(waited) is not int or waited < 0 or set(state) != {"best", "waited"}:
+            raise ValueError(f"{self!r} needs a number or None as best and a count as waited, got {state!r}.")
+        self.best, self.waited = best, waited
 
     def __repr__(self) -> str:
         return f"Plateau(patience={self.patience}, mode={self.mode!r})"
@@ -175,9 +207,7 @@ class AtMost(Trigger):
     """Fires as long as there were fewer growths: a limit to combine with others, ``Every(10) & AtMost(3)``."""
 
     def __init__(self, growths: int) -> None:
-        if not isinstance(growths, int) or growths < 1:
-            raise ValueError(f"AtMost({growths!r}): give a whole number of growths, at least 1.")
-        self.growths = growths
+        self.growths = checks.whole("growths in AtMost(growths)", growths, 3)
 
     def fires(self, moment: Moment) -> bool:
         return moment.growths < self.growths
@@ -193,11 +223,16 @@ class Budget(Trigger):
     """Fires as long as there is room, and lets only layers through that fit: ``Budget(parameters=1_000_000)``."""
 
     def __init__(self, *, parameters: int | None = None, flops: int | None = None, depth: int | None = None) -> None:
-        limits = {"parameters": parameters, "flops": flops, "depth": depth}
-        self.limits = {name: limit for name, limit in limits.items() if limit is not None}
-        if not self.limits or any(limit < 1 for limit in self.limits.values()):
+        # Sizes are whole, so a limit such as 1e6 or 10.5 is the whole number below it.
+        limits = {"parameters": (parameters, 1_000_000), "flops": (flops, 1_000_000), "depth": (depth, 20)}
+        self.limits = {
+            name: int(checks.at_least(name, limit, 1, example))
+            for name, (limit, example) in limits.items()
+            if limit is not None
+        }
+        if not self.limits:
             raise ValueError(
-                f"Budget({limits}): give at least one positive limit of parameters, flops (per sample) or depth."
+                "Budget needs a limit: parameters, flops (per sample) or depth (for example Budget(parameters=1_000_000)), got none."
             )
 
     def fires(self, moment: Moment) -> bool:

@@ -10,12 +10,12 @@ from torch import nn
 from sensli.chain import Chain
 from sensli.counting import plan_list
 from sensli.flow import Call, Flow, Seen
-from sensli.layers import Layer
+from sensli.layers import Layer, ParametricLayer, ResidualLayer
 from sensli.lists import ListPlace
 from sensli.numbering import equal_blocks, own_numbers
-from sensli.stacks import signature
+from sensli.stacks import likeness, signature
 from sensli.twins import Twin
-from sensli.zeroing import NoTwin, find_twin
+from sensli.zeroing import NoTwin, find_null, find_twin, never_negative, twin_like
 
 
 class TwinFinder:
@@ -23,7 +23,8 @@ class TwinFinder:
 
     def __init__(self, model: nn.Module, example: Any, init: str) -> None:
         self._model, self._example, self._init = model, example, init
-        self._plans: dict[object, Twin] = {}
+        self._plans: dict[object, Twin] = {}  # by what is alike
+        self._sized: dict[object, Twin] = {}  # by what is equal
         self._refused: dict[object, str] = {}
         # Of a list: for each block the first and the last of its equals, and what must follow when the list takes a twin of them.
         self._equals: dict[str, list[tuple[int, int]]] = {}
@@ -32,20 +33,49 @@ class TwinFinder:
 
     def find(self, flow: Flow, call: Call, seen: Seen, *, chained: bool) -> tuple[Layer, ListPlace | None]:
         """The layer and, where it goes into a list, what must follow. Raises `NoTwin` with the reason."""
+        if isinstance(call.module, (ResidualLayer, ParametricLayer)):
+            raise NoTwin("is a layer that was inserted, which is no block of the model's own")
         kind = signature(call.module)
-        side = seen is call.given
-        if (kind, side) in self._refused:
-            raise NoTwin(self._refused[kind, side])
-        try:
-            twin = find_twin(flow, call, seen, self._plans.get((kind, side)))
-        except NoTwin as refusal:
-            self._refused[kind, side] = str(refusal)
-            raise
-        self._plans[kind, side] = twin
+        twin = self._twin(flow, call, seen, kind)
         place = None if chained else self._place(call, twin)
         if place is None:
             self._check_unnumbered(call, twin)
         return Layer("twin", "block", twin=replace(twin, init=self._init)), place
+
+    def find_null(self, flow: Flow, call: Call, *, chained: bool) -> tuple[Layer, ListPlace | None]:
+        """The same for a loop that adds what its blocks give, so that the new one must give zero."""
+        kind = signature(call.module)
+        if kind in self._refused:
+            raise NoTwin(self._refused[kind])
+        try:
+            twin = self._plans.get(kind) or find_null(call)
+            place = None if chained else self._place(call, twin)
+            if place is None and not chained:
+                raise NoTwin(
+                    "stands in a list that cannot take another block: a trial with one more changed the output"
+                )
+        except NoTwin as refusal:
+            self._refused[kind] = str(refusal)
+            raise
+        self._plans[kind] = twin
+        return Layer("twin", "block", twin=replace(twin, init=self._init)), place
+
+    def _twin(self, flow: Flow, call: Call, seen: Seen, kind: object) -> Twin:
+        """The plan, found on the first of all blocks that are alike; a trial in the model tells whether it holds for the others."""
+        sign = never_negative(seen)
+        if (kind, sign) in self._sized:
+            return self._sized[kind, sign]
+        alike = (likeness(call.module), sign)
+        if alike in self._refused:
+            raise NoTwin(self._refused[alike])
+        try:
+            known = self._plans.get(alike)
+            twin = find_twin(flow, call, seen) if known is None else twin_like(call, known)
+        except NoTwin as refusal:
+            self._refused[alike] = str(refusal)
+            raise
+        self._plans[alike] = self._sized[kind, sign] = twin
+        return twin
 
     def _check_unnumbered(self, call: Call, twin: Twin) -> None:
         """A twin beside its neighbour would have the neighbour's number, and with it the neighbour's entry in every cache."""

@@ -36,6 +36,7 @@ class Twin:
     remembers: bool = (
         False  # the block is called with an object that it changes, such as a cache; a trial call goes without
     )
+    null: bool = False  # it gives zero instead of its input: the loop around the blocks adds what they give
 
     @property
     def measured(self) -> tuple[str, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sensli.arguments import Slot, first_tensor, with_value, without_memory
+from sensli.cutting import Cut, apply_cut, plan_cut, take_out
 from sensli.errors import MeasurementError
-from sensli.running import HALF, forked_random_state, widened
+from sensli.running import HALF, forked_random_state, undrawn, widened
+from sensli.sites import Site
 from sensli.twins import Twin
 
 
@@ -50,6 +53,55 @@ class VirtualTwin:
         return torch.cat(
             [(torch.zeros_like(w) if g is None else g).flatten() for w, g in zip(self._weights, gradients, strict=True)]
         )
+
+
+class AddedTwin:
+    """A twin that gives zero, for a list whose loop adds what its blocks give: ``x = x + f(block(x))``.
+
+    What the loop does between its blocks is in no module, so the twin is put into the list while the hooks are set. It changes nothing
+    but the time that a pass takes: what it gives is zero, and the random numbers that it draws are given back.
+    """
+
+    def __init__(self, site: Site, twin: Twin, block: nn.Module, model: nn.Module) -> None:
+        self.site = site
+        self._block = block
+        self.module = twin.build(block, model, share=True)
+        named = dict(self.module.named_parameters())
+        self.weights = [named[name].requires_grad_() for name in twin.measured]
+        self.shapes = [tuple(weight.shape) for weight in self.weights]
+
+    def hooked(self, arrived: Callable[[Tensor], None]) -> list[Any]:
+        """Hand on the gradients of all measured maps, as parts of one vector."""
+        self.module.train(self._block.training)
+        sizes = [weight.numel() for weight in self.weights]
+
+        def hook(index: int) -> Callable[[Tensor], None]:
+            def add(gradient: Tensor) -> None:
+                parts = [gradient.new_zeros(size) for size in sizes]
+                parts[index] = gradient.detach().flatten()
+                arrived(torch.cat(parts))
+
+            return add
+
+        return [*undrawn(self.module), *(w.register_hook(hook(index)) for index, w in enumerate(self.weights))]
+
+
+@contextmanager
+def virtually_in(model: nn.Module, added: Sequence[AddedTwin]) -> Iterator[None]:
+    """The twins stand in their lists as long as the context lasts."""
+    done: list[Cut] = []
+    try:
+        for each in reversed(added):  # from the end, so that what comes before keeps its number
+            cut = plan_cut(model, each.site, each.site.find(model)[0])
+            apply_cut(model, cut, each.module)
+            done.append(cut)
+        yield
+    finally:
+        for cut in reversed(done):
+            take_out(model, cut.path, cut.place)
+        for each in added:
+            for weight in each.weights:
+                weight.grad = None
 
 
 def split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

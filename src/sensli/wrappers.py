@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sensli import checks
 from sensli.errors import UnsupportedModel
 
 # By class name, because some of them live in modules that are costly to import or absent from a build of torch.
@@ -31,11 +32,9 @@ def around(model: nn.Module) -> list[nn.Module]:
         chain.append(inner)
 
 
-def bare(model: nn.Module) -> nn.Module:
+def bare(model: nn.Module, name: str = "model") -> nn.Module:
     """The user's own module: torch.compile and DistributedDataParallel are looked through, what would go wrong silently is refused."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"expected an nn.Module, got {type(model).__name__}; give the model itself")
-    own = around(model)[-1]
+    own = around(checks.model(name, model))[-1]
     if isinstance(own, torch.jit.ScriptModule):
         raise UnsupportedModel(
             f"{type(own).__name__} is scripted, and a scripted module can be neither read nor changed. "

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sensli.arguments import first_tensor, is_plain, with_value, without_memory
+from sensli.arguments import Slot, first_tensor, is_plain, with_value, without_memory
 from sensli.copies import copied_block
 from sensli.errors import SensliError
 from sensli.flops import count_flops
@@ -23,7 +24,6 @@ from sensli.graph import nearest_parameters, operation, origin
 from sensli.running import forked_random_state
 from sensli.twins import Twin
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _LOCKS = 3  # how many first choices are taken back before giving up
 
 
@@ -31,20 +31,42 @@ class NoTwin(SensliError):
     """A block that cannot be made an identity; the text becomes a reason in `Sites.skipped`."""
 
 
-def find_twin(flow: Flow, call: Call, seen: Seen, hint: Twin | None = None) -> Twin:
-    """The plan of a twin of a block for the values seen at its input or its output. ``hint``: the plan of an equal block."""
+def find_twin(flow: Flow, call: Call, seen: Seen) -> Twin:
+    """The plan of a twin of a block for the values seen at its input or its output, found by trial."""
     trial = _Trial(call, seen)
-    if hint is not None and trial.fits(hint):
-        return hint
     zeroed, replaced = trial.search(_replaceable(flow, call))
-    return Twin(
-        block=type(call.module).__name__,
-        zeroed=tuple(zeroed),
-        replaced=tuple(replaced),
-        parameters=sum(p.numel() for p in trial.block.parameters()),
-        flops=trial.flops(),
-        remembers=trial.remembers,
-    )
+    return trial.twin(zeroed, replaced)
+
+
+def find_null(call: Call) -> Twin:
+    """The plan of a twin that gives zero, for a loop that adds what its blocks give."""
+    assert call.given is not None
+    trial = _Trial(call, call.given, null=True)
+    return trial.twin(trial.search_null(), [])
+
+
+def twin_like(call: Call, known: Twin) -> Twin:
+    """The plan of an alike block for this one, which may be of another size. It is tried in the model, not here."""
+    assert call.given is not None and call.slot is not None
+    others = with_value(call.args, call.kwargs, call.slot, None)
+    if is_plain(others) == known.remembers:
+        raise NoTwin("takes other arguments than the blocks that are alike it")
+    return replace(known, parameters=_kept(call.module, known), flops=_flops(call))
+
+
+def _kept(block: nn.Module, twin: Twin) -> int:
+    """How many parameters a twin has: all of its block's but those of modules that are replaced."""
+    gone = [f"{path}." for path in twin.replaced]
+    return sum(p.numel() for name, p in block.named_parameters() if not any(name.startswith(path) for path in gone))
+
+
+def _flops(call: Call) -> int:
+    assert call.given is not None and call.slot is not None
+    args, kwargs = without_memory(with_value(call.args, call.kwargs, call.slot, None))
+    try:
+        return int(count_flops(_Bound(call.module, args, kwargs, call.slot), (call.given.tensor.detach(),)))
+    except SensliError:
+        return 0
 
 
 def _replaceable(flow: Flow, call: Call) -> list[str]:
@@ -61,12 +83,18 @@ def _replaceable(flow: Flow, call: Call) -> list[str]:
     return [path[len(call.path) + 1 :] for path in sorted(paths, key=lambda path: depth[path])]
 
 
+def never_negative(seen: Seen) -> bool:
+    """Whether it is proven that values are never below zero: they come from a ReLU. Only they tell what a padding was filled with."""
+    source = origin(seen.node) if seen.node is not None else None
+    return source is not None and operation(source) == "Relu" and not seen.negative
+
+
 class _Trial:
     """One block, copied, that can be called again and again with its arguments and changed between the calls."""
 
-    def __init__(self, call: Call, seen: Seen) -> None:
+    def __init__(self, call: Call, seen: Seen, *, null: bool = False) -> None:
         assert call.slot is not None and call.given is not None and call.result is not None
-        self.call, self.slot = call, call.slot
+        self.call, self.slot, self.null = call, call.slot, null
         self.block = copied_block(call.module)
         # Never chained: somebody's eval() returns None.
         self.block.eval()
@@ -79,8 +107,7 @@ class _Trial:
         value = seen.tensor.detach()
         stretched = value * _uniform(value, generator, 0.5, 1.5)  # keeps every sign, so a value behind a ReLU stays one
         self.inputs = [value, stretched]
-        source = origin(seen.node) if seen.node is not None else None
-        if source is None or operation(source) != "Relu" or seen.negative:
+        if not never_negative(seen):
             self.inputs.append(-value)  # nothing proves that values here are never negative, so these must pass too
 
     def _reproduce(self, given: Seen, result: Seen) -> None:
@@ -122,19 +149,21 @@ class _Trial:
 
     # --- what a state of the block is worth ---
 
-    def is_identity(self) -> bool:
-        return all((output := self.run(value)) is not None and torch.equal(output, value) for value in self.inputs)
+    def is_done(self) -> bool:
+        """Whether the block gives its input back, or zero where that is wanted."""
+        return all(self._gives_back(value) for value in self.inputs)
 
-    def is_identity_in_training(self) -> bool:
-        """The same with batch statistics, dropout aside: in a zero branch it does no harm, on the main path it is the model's own."""
+    def _gives_back(self, value: Tensor) -> bool:
+        output = self.run(value)
+        return output is not None and torch.equal(output, torch.zeros_like(value) if self.null else value)
+
+    def is_done_in_training(self) -> bool:
+        """The same with batch statistics and dropout."""
         buffers = {name: buffer.clone() for name, buffer in self.block.named_buffers()}
         self.block.train()
-        for module in self.block.modules():
-            if isinstance(module, _DROPOUTS):
-                module.training = False
         try:
             # A batch too small for batch statistics proves nothing either way.
-            return self.run(self.inputs[1]) is None or self.is_identity()
+            return self._gives_back(self.inputs[1]) or self.run(self.inputs[1]) is None
         finally:
             self.block.eval()
             with torch.no_grad():
@@ -152,36 +181,23 @@ class _Trial:
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(names)
         return next((n for n, g in zip(names, gradients, strict=True) if g is None or not g.any()), None)
 
-    def fits(self, twin: Twin) -> bool:
-        """Whether an equal block's plan holds here too; the block is left changed if so."""
-        names = dict(self.block.named_parameters())
-        if any(name not in names for name in twin.zeroed) or twin.remembers != self.remembers:
-            return False
-        with self._undone() as keep:
-            for path in twin.replaced:
-                self._replace(path)
-            for name in twin.zeroed:
-                self._zero(name)
-            good = (
-                self.is_identity()
-                and self.is_identity_in_training()
-                and self.without_gradient(list(twin.zeroed)) is None
-            )
-            keep(good)
-        return good
+    def twin(self, zeroed: list[str], replaced: list[str]) -> Twin:
+        """The plan that came of the search; the block has been left as it says."""
+        return Twin(
+            block=type(self.call.module).__name__,
+            zeroed=tuple(zeroed),
+            replaced=tuple(replaced),
+            parameters=sum(p.numel() for p in self.block.parameters()),
+            flops=_flops(self.call),
+            remembers=self.remembers,
+            null=self.null,
+        )
 
     # --- the search ---
 
     def search(self, replaceable: list[str]) -> tuple[list[str], list[str]]:
         """Names of parameters to zero and of modules to replace, none of them needless."""
-        output = self.run(self.inputs[0], graph=True)
-        if output is None or output.grad_fn is None:
-            raise NoTwin("does not run on its own output, or no gradient passes through it")
-        for parameter in self.block.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        names = {id(p): name for name, p in self.block.named_parameters()}
-        order = list(dict.fromkeys(nearest_parameters(names, output.grad_fn, limit=100_000)))
-        del output
+        order = self._nearest_first()
         problem = (
             "cannot be made an identity by zeroing parameters: it has no connection that passes its input on unchanged"
         )
@@ -190,6 +206,10 @@ class _Trial:
             with self._undone() as keep:
                 zeroed = self._zero_greedily([name for name in order if name not in locked])
                 replaced = [] if self._holds() else self._replace_greedily(replaceable, zeroed)
+                if (
+                    self.is_done() and not self.is_done_in_training()
+                ):  # something on the main path rests in eval mode: a dropout
+                    replaced += self._replace_resting(replaceable, replaced)
                 zeroed = [name for name in zeroed if not any(name.startswith(f"{path}.") for path in replaced)]
                 if self._holds():
                     found = self._needed(zeroed, replaced)
@@ -211,8 +231,40 @@ class _Trial:
             locked |= {name for name in order if name.rpartition(".")[0] == owner}
         raise NoTwin(problem)
 
+    def search_null(self) -> list[str]:
+        """Names of parameters that make the output zero when they are: the last map, as a rule."""
+        zeroed: list[str] = []
+        with self._undone() as keep:
+            for name in self._nearest_first():
+                self._zero(name)
+                zeroed.append(name)
+                if self._gives_back(self.inputs[0]):
+                    break
+            if not self._holds():
+                raise NoTwin(
+                    "does not give zero when its parameters are zero, so a copy of it would change what the loop adds up"
+                )
+            found, _ = self._needed(zeroed, [])
+            stuck = self.without_gradient(found)
+            if stuck is not None:
+                raise NoTwin(
+                    f"gives zero only with zeros that get no gradient ({stuck}), so a twin would learn nothing"
+                )
+            keep(True)
+        return found
+
+    def _nearest_first(self) -> list[str]:
+        """The parameters in the order of their distance from the output."""
+        for parameter in self.block.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        output = self.run(self.inputs[0], graph=True)
+        if output is None or output.grad_fn is None:
+            raise NoTwin("does not run on its own output, or no gradient passes through it")
+        names = {id(p): name for name, p in self.block.named_parameters()}
+        return list(dict.fromkeys(nearest_parameters(names, output.grad_fn, limit=100_000)))
+
     def _holds(self) -> bool:
-        return self.is_identity() and self.is_identity_in_training()
+        return self.is_done() and self.is_done_in_training()
 
     def _zero_greedily(self, order: list[str]) -> list[str]:
         """Zero one after another what changes the output and leaves it a function of the input."""
@@ -249,6 +301,22 @@ class _Trial:
             else:
                 self._put(path, module)
         return replaced
+
+    def _replace_resting(self, candidates: list[str], replaced: list[str]) -> list[str]:
+        """Put identities for modules without parameters that do nothing in eval mode; what is not needed is taken back later."""
+        resting: list[str] = []
+        for path in candidates:
+            if any(path == done or path.startswith(f"{done}.") for done in (*replaced, *resting)):
+                continue
+            module = self.block.get_submodule(path)
+            if any(True for _ in module.parameters()) or any(True for _ in module.children()):
+                continue
+            self._replace(path)
+            if self.is_done():
+                resting.append(path)
+            else:
+                self._put(path, module)
+        return resting
 
     def _is_progress(self, before: Tensor | None, after: Tensor | None) -> bool:
         """Whether a change shows and the output still depends on the input."""
@@ -321,20 +389,14 @@ class _Trial:
     def _total(self) -> int:
         return sum(value.numel() for value in self._values.values())
 
-    def flops(self) -> int:
-        try:
-            return int(count_flops(_Bound(self), (self.inputs[0],)))
-        except SensliError:
-            return 0
-
 
 class _Bound(nn.Module):
     """A block with its other arguments filled in."""
 
-    def __init__(self, trial: _Trial) -> None:
+    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> None:
         super().__init__()
-        self.block = trial.block
-        self._arguments = (trial.args, trial.kwargs, trial.slot)
+        self.block = block
+        self._arguments = (args, kwargs, slot)
 
     def forward(self, value: Tensor) -> Any:
         args, kwargs, slot = self._arguments

@@ -154,6 +154,38 @@ def test_a_download_goes_on_in_another_process(server, tmp_path):
     assert (tmp_path / "file").read_bytes() == server.content and server.asked[-1] == "bytes=1000-"
 
 
+def test_two_processes_do_not_write_the_same_part(server, tmp_path):
+    server.content = b"abc" * 1000
+    with fetching._only_one(tmp_path / "file.part"), pytest.raises(FetchError, match="another process is fetching"):
+        fetch(server.address, tmp_path / "file", pauses=())
+    fetch(server.address, tmp_path / "file", pauses=())
+    assert (tmp_path / "file").read_bytes() == server.content
+
+
+def test_a_link_in_the_place_of_the_part_is_not_followed(server, tmp_path):
+    server.content = b"abc"
+    (tmp_path / "victim").write_text("keep me")
+    (tmp_path / "file.part").symlink_to("victim")
+    with pytest.raises(FetchError, match=r"file\.part: Too many levels of symbolic links"):
+        fetch(server.address, tmp_path / "file", pauses=())
+    assert (tmp_path / "victim").read_text() == "keep me"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
+def test_a_disk_without_room_is_said_at_once_and_left_as_it_was(server, tmp_path):
+    import resource
+
+    server.content = b"abc" * 1_000_000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        with pytest.raises(FetchError, match="file: File too large"):
+            fetch(server.address, tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [] and len(server.asked) == 1
+
+
 def test_a_part_that_is_complete_already(server, tmp_path):
     server.content = b"abc"
     (tmp_path / "file.part").write_bytes(b"abc")

@@ -5,7 +5,6 @@ A benchmark is a function that returns `Figure`s; `BENCHMARKS` lists them by nam
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -15,14 +14,19 @@ from pathlib import Path
 import torch
 
 from sensli._version import __version__
-from sensli.benchmarks import cnn, measuring, resume, sklearn, transformers
+from sensli.benchmarks import cnn, finding, measuring, resume, sklearn, transformers
 from sensli.benchmarks.figure import Figure
+from sensli.benchmarks.random_models import random_models
 from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
+from sensli.strict_json import dumps as strict_json
 from sensli.tables import text_table
+from sensli.writing import check_writable, write_bytes
 
 BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
+    "find": finding.search_cost,
     "measure": measuring.measure_against_extended,
+    "norms": measuring.norm_cost,
     "memory": measuring.memory,
     "probe": measuring.probe,
     "linear": measuring.linear_cost,
@@ -34,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "pipeline": cnn.pipeline_cost,
     "looking": cnn.look_cost,
     "exp1": cnn.exp1,
+    "random-models": random_models,
 }
 
 
@@ -42,11 +47,13 @@ def run_benchmarks(only: Sequence[str] | None, out: Path) -> list[Figure]:
     for name in only or ():
         if name not in BENCHMARKS:
             raise SensliError(one_of("benchmark", name, BENCHMARKS))
+    check_writable(out)
     figures: list[Figure] = []
     for name in only or BENCHMARKS:
         print(f"{name} ...", file=sys.stderr, flush=True)
         figures += BENCHMARKS[name]()
-        out.write_text(json.dumps({"machine": _machine(), "figures": [asdict(figure) for figure in figures]}, indent=1))
+        facts = {"machine": _machine(), "figures": [asdict(figure) for figure in figures]}
+        write_bytes(out, strict_json(facts, indent=1).encode())
     rows = [[figure.name, figure.shown, figure.bar_shown, figure.verdict, figure.detail] for figure in figures]
     print(text_table(["figure", "measured", "bar", "", "how"], rows, left=(0, 3, 4)))
     print(f"written to {out}")

@@ -25,6 +25,7 @@ from sensli.measuring import measure
 from sensli.ranking import CHOICES
 from sensli.surgery import insert
 from sensli.tables import text_table
+from sensli.writing import check_writable, write_bytes
 
 BLOCKS, WIDTH, HEADS, LENGTH, SIZE, NEW = 6, 48, 4, 48, 8, 2
 RATE = 1e-3
@@ -131,8 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--after", type=int, default=150, help="steps after it (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("expansion.json"))
     args = parser.parse_args(arguments)
+    check_writable(args.out)
     records = expansion(args.seeds, args.before, args.after)
-    args.out.write_text(json.dumps(records, indent=1))
+    write_bytes(args.out, json.dumps(records, indent=1).encode())
     print(table(records))
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from sensli.benchmarks.cifar10 import training_data
 from sensli.benchmarks.figure import Figure
-from sensli.benchmarks.networks import deep_network, extended, paper_cnn
+from sensli.benchmarks.networks import deep_network, densenet, extended, paper_cnn, wide_cnn
 from sensli.finding import find_sites
 from sensli.measuring import measure
 from sensli.norms import squared_norm
@@ -75,7 +75,7 @@ def measure_against_extended() -> list[Figure]:
     )
     ten = [(x, y)] * 10
     whole = _seconds(lambda: measure(model, sites, ten, cross_entropy))
-    norms = _seconds_of_norms(model, x, y)
+    norms, _ = _seconds_of_norms(model, x, y)
     how = "paper's CNN, batch 128, channels_last, operator norm, one batch, median of 9 interleaved rounds"
     return [
         Figure("measure with ratio / extended pass", seconds["ratio"] / seconds["extended"], 0.70, how),
@@ -89,13 +89,36 @@ def measure_against_extended() -> list[Figure]:
     ]
 
 
-def _seconds_of_norms(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    catch = Catch(model, find_sites(model, x[:1], where="conv"), weights=True)
-    with catch.hooked():
-        gradients = torch.autograd.grad(cross_entropy(model(x), y), [w.parameter for w in catch.weights])
-        catch.add_weight_gradients(gradients)
-    parts: list[SiteCatch | WeightCatch] = [*catch.sites, *catch.weights]
-    return statistics.median(_seconds(lambda: [part.merit("operator", 1.0) for part in parts]) for _ in range(5))
+def norm_cost() -> list[Figure]:
+    """The operator norms that norm="auto" takes of convolutions, of all sites and weights, against the pass of one small batch."""
+    generator = torch.Generator().manual_seed(0)
+    figures = []
+    for name, make, batch, size in (("DenseNet-121", densenet, 16, 64), ("256 channels on 32 x 32", wide_cnn, 16, 32)):
+        torch.manual_seed(0)
+        x = torch.randn(batch, 3, size, size, generator=generator)
+        y = torch.randint(0, 10, (batch,), generator=generator)
+        norms, whole = _seconds_of_norms(make(), x, y)
+        how = f"{norms:.2f} s / {whole:.2f} s, one batch of {batch} images of {size} x {size}, median of 5"
+        figures.append(Figure(f'norm="auto" / pass, {name}', norms / whole, 1.0, how))
+    return figures
+
+
+def _seconds_of_norms(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Of the operator norms of all sites and weights, and of the pass that catches their gradients; taken in turn."""
+    sites = find_sites(model, x[:2], where="conv")
+    caught: list[SiteCatch | WeightCatch] = []
+
+    def one_pass() -> None:
+        catch = Catch(model, sites, weights=True)
+        with catch.hooked():
+            gradients = torch.autograd.grad(cross_entropy(model(x), y), [w.parameter for w in catch.weights])
+            catch.add_weight_gradients(gradients)
+        caught[:] = [*catch.sites, *catch.weights]
+
+    seconds = interleaved(
+        {"pass": one_pass, "norms": lambda: [part.merit("operator", 1.0) for part in caught]}, rounds=5
+    )
+    return seconds["norms"], seconds["pass"]
 
 
 def memory() -> list[Figure]:

@@ -54,7 +54,9 @@ def fit_growing(
     A layer that did not help is taken out again, and that ends the fit. Draws from the global random state of torch.
     """
     optimizer = _optimizer(model, plan)
-    grower = Grower(model, optimizer, example=train[0][:1], trigger=Every(1), tau=plan.tau, layer="relu")
+    # A second hidden layer is larger than the rest of the network as a rule; whether it helped is seen on the held-out part.
+    options: dict[str, Any] = {"tau": plan.tau, "layer": "relu", "max_factor": None}
+    grower = Grower(model, optimizer, example=train[0][:1], trigger=Every(1), **options)
     growths: list[Growth] = []
     best = _Best(model, _value(model, held_out, loss_fn))
     epoch, stage, first = 0, best.loss, best.loss

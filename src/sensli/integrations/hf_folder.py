@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from sensli.errors import CheckpointError
+from sensli.strict_json import dumps as strict_json
+from sensli.writing import write_bytes
 
 FILE = "sensli.json"
 FORMAT = 1
@@ -15,10 +16,7 @@ FORMAT = 1
 
 def write(folder: Path, state: dict[str, Any]) -> None:
     """Write plain data; an earlier file is replaced only when the new one is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f"{FILE}.part"
-    scratch.write_text(json.dumps({"format": FORMAT, **state}))
-    os.replace(scratch, folder / FILE)
+    write_bytes(folder / FILE, strict_json({"format": FORMAT, **state}).encode(), CheckpointError)
 
 
 def read(folder: Path) -> dict[str, Any] | None:

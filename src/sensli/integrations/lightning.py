@@ -6,10 +6,12 @@ The sites are found and the merits measured by running ``training_step`` itself,
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
+from sensli import random_state
 from sensli.checkpoint import add_own_groups, arrange, names_in
 from sensli.cutting import count_growths
 from sensli.errors import SensliError, UnsupportedModel
@@ -44,7 +46,7 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         metrics: bool = True,
         **options: Any,
     ) -> None:
-        check_options(trigger, batches, options)
+        check_options(trigger, monitor, batches, metrics, options)
         self._trigger, self._monitor, self._batches = trigger, monitor, batches
         self._metrics, self._options = metrics, options
         self.grower: Grower | None = None  # made in the first epoch, when there is a batch
@@ -99,9 +101,7 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
             return  # an epoch without batches
         grower = self._made(trainer, pl_module)
         metric = self._metric(trainer)
-        loader = itertools.islice(trainer.train_dataloader or (), self._batches)
-        to_device = trainer.strategy.batch_to_device
-        batches = (((to_device(batch), index), None) for index, batch in enumerate(loader))
+        batches = _batches(trainer, self._batches)
         facts: dict[str, float] = {}
         # What training_step logs meanwhile goes nowhere.
         looking = standing_in(pl_module, _training_step, log=_nothing, log_dict=_nothing)
@@ -145,6 +145,14 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
+
+
+def _batches(trainer: Trainer, limit: int | None) -> Iterator[Any]:
+    # A generator, so that the loader's iterator, which draws a random number, is made inside of the measurement.
+    loader: Any = trainer.train_dataloader or ()
+    with random_state.kept_of_loader(loader):
+        for index, batch in enumerate(itertools.islice(loader, limit)):
+            yield (trainer.strategy.batch_to_device(batch), index), None
 
 
 def _loss(output: Any, _: None) -> Tensor:

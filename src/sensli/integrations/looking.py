@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sensli import checks
 from sensli.flops import count_flops
 from sensli.grower import Grower
 from sensli.merits import Merits
@@ -16,16 +17,23 @@ from sensli.triggers import Trigger
 from sensli.wrappers import bare
 
 
-def check_options(trigger: Trigger, batches: int | None, options: dict[str, Any]) -> None:
+def check_options(
+    trigger: Trigger, monitor: str | None, batches: int | None, metrics: bool, options: dict[str, Any]
+) -> None:
     """Refuse wrong arguments when the callback is made, not after the first epoch."""
-    if batches is not None and (not isinstance(batches, int) or batches < 1):
-        raise ValueError(f"batches={batches!r}: give how many training batches a look may take, a whole number from 1.")
+    if monitor is not None:
+        checks.instance("monitor", monitor, str, "the name of a metric (for example 'val_loss')")
+    if batches is not None:
+        checks.whole("batches", batches, 10)
+    checks.flag("metrics", metrics)
     for name in ("model", "optimizer", "scheduler"):
         if name in options:
             raise TypeError(f"{name}= is the trainer's own: leave it out, the callback takes it from there.")
-    # What is to be checked does not depend on the model, except for averaged=, which belongs to the one that comes.
-    known = {"example": None, **{name: value for name, value in options.items() if name != "averaged"}}
-    Grower(nn.Identity(), torch.optim.SGD([torch.zeros(1)]), trigger=trigger, **known)
+    # What is to be checked does not depend on the model, except for what belongs to the model and the optimizer that come.
+    later = ("averaged", "group")
+    known = {"example": torch.zeros(1), **{name: value for name, value in options.items() if name not in later}}
+    model = nn.Linear(1, 1, device="meta")
+    Grower(model, torch.optim.SGD(model.parameters()), trigger=trigger, **known)
 
 
 class StandIn:

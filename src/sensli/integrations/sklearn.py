@@ -7,7 +7,8 @@ it trains once more on all samples, through the epochs and insertions that prove
 from __future__ import annotations
 
 import copy
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,17 @@ try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.model_selection import train_test_split
     from sklearn.utils import check_random_state
+    from sklearn.utils._param_validation import Interval
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 except ImportError as error:
     raise missing("sklearn", error) from error
 
 FEWEST_HELD_OUT = 10  # fewer samples decide nothing; then all are trained on, and the loss is that of the training
+
+
+def _whole() -> Any:
+    return Interval(Integral, 1, None, closed="left")
 
 
 class _Growing(BaseEstimator):  # type: ignore[misc]
@@ -67,22 +73,23 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
 
     model_: nn.Sequential
 
-    def _check_settings(self) -> None:
-        """Refuse settings that mean nothing, when fitting as scikit-learn wants it, and before anything is changed."""
-        for name, fine, what in (
-            ("width", self.width >= 1, "units of a hidden layer, at least 1"),
-            ("max_layers", self.max_layers >= 1, "hidden layers at most, at least 1"),
-            ("learning_rate", self.learning_rate > 0, "a step size above 0"),
-            ("weight_decay", self.weight_decay >= 0, "0 or more"),
-            ("batch_size", self.batch_size >= 1, "samples in a batch, at least 1"),
-            ("max_epochs", self.max_epochs >= 1, "epochs at most, at least 1"),
-            ("validation_fraction", 0 <= self.validation_fraction < 1, "the share held out, from 0 to below 1"),
-            ("patience", self.patience >= 1, "looks at the held-out part without improvement, at least 1"),
-            ("tolerance", 0 <= self.tolerance < 1, "the relative improvement that counts, from 0 to below 1"),
-            ("tau", self.tau >= 0, "the threshold, 0 or more"),
-        ):
-            if not fine:
-                raise ValueError(f"{name}={getattr(self, name)!r}: give {what}.")
+    # What the library's own `_validate_params` goes by when fitting begins: nothing has changed before.
+    _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
+        "width": [_whole()],
+        "max_layers": [_whole()],
+        "learning_rate": [Interval(Real, 0, None, closed="neither")],
+        "weight_decay": [Interval(Real, 0, None, closed="left")],
+        "batch_size": [_whole()],
+        "max_epochs": [_whole()],
+        "validation_fraction": [Interval(Real, 0, 1, closed="left")],
+        "patience": [_whole()],
+        "tolerance": [Interval(Real, 0, 1, closed="left")],
+        "tau": [Interval(Real, 0, None, closed="left")],
+        "refit": ["boolean"],
+        "warm_start": ["boolean"],
+        "random_state": ["random_state"],
+        "verbose": ["verbose"],
+    }
 
     def _fit(self, x: Any, y: Any, sample_weight: Any, outputs: int, groups: Any = None) -> None:
         """Train on targets that are tensors already; ``groups`` are the classes to hold out alike."""
@@ -144,7 +151,7 @@ class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingClassifier:
         """Fit to samples X of shape (n, features) and labels y."""
-        self._check_settings()
+        self._validate_params()
         first = not (self.warm_start and hasattr(self, "model_"))
         X, y = validate_data(self, X, y, dtype=np.float64, reset=first)
         check_classification_targets(y)
@@ -177,7 +184,7 @@ class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingRegressor:
         """Fit to samples X of shape (n, features) and targets y of shape (n,) or (n, targets)."""
-        self._check_settings()
+        self._validate_params()
         first = not (self.warm_start and hasattr(self, "model_"))
         X, y = validate_data(self, X, y, dtype=np.float64, reset=first, multi_output=True, y_numeric=True)
         targets = y.reshape(len(y), -1).astype(np.float64)

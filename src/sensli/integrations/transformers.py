@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sensli import checks
 from sensli.checkpoint import add_own_groups, arrange, names_in
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel
 from sensli.grower import Grower
@@ -49,7 +50,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         metrics: bool = True,
         **options: Any,
     ) -> None:
-        check_options(trigger, batches, options)
+        check_options(trigger, monitor, batches, metrics, options)
         self._trigger, self._monitor, self._batches = trigger, monitor, batches
         self._metrics, self._options = metrics, options
         self._fresh = trigger.state_dict()
@@ -69,6 +70,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def attach(self, trainer: Trainer) -> None:
         """Join a Trainer. ``Trainer(callbacks=[...])`` does it by itself; call it after ``trainer.add_callback(...)`` to resume."""
+        checks.instance("trainer", trainer, Trainer, "a transformers.Trainer")
         if self.trainer is trainer:
             return
         if self.trainer is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sensli import checks
 from sensli._version import __version__
 from sensli.errors import HistoryError
 from sensli.history import History
@@ -41,7 +43,7 @@ def page_data(
     ``curves`` default to the metric of the record; ``films`` hold the decision boundary and the weights of small networks on the plane,
     ``points`` the data behind it; ``results`` are rows of a closing table (the same keys in each).
     """
-    record = history.record
+    record = checks.instance("history", history, History, "a History (for example grower.history)").record
     if not record:
         raise HistoryError(
             "the history holds growths but no record of the training, so there is nothing to show. A Grower writes the record "
@@ -79,7 +81,7 @@ def _frames(history: History) -> list[int]:
 
 def _look(look: Look, numbers: set[int]) -> dict[str, Any]:
     """A look with its line, and the mean over the existing weights that the threshold is a multiple of."""
-    mean = next((m.value / m.ratio for m in look.merits if m.ratio), None)
+    mean = next((m.value / m.ratio for m in look.merits if m.ratio and not math.isnan(m.ratio)), None)
     return {
         **look.to_dict(),
         "line": str(look),

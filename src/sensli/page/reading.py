@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sensli import storage
+from sensli import checks, storage
 from sensli.errors import HistoryError, SensliError
 from sensli.history import History
 
 _ZIP = b"PK\x03\x04"  # what torch.save writes begins so
 
 
-def read_history(path: Path) -> History:
+def read_history(path: str | os.PathLike[str]) -> History:
     """Read a file that `History.save`, `save_checkpoint`, `json.dump` or `torch.save` wrote. Runs no code from it."""
-    content = path.read_bytes()
+    path = checks.path("path", path, error=HistoryError)
     try:
+        content = path.read_bytes()
         if content.lstrip()[:1] in (b"{", b"["):
             data = json.loads(content)
         elif content.startswith(_ZIP):
@@ -35,7 +36,7 @@ def read_history(path: Path) -> History:
         raise
     except Exception as error:
         raise HistoryError(
-            f"'{path}' cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}). Give what History.save(path) wrote, "
+            f"'{path}' cannot be read ({type(error).__name__}: {_first_line(error)}). Give what History.save(path) wrote, "
             "or a checkpoint of plain data and tensors."
         ) from error
     found = _find(data)
@@ -44,6 +45,10 @@ def read_history(path: Path) -> History:
             f"'{path}' holds no history. Give what History.save(path) wrote, or a checkpoint with grower.state_dict() in it."
         )
     return History.from_dict(found)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no reason given"])[0]
 
 
 def _find(data: Any, depth: int = 4) -> Mapping[str, Any] | None:

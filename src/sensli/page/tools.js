@@ -1,5 +1,6 @@
 // Elements, colours and numbers that every part of the page uses.
-const data = JSON.parse(document.getElementById("data").textContent);
+const isNumber = (value) => value !== null && typeof value === "object" && Object.keys(value).length === 1 && ["Infinity", "-Infinity", "NaN"].includes(value.float);
+const data = JSON.parse(document.getElementById("data").textContent, (_, value) => (isNumber(value) ? Number(value.float) : value)); // JSON knows no infinity
 const at = (id) => document.getElementById(id);
 const room = (id) => at(id).querySelector(".drawing");
 const widthOf = (id) => Math.max(240, room(id).clientWidth); // before the first layout and in a hidden frame it is 0

@@ -9,18 +9,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sensli import checks
+from sensli.errors import SensliError
 from sensli.page.words import words
+from sensli.strict_json import strict
+from sensli.writing import write_bytes
 
 SCRIPTS = ("tools.js", "network.js", "panels.js", "film.js")  # in this order: each uses the earlier ones
 
 
 def write_page(path: str | os.PathLike[str], data: dict[str, Any]) -> Path:
     """Write the page; an earlier one is replaced only when the new one is complete. Returns the path."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(target.name + ".part")
-    scratch.write_text(render(data), encoding="utf-8")
-    os.replace(scratch, target)
+    checks.instance("data", data, dict, "what page_data(history) returned")
+    target = checks.path("path", path, error=SensliError)
+    write_bytes(target, render(data).encode())
     return target
 
 
@@ -32,7 +34,7 @@ def render(data: dict[str, Any]) -> str:
     )
     heading, text = words(data)
     # Inside a script element only "</" and "<!--" could end or confuse it; a backslash before "<" is the same JSON string.
-    payload = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    payload = json.dumps(strict(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"style": style, "script": "".join(scripts), "heading": heading, "words": text, "data": payload}
     # in one go: what a user named must not be taken for a place of the template
     return re.sub(r"<!--(\w+)-->", lambda place: parts[place.group(1)], template)

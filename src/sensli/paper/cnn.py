@@ -21,6 +21,7 @@ from sensli.paper.errors import BadExperiment
 from sensli.paper.logbook import Logbook
 from sensli.paper.machine import Machine, has_bf16
 from sensli.paper.reading import nearest
+from sensli.paper.restoring import check_count, restoring
 from sensli.paper.seeds import generator
 from sensli.paper.training import Training, float_type, wait_for
 
@@ -110,9 +111,10 @@ def train(job: Job) -> Outcome:
     log = Logbook(settings, steps)
     done = 0
     if job.state is not None:
-        done = job.state["epoch"]
-        one.restore(job.state)
-        log.restore(job.state["log"])
+        with restoring():
+            done = check_count(job.state["epoch"], settings.epochs)
+            one.restore(job.state)
+            log.restore(job.state["log"])
     else:
         log.test(0, *one.evaluate(data.test))
     saved = time.monotonic()

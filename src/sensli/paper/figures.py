@@ -15,6 +15,7 @@ from sensli.paper.config import Plan
 from sensli.paper.errors import StoreError
 from sensli.paper.statistics import band, smooth
 from sensli.paper.store import Result
+from sensli.writing import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -247,21 +248,16 @@ def _shades(count: int) -> list[Any]:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # no date in the file: the same results give the same bytes
-        if path.suffix == ".png":
-            _save_png(figure, path)
-        else:
-            figure.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be written ({error.strerror}). Choose another folder with --out.") from None
+    buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
+    # no date in the file: the same results give the same bytes
+    figure.savefig(buffer, format=kind, metadata={"CreationDate": None} if kind == "pdf" else None)
+    write_bytes(path, _palette(buffer) if kind == "png" else buffer.getvalue(), StoreError)
 
 
-def _save_png(figure: Figure, path: Path) -> None:
+def _palette(picture: io.BytesIO) -> bytes:
     """A palette of 256 colours is enough for a plot and takes a third of the space."""
     from PIL import Image
 
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    Image.open(buffer).convert("RGB").quantize(256, kmeans=1).save(path, optimize=True)
+    small = io.BytesIO()
+    Image.open(picture).convert("RGB").quantize(256, kmeans=1).save(small, format="png", optimize=True)
+    return small.getvalue()

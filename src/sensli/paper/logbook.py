@@ -15,6 +15,7 @@ from sensli.norms import NORMS
 from sensli.paper import convnets
 from sensli.paper.config import Settings
 from sensli.paper.engines import Outcome
+from sensli.paper.restoring import check_alike, check_count
 
 SHOWN = 3  # iterations after an insertion whose gradient of the new kernel is kept for the heatmaps
 NAN = float("nan")
@@ -125,7 +126,9 @@ class Logbook:
         return {"records": self.records, "since": self.since}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.records, self.since = state["records"], state["since"]
+        since = check_count(state["since"], SHOWN)
+        check_alike(state["records"], self.records)
+        self.records, self.since = state["records"], since
 
 
 def flat(kernel: Tensor, side: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from sensli.paper.claims import Claim, Question
 from sensli.paper.config import Options, Plan
 from sensli.paper.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
 from sensli.paper.engines import engine
-from sensli.paper.errors import NoResults
+from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.evidence import CNN, NO_VERDICT, Evidence, Finding
-from sensli.paper.files import write_bytes
 from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, interval, overall
 from sensli.paper.store import Result, Store
+from sensli.strict_json import dumps as strict_json
+from sensli.writing import write_bytes
 
 TITLE = "The paper's claims, measured again"
 DRAWN = ("when-full", "when-mini")  # further experiments whose curves are worth a picture
@@ -43,10 +43,10 @@ def write(store: Store, options: Options, folder: Path) -> list[Path]:
         *_closing(stored),
     ]
     text, html = folder / "README.md", folder / "report.html"
-    write_bytes(text, markdown(blocks, folder).encode())
-    write_bytes(html, page(blocks, TITLE).encode())
+    write_bytes(text, markdown(blocks, folder).encode(), StoreError)
+    write_bytes(html, page(blocks, TITLE).encode(), StoreError)
     summary = folder / "summary.json"
-    write_bytes(summary, (json.dumps(_record(weighed, stored), indent=1) + "\n").encode())
+    write_bytes(summary, (strict_json(_record(weighed, stored), indent=1) + "\n").encode(), StoreError)
     return [text, html, summary]
 
 

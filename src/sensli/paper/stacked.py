@@ -17,6 +17,7 @@ from sensli.paper.config import Settings
 from sensli.paper.engines import Counts, Job, Outcome
 from sensli.paper.errors import BadExperiment
 from sensli.paper.machine import Machine
+from sensli.paper.restoring import check_alike, check_count, restoring
 from sensli.paper.seeds import ORDER_BLOCK, generator, order_block, run_seed
 from sensli.paper.spirals import CLASSES, POINTS, split
 from sensli.paper.stack import Looks, Pass, Stack
@@ -113,7 +114,8 @@ class _Training:
         self.stack = Stack.of([networks.build(settings.network, seed, dtype) for seed in seeds])
         self.records = self._empty_records(runs)
         if job.state is not None:
-            self._restore(job.state)
+            with restoring():
+                self._restore(job.state)
 
     def _empty_records(self, runs: int) -> dict[str, Tensor]:
         settings = self.settings
@@ -268,11 +270,16 @@ class _Training:
 
     def _restore(self, state: dict[str, Any]) -> None:
         everyone = torch.zeros(len(self.job.runs), dtype=torch.long)
-        while len(self.stack.layers) < state["layers"]:
+        layers = check_count(state["layers"], len(self.stack.layers) + len(self.settings.insert_at))
+        epoch, since = check_count(state["epoch"], self.settings.epochs), check_count(state["since"], SHOWN)
+        rate = float(state["lr"])
+        check_alike(state["records"], self.records)
+        while len(self.stack.layers) < layers:
             self.stack.insert(everyone)  # where does not matter: the saved tensors come next
         for mine, saved in zip(self.stack.parameters(), state["parameters"], strict=True):
+            check_alike({"weight": saved}, {"weight": mine})
             mine.copy_(saved)
-        self.epoch, self.lr, self.since, self.records = state["epoch"], state["lr"], state["since"], state["records"]
+        self.epoch, self.lr, self.since, self.records = epoch, rate, since, state["records"]
 
 
 def _runs_first(name: str, value: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sensli.errors import brief
 from sensli.paper.config import RESULT_FORMAT, Plan, Settings, digest
 from sensli.paper.engines import Outcome, engine
 from sensli.paper.errors import NoResults, StoreError
-from sensli.paper.files import Damaged, read_json, read_tensors, write_bytes, write_json, write_tensors
+from sensli.paper.files import Damaged, read_json, read_tensors, write_json, write_tensors
 from sensli.paper.seeds import run_seed
+from sensli.writing import check_writable
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Result:
         return self.runs[curve][:, -1].double()
 
 
+_CURVES = {"train_loss", "test_loss", "test_error"}  # what every engine records
+
+
 @dataclass(frozen=True)
 class Part:
     path: Path
@@ -45,6 +50,21 @@ class Part:
     def runs(self) -> list[int]:
         return list(self.facts["runs"])
 
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The runs, one in each row of every tensor, and the axes; or Damaged."""
+        content = read_tensors(self.path.with_suffix(".pt"), self.facts["tensors"])
+        for name in ("runs", "axes"):
+            its = content.get(name)
+            if not isinstance(its, dict) or not all(isinstance(value, Tensor) for value in its.values()):
+                raise Damaged(f"{name!r} does not hold tensors")
+        if any(
+            value.ndim < 2 or len(value) != len(self.runs) or value.is_complex() for value in content["runs"].values()
+        ):
+            raise Damaged(f"not every tensor holds records of {len(self.runs)} runs")
+        if not content["runs"].keys() >= _CURVES:
+            raise Damaged("a curve is missing")
+        return content
+
 
 class Store:
     def __init__(self, root: Path) -> None:
@@ -52,9 +72,7 @@ class Store:
 
     def check_writable(self) -> None:
         """Find out before the first hour of work, not after it."""
-        probe = self.root / ".writable"
-        write_bytes(probe, b"")
-        probe.unlink()
+        check_writable(self.root / "results", StoreError)
 
     def folder(self, plan: Plan, arm: str) -> Path:
         return self.root / plan.key / f"{arm}-{digest(plan.arms[arm], plan.seed)}"
@@ -78,10 +96,10 @@ class Store:
         good, bad = [], []
         for path in sorted(folder.glob("runs-*.json")):
             try:
-                facts = read_json(path)
+                part = Part(path, _checked_facts(read_json(path)))
                 if verify:
-                    read_tensors(path.with_suffix(".pt"), facts["tensors"])
-                good.append(Part(path, facts))
+                    part.tensors()
+                good.append(part)
             except Damaged as error:
                 bad.append((path, str(error)))
         return good, bad
@@ -104,7 +122,7 @@ class Store:
         for part in parts:
             if all(run in rows for run in part.runs):  # another experiment has them too
                 continue
-            content = read_tensors(part.path.with_suffix(".pt"), part.facts["tensors"])
+            content = part.tensors()
             axes = content["axes"]
             seconds += part.facts["seconds"]
             for row, run in enumerate(part.runs):
@@ -118,7 +136,12 @@ class Store:
                 f"this configuration{lost}. Compute the rest with the same options and: sensli paper run {name}"
             )
         first = rows[0][0]
-        runs = {name: torch.stack([rows[run][0][name][rows[run][1]] for run in range(plan.runs)]) for name in first}
+        try:
+            runs = {name: torch.stack([rows[run][0][name][rows[run][1]] for run in range(plan.runs)]) for name in first}
+        except (KeyError, RuntimeError) as error:
+            raise StoreError(
+                f"{self.folder(plan, arm)}: its files hold other records than each other ({error}). Delete the folder and run again."
+            ) from None
         return Result(arm, plan.arms[arm], runs, axes, seconds, parts[0].facts)
 
     def load_all(self, plan: Plan) -> dict[str, Result]:
@@ -128,8 +151,10 @@ class Store:
         """What one run of an arm left behind."""
         for part in self.parts(plan, arm, verify=False)[0]:
             if run in part.runs:
-                content = read_tensors(part.path.with_suffix(".pt"), part.facts["tensors"])
-                return {name: values[part.runs.index(run)] for name, values in content["runs"].items()}
+                try:
+                    return {name: values[part.runs.index(run)] for name, values in part.tensors()["runs"].items()}
+                except Damaged:
+                    continue
         raise NoResults(f"{self.root}: run {run + 1} of {arm} is not stored, and another arm builds on it.")
 
     def save(
@@ -166,12 +191,34 @@ class Store:
     def load_state(self, plan: Plan, arm: str, runs: list[int]) -> dict[str, Any] | None:
         """Where a stopped training of exactly these runs was, if it left a whole file."""
         try:
-            return read_tensors(self._path(plan, arm, runs, "unfinished"))
+            state = read_tensors(self._path(plan, arm, runs, "unfinished"))
         except Damaged:
             return None
+        kept = state.get("runs")
+        whole = isinstance(state.get("engine"), dict) and isinstance(state.get("seconds"), float)
+        return state if whole and isinstance(kept, list) and all(type(run) is int for run in kept) else None
 
     def _path(self, plan: Plan, arm: str, runs: list[int], kind: str) -> Path:
         return self.folder(plan, arm) / f"{kind}-{runs[0]:04d}-{runs[-1]:04d}.pt"
+
+
+def _checked_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """What people and the report read of a part; a file with the right checksum may still be none of ours."""
+    kinds: dict[str, Any] = {
+        "runs": list,
+        "tensors": str,
+        "seconds": (int, float),
+        "commit": (str, type(None)),
+        "versions": dict,
+        "machine": str,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(facts.get(name), kind):
+            raise Damaged(f"{name!r} is {brief(facts.get(name))}")
+    runs = facts["runs"]
+    if not runs or not all(type(run) is int and run >= 0 for run in runs) or len(set(runs)) != len(runs):
+        raise Damaged(f"'runs' is {brief(runs)}")
+    return facts
 
 
 def readable(root: Path) -> Store:

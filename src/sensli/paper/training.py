@@ -76,7 +76,7 @@ class Training:
                 norm="operator", select=settings.select, layer="relu", where="conv", confidence=settings.confidence,
                 tolerance=settings.tolerance,
                 lr_scale=settings.lr_scale, scheduler=self.schedule,
-                seed=run_seed(self.job.seed, self.job.runs[0], "place"),
+                seed=run_seed(self.job.seed, self.job.runs[0], "place"), max_factor=None, floor=0.0,
             )  # fmt: skip
             if before is not None:
                 self.grower.load_state_dict(before.state_dict())

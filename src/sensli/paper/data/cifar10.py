@@ -11,7 +11,7 @@ from torch import Tensor
 from sensli.paper.data.fetching import FetchError, fetch
 from sensli.paper.data.images import DataError, Facts, Raw, check_sum, read
 from sensli.paper.data.unpickling import UnsafePickle, read_batch
-from sensli.paper.files import write_bytes
+from sensli.writing import write_bytes
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 BINARY, PICKLED = "cifar-10-batches-bin", "cifar-10-batches-py"
@@ -86,5 +86,5 @@ def download(folder: Path, address: str = ADDRESS, sums: dict[str, str] = SUMS) 
     for name, sha1 in sums.items():
         check_sum(contents.get(f"{name}.bin", b""), sha1, archive)
     for name, content in contents.items():
-        write_bytes(folder / BINARY / name, content)
+        write_bytes(folder / BINARY / name, content, DataError)
     archive.unlink()

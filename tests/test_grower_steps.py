@@ -1,0 +1,558 @@
+"""A step of a `Grower` happens as a whole or not at all, and it grows only where that makes sense."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points, residual, snapshot, untouched
+from sensli import Grower, find_sites, replay
+from sensli import searching as searching_module
+from sensli.errors import OptimizerError, SensliError
+from sensli.record import Look
+from sensli.triggers import At, Every, Moment, Plateau, Trigger
+
+DATA = batches((8, 8, 4))
+
+
+def grower(model: nn.Module, optimizer: Any = None, **options: Any) -> Grower:
+    return Grower(model, optimizer, **{"example": points(2), "trigger": Every(1), "tau": 0.0, **options})
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, y in DATA:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+    return optimizer
+
+
+# --- nothing half done ---
+
+
+@contextmanager
+def nothing_changes(growing: Grower, *averages: nn.Module) -> Iterator[None]:
+    """Model, optimizers, schedulers, averages and all that the grower holds are as before, whatever was raised."""
+    scheduler: Any = growing._scheduler
+
+    def whole() -> Any:
+        return copy.deepcopy(
+            (growing.state_dict(), growing.calls, growing._look, vars(scheduler).get("base_lrs") if scheduler else None)
+        )
+
+    before, merits, history, record = whole(), growing.last_merits, growing.history, growing.history.record
+    seen = [snapshot(each) for each in averages]
+    with untouched(growing.model, *growing.optimizers):
+        yield
+    assert whole() == before
+    assert growing.last_merits is merits and growing.history is history and growing.history.record is record
+    assert [snapshot(each) for each in averages] == seen
+
+
+def whole_grower(**options: Any) -> Grower:
+    model = deep()
+    optimizer = trained(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    given = {"count": 2, "lr_scale": 0.5, "scheduler": scheduler, "select": "random", **options}
+    growing = grower(model, optimizer, **given)
+    growing.step(DATA, loss_fn, metric=1.0)
+    assert len(growing.history) == min(2, given["count"])
+    return growing
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["0.5", "low", b"1", [0.5], (1.0,), [], {}, torch.tensor([1.0, 2.0]), torch.zeros(0), 1j, object()],
+    ids=repr,
+)
+def test_a_metric_that_is_none_is_refused_before_anything(metric: Any) -> None:
+    growing = whole_grower()
+    with (
+        nothing_changes(growing),
+        pytest.raises(TypeError, match="metric must be a number or a tensor with one element, got"),
+    ):
+        growing.step(DATA, loss_fn, metric=metric)
+
+
+@pytest.mark.parametrize("metric", [1, 0.5, True, torch.tensor(0.5), torch.ones(1, 1), float("nan"), None])
+def test_a_metric_that_holds_one_number_is_taken(metric: Any) -> None:
+    growing = whole_grower()
+    assert growing.step(DATA, loss_fn, metric=metric) is not None
+
+
+class Fails(Trigger):
+    """Raises where it is told to, and counts what it was asked."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.asked = where, 0
+
+    def at(self, where: str) -> None:
+        self.asked += 1
+        if self.where == where:
+            raise ZeroDivisionError(where)
+
+    def fires(self, moment: Moment) -> bool:
+        self.at("fires")
+        return True
+
+    def looked(self) -> None:
+        self.at("looked")
+
+    def allows(self, site: Any, moment: Moment) -> bool:
+        self.at("allows")
+        if self.where == "second" and moment.growths > 2:
+            raise ZeroDivisionError("second")
+        return True
+
+    def grown(self) -> None:
+        self.at("grown")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+@pytest.mark.parametrize("where", ["fires", "looked", "allows", "second", "grown"])
+@pytest.mark.parametrize("average", [False, True], ids=["", "with an average"])
+def test_a_trigger_that_raises_leaves_nothing_behind(where: str, average: bool) -> None:
+    model = deep()
+    averages = [AveragedModel(model)] if average else []
+    trigger = Fails("")
+    growing = grower(model, trained(model), trigger=trigger, count=2, lr_scale=0.5, own_rate=0.1, averaged=averages)
+    growing.step(DATA, loss_fn, metric=1.0)
+    trigger.where = where
+    with nothing_changes(growing, *averages), pytest.raises(ZeroDivisionError, match=where):
+        growing.step(DATA, loss_fn, metric=1.0)
+    trigger.where = ""
+    assert growing.step(DATA, loss_fn, metric=1.0) is not None and len(growing.history) == 4
+
+
+def broken_average(model: nn.Module, damage: str) -> AveragedModel:
+    average = AveragedModel(model)
+    network: Any = average.module
+    if damage == "a parameter less":
+        network[0].bias = None
+    elif damage == "other names":
+        network.add_module("8", nn.Identity())
+        network[0] = nn.Sequential(network[0])
+    elif damage == "another container":  # parameters of the same names and shapes, and no place for the layer
+        average.module = Same(network)
+    return average
+
+
+class Same(nn.Module):
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        for name, module in other.named_children():
+            if any(True for _ in module.parameters()):
+                self.add_module(name, module)
+
+
+@pytest.mark.parametrize("damage", ["a parameter less", "other names", "another container"])
+@pytest.mark.parametrize("first", [False, True], ids=["alone", "behind a good one"])
+def test_an_average_that_differs_leaves_nothing_behind(damage: str, first: bool) -> None:
+    model = deep()
+    good = AveragedModel(model)
+    growing = grower(model, trained(model), lr_scale=0.5, averaged=[good])
+    bad = broken_average(model, damage)
+    growing._averaged = [good, bad] if first else [bad, good]
+    with nothing_changes(growing, good, bad), pytest.raises(SensliError):
+        growing.step(DATA, loss_fn)
+    growing._averaged = [good]
+    assert growing.step(DATA, loss_fn) is not None
+    assert [name for name, _ in good.module.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_a_second_layer_that_fails_takes_the_first_with_it() -> None:
+    """The second place is gone when its turn comes: the function on sites takes the module out."""
+    model = deep()
+    optimizer = trained(model)
+
+    class Steals(Trigger):
+        def fires(self, moment: Moment) -> bool:
+            return True
+
+        def allows(self, site: Any, moment: Moment) -> bool:
+            if moment.growths == 1 and site.path == "5":
+                site.anchor.__dict__["_module"] = lambda: None  # as if the module had been replaced
+            return True
+
+    growing = grower(model, optimizer, trigger=Steals(), count=4, lr_scale=0.5)
+    with nothing_changes(growing), pytest.raises(SensliError, match="not a site of this"):
+        growing.step(DATA, loss_fn)
+
+
+def test_a_log_that_raises_is_a_warning_and_an_error_where_warnings_are() -> None:
+    told: list[Look] = []
+
+    def log(look: Look) -> None:
+        told.append(look)
+        raise ZeroDivisionError
+
+    growing = whole_grower(log=None)
+    growing._log = log
+    with pytest.warns(UserWarning, match="the log of the Grower failed: ZeroDivisionError") as caught:
+        assert growing.step(DATA, loss_fn, metric=1.0) is not None
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings(), nothing_changes(growing), pytest.raises(UserWarning, match="log of the Grower"):
+        warnings.simplefilter("error")
+        growing.step(DATA, loss_fn, metric=1.0)
+
+
+def test_an_interrupt_leaves_nothing_behind() -> None:
+    growing = whole_grower()
+
+    def log(look: Look) -> None:
+        raise KeyboardInterrupt
+
+    growing._log = log
+    with nothing_changes(growing), pytest.raises(KeyboardInterrupt):
+        growing.step(DATA, loss_fn, metric=1.0)
+
+
+@pytest.mark.parametrize("make", [deep, Named, lambda: Named(nn.Tanh), Functional, residual])
+def test_every_form_goes_out_again(make: Any) -> None:
+    model = make()
+    average = AveragedModel(model)
+    trigger = Fails("")
+    growing = grower(model, trained(model), trigger=trigger, count=3, averaged=average, max_factor=None)
+    growing.step(DATA, loss_fn)
+    trigger.where = "grown"
+    with nothing_changes(growing, average), pytest.raises(ZeroDivisionError):
+        growing.step(DATA, loss_fn)
+
+
+# --- damaged states ---
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, part in items:
+        yield from leaves(part, (*path, key))
+
+
+def damaged(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    state = copy.deepcopy(state)
+    inner = state
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is KeyError:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return state
+
+
+def test_a_damaged_state_changes_nothing_at_all() -> None:
+    model = deep()
+    growing = grower(model, trained(model), trigger=Every(1) | Plateau(3) & At(5), lr_scale=0.5, own_rate=0.5)
+    for metric in (3.0, 2.0):
+        growing.step(DATA, loss_fn, metric=metric)
+    state = json.loads(json.dumps(growing.state_dict()))
+    other = grower(replay(deep(), growing.history), trigger=Every(1) | Plateau(3) & At(5))
+    damages = [None, "x", -1, 1.5, True, [], {}, [None], {"a": 1}, 10**400, math.nan, KeyError, [300], "é" * 50]
+    refused = 0
+    for path in leaves(state):
+        for value in random.Random(str(path)).sample(damages, 6):
+            if value is KeyError and not path:
+                continue
+            given = damaged(state, path, value)
+            before, history = other.state_dict(), other.history
+            try:
+                other.load_state_dict(given)
+            except SensliError:
+                refused += 1
+                assert other.state_dict() == before and other.history is history, (path, value)
+            else:  # what cannot be told from a sound one
+                other.load_state_dict(state)
+    assert refused > 200
+    for key in ("calls", "generator", "trigger", "largest_loss"):
+        for value in damages:
+            if key == "largest_loss" and value in (1.5, KeyError):
+                continue  # sound, or as older versions wrote it
+            with pytest.raises(SensliError):
+                other.load_state_dict(damaged(state, (key,), value))
+
+
+# --- what the optimizer trains ---
+
+
+def test_without_an_optimizer_it_is_said_once() -> None:
+    with pytest.warns(UserWarning, match=r"no optimizer, so nothing will train.*growth\.parameters") as caught:
+        growing = grower(deep())
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert growing.step(DATA, loss_fn) is not None
+
+
+def test_an_optimizer_of_another_model_is_refused_at_once() -> None:
+    model = deep()
+    for optimizer in (
+        torch.optim.SGD(deep().parameters(), lr=0.1),
+        [torch.optim.SGD(deep().parameters(), lr=0.1), torch.optim.Adam(fnn().parameters())],
+    ):
+        with pytest.raises(OptimizerError, match="holds no parameter of this Sequential"):
+            grower(model, optimizer)
+    with pytest.raises(OptimizerError, match="LBFGS cannot follow"):
+        grower(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(OptimizerError, match="group=0 needs optimizer="):
+        grower(model, group=0)
+    with pytest.raises(OptimizerError, match="group=7"):
+        grower(model, torch.optim.SGD(model.parameters(), lr=0.1), group=7)
+
+
+def frozen_backbone() -> tuple[nn.Module, Any]:
+    """The first two layers are frozen and in no optimizer; the last two train."""
+    model: Any = deep(4)
+    for parameter in (*model[0].parameters(), *model[2].parameters()):
+        parameter.requires_grad_(False)
+    return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_places_that_nothing_would_train_are_skipped_with_the_reason() -> None:
+    model, optimizer = frozen_backbone()
+    every = [site.path for site in find_sites(model, points(2))]
+    growing = grower(model, optimizer)
+    sites = growing.sites()
+    assert every == ["1", "3", "5", "7"] and [site.path for site in sites] == ["5", "7"]
+    assert [path for path, _ in sites.skipped] == ["1", "3"]
+    assert "1: nothing would train a layer there" in sites.explain() and "group=" in sites.explain()
+    for _ in range(3):
+        growth = growing.step(DATA, loss_fn)
+        assert growth is not None and growth.site.path not in ("1", "3")
+    assert all(
+        any(p is each for each in optimizer.param_groups[0]["params"]) for p in model.parameters() if p.requires_grad
+    )
+
+
+def test_a_group_lets_layers_into_a_frozen_part() -> None:
+    model, optimizer = frozen_backbone()
+    optimizer.add_param_group({"params": [], "lr": 0.01})
+    for group in (1, optimizer.param_groups[1]):
+        growing = grower(model, optimizer, group=group, select=lambda merits: merits[0])
+        assert growing.sites()[0].path == "1"
+        growth = growing.step(DATA, loss_fn)
+        assert growth is not None and growth.site.path == "1"
+    assert len(optimizer.param_groups[1]["params"]) == 4
+
+
+def test_where_nothing_is_trained_there_is_no_place() -> None:
+    model: Any = deep()
+    optimizer = torch.optim.SGD(model[8].parameters(), lr=0.1)
+    model[8] = nn.Sequential(model[8])  # the head, away from every place
+    model = nn.Sequential(model[:7], nn.Flatten(), model[8])
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    growing = grower(model, optimizer)
+    skipped = [path for path, _ in growing._search.sites(_Alone(), optimizer, None).skipped]
+    assert "0.1" in skipped
+
+
+class _Alone:
+    def agree(self, fact: Any, *, last: bool = True) -> list[Any]:
+        return [fact]
+
+
+class Adapted(nn.Module):
+    """A frozen block with a low-rank adapter, as in LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.base = nn.LayerNorm(6), nn.Linear(6, 6)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        for part in (self.norm, self.base):
+            part.requires_grad_(False)
+
+    def forward(self, x: Any) -> Any:
+        y = self.norm(x)
+        return x + torch.tanh(self.base(y)) + self.up(self.down(y))
+
+
+def test_adapters_do_not_end_the_training() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), *(Adapted() for _ in range(3)), nn.Linear(6, 2)).double()
+    trains = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trains, lr=0.01)
+    growing = grower(model, optimizer)
+    try:
+        sites = growing.sites()
+    except SensliError as error:
+        assert "nothing would train" in str(error)
+    else:
+        assert growing.step(DATA, loss_fn) is not None and sites
+    again = grower(model, optimizer, group=0)
+    assert again.step(DATA, loss_fn) is not None
+
+
+# --- how large, and when it is enough ---
+
+
+def wide() -> nn.Module:
+    """62 parameters; a layer at its one place has 156."""
+    return alive(nn.Sequential(nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 2)))
+
+
+def test_a_layer_larger_than_the_rest_is_taken_only_where_it_is_asked_for() -> None:
+    model = wide()
+    told: list[str] = []
+    growing = grower(model, trained(model), log=lambda look: told.append(str(look)))
+    with pytest.warns(UserWarning, match=r"max_factor = 2 times its parameters.*Give Grower\(max_factor=4\)"):
+        assert growing.step(DATA, loss_fn) is None
+    assert growing.step(DATA, loss_fn) is None  # said once
+    assert told[1] == (
+        "epoch 2: nothing inserted | every layer would take the model to more than max_factor = 2 times its parameters; the smallest, "
+        "Linear(12, 12) + ReLU after 1, 74 -> 230 parameters, x3.1"
+    )
+    for factor in (4, None):
+        model = wide()
+        allowed = grower(model, trained(model), max_factor=factor, log=lambda look: told.append(str(look)))
+        assert allowed.step(DATA, loss_fn) is not None
+        assert "| 74 -> 230 parameters, x3.1, +" in told[-1]
+
+
+def test_the_smaller_layers_are_taken_and_the_larger_ones_named() -> None:
+    model = alive(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 2)))
+    growing = grower(model, trained(model))
+    growth = growing.step(DATA, loss_fn)
+    assert growth is not None and growth.site.path == "1"
+    assert growing.history.record.looks[0].reason.endswith("left out as larger than max_factor = 2 allows: 1")
+
+
+@pytest.mark.parametrize("factor", [1, 0, -2, math.nan])
+def test_senseless_limits_are_refused(factor: float) -> None:
+    with pytest.raises(ValueError, match="max_factor must be a number above 1"):
+        grower(deep(), max_factor=factor)
+    with pytest.raises(ValueError, match="floor must be at least 0 and below 1"):
+        grower(deep(), floor=factor - 2)
+
+
+def solve(scale: float, loss: Any, **options: Any) -> tuple[Grower, list[float]]:
+    """Looks at a network whose outputs come nearer and nearer to the targets, as at the end of a training."""
+    model: Any = deep()
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), max_factor=None, **options)
+    x = points(12)
+    values = []
+    for look in range(7):
+        with torch.no_grad():
+            target = model(x) + scale * 10.0 ** (-2 * look) * torch.ones(12, 2, dtype=torch.float64)
+        growing.step([(x, target)], loss)
+        assert growing.last_merits is not None
+        values.append(growing.last_merits.best.value)
+    return growing, values
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.smooth_l1_loss], ids=["mse", "smooth l1"])
+def test_it_stops_growing_on_a_solved_problem(scale: float, loss: Any) -> None:
+    free, values = solve(scale, loss, floor=0.0)
+    assert values[-1] < 1e-11 * values[0] and len(free.history) == 7  # for ever
+    held, _ = solve(scale, loss)
+    assert 1 <= len(held.history) < 7
+    reason = held.history.record.looks[-1].reason
+    assert reason.startswith("the problem is solved: a change of 1 in the weights of the best") and "floor of" in reason
+    json.dumps(held.state_dict())
+
+
+def test_a_hard_problem_is_not_taken_for_a_solved_one() -> None:
+    """Targets of 1e9 and outputs of 1: gradients are tiny beside the loss, and all is still to be done."""
+    model: Any = deep()
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = points(12)
+    growing.step([(x, 1e9 * torch.ones(12, 2, dtype=torch.float64))], nn.functional.mse_loss)
+    merits = growing.last_merits
+    assert merits is not None and merits.loss is not None and math.sqrt(merits.best.value) < 1e-7 * merits.loss
+    assert len(growing.history) == 1
+
+
+def test_it_stops_where_the_loss_is_zero_from_the_first_look() -> None:
+    """Cross-entropy in single precision: the loss is 0.0, and gradients of 1e-11 are left."""
+    model: Any = deep().float()
+    with torch.no_grad():
+        model[8].bias[:] = torch.tensor([0.0, 28.0])
+        model[8].weight *= 1e-3
+    x = points(12).float()
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=0.0, example=x[:1])
+    assert growing.step([(x, torch.ones(12, dtype=torch.long))], loss_fn) is None
+    assert growing.last_merits is not None and growing.last_merits.loss == 0.0 < growing.last_merits.best.value
+    assert "the problem is solved" in growing.history.record.looks[0].reason
+
+
+def test_the_scale_of_the_loss_comes_back_with_the_state() -> None:
+    growing, _ = solve(1.0, nn.functional.mse_loss)
+    model = replay(deep(), growing.history)
+    again = grower(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    again.load_state_dict(json.loads(json.dumps(growing.state_dict())))
+    assert again._largest_loss == growing._largest_loss > 0.1
+    older = growing.state_dict()
+    del older["largest_loss"]
+    again.load_state_dict(older)
+
+
+# --- no search without need ---
+
+
+def test_it_searches_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+    real = searching_module.find_sites
+
+    def counted(*args: Any, **options: Any) -> Any:
+        searches.append(1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(searching_module, "find_sites", counted)
+    model: Any = deep()
+    optimizer = trained(model)
+    asked: list[str] = []
+    growing = grower(model, optimizer, tau=1e9, where=lambda site: not asked.append(site.path))
+    for _ in range(4):
+        growing.step(DATA, loss_fn)
+        for x, y in DATA:  # training moves weights and nothing else
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+    growing.sites()
+    assert len(searches) == 1
+    assert len(asked) == 5 * 4  # a function is asked at every look
+
+    def changes() -> Iterator[None]:
+        model.eval()
+        yield
+        model[0].requires_grad_(False)
+        yield
+        model[3] = nn.ReLU()
+        yield
+        model.register_forward_hook(lambda *_: None)
+        yield
+        model[1].inplace = True
+        yield
+        model[2] = nn.Linear(4, 4, bias=False).double()
+        yield
+        model.append(nn.Linear(2, 2).double())
+        yield
+
+    for number, _ in enumerate(changes(), 2):
+        for _ in range(2):
+            growing.sites()
+            assert len(searches) == number
+    growing._tau = 0.0
+    before = len(searches)
+    growing.step(DATA, loss_fn)
+    growing.step(DATA, loss_fn)  # the model has grown
+    assert len(searches) == before + 1
