@@ -159,6 +159,8 @@ class Catch:
         self.active = False
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
         self._places = places
+        # Activations whose gradient has not come back yet, and their versions.
+        self._waiting: dict[int, tuple[Site, Tensor, int]] = {}
 
     @contextmanager
     def hooked(self) -> Iterator[Catch]:
@@ -207,16 +209,15 @@ class Catch:
     def _watch(
         self, catch: SiteCatch, x: Tensor, watched: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        version = x._version
+        version, key = x._version, id(watched)
+        self._waiting[key] = (catch.site, x, version)
 
         def back(cotangent: Tensor) -> None:
             if not self.active:  # a pass that began inside the context and ends outside
                 return
             if x._version != version:
-                raise MeasurementError(
-                    f"the activation of '{catch.site}' was overwritten in place before its gradient arrived, which find_sites did not "
-                    "see with its example in eval mode. Find the sites with an example like the training data, or leave out inplace=True."
-                )
+                raise _overwritten(catch.site)
+            self._waiting.pop(key, None)
             # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 catch.add(x, self.unscaled(cotangent.detach()), self.group, args, kwargs)
@@ -234,14 +235,25 @@ class Catch:
 
     def forget_pass(self) -> None:
         """Let go of the activations of a pass that is over."""
+        waiting, self._waiting = self._waiting, {}
         self.leaves.clear()
         self.watched.clear()
+        for site, x, version in waiting.values():  # written through in place, a view loses its gradient without a word
+            if x._version != version:
+                raise _overwritten(site)
 
     def add_weight_gradients(self, gradients: Iterable[Tensor | None]) -> None:
         """Gradients of the existing weights of one batch, in the order of `weights`."""
         for weight, gradient in zip(self.weights, gradients, strict=True):
             if gradient is not None:
                 weight.sum.add(gradient, self.group % len(weight.sum))
+
+
+def _overwritten(site: Site) -> MeasurementError:
+    return MeasurementError(
+        f"the activation of '{site}' was overwritten in place before its gradient arrived, which find_sites did not "
+        "see with its example in eval mode. Find the sites with an example like the training data, or leave out inplace=True."
+    )
 
 
 def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:

@@ -61,8 +61,9 @@ def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
     for name in path.split(".") if path else ():
         while isinstance(module, Chain) and name not in module._modules:
             module, today = module.get_submodule("anchor"), f"{today}.anchor"
-        child = module._modules.get(name)
-        if child is None:
+        try:
+            child = module.get_submodule(name)
+        except AttributeError:
             return None
         module, today = child, f"{today}.{name}"
     return today.removeprefix("."), module

@@ -50,6 +50,8 @@ class TwinFinder:
         try:
             twin = self._plans.get(kind) or find_null(call)
             place = None if chained else self._place(call, twin)
+            if place is None:
+                self._check_unnumbered(call, twin)
             if place is None and not chained:
                 raise NoTwin(
                     "stands in a list that cannot take another block: a trial with one more changed the output"
