@@ -187,7 +187,7 @@ def _sites(args: argparse.Namespace) -> None:
     from sensli.loading import load_model, parse_input
 
     if args.count < 1 or args.length < 1:
-        raise SensliError(f"--count and --length must be at least 1, got {args.count} and {args.length}.")
+        raise SensliError(f"--count and --length must be whole numbers from 1, got {args.count} and {args.length}.")
     model = load_model(args.model)
     if args.input:
         example = tuple(parse_input(text) for text in args.input)

@@ -61,9 +61,10 @@ def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
     for name in path.split(".") if path else ():
         while isinstance(module, Chain) and name not in module._modules:
             module, today = module.get_submodule("anchor"), f"{today}.anchor"
-        try:
-            child = module.get_submodule(name)
-        except AttributeError:
+        child = next(
+            (part for key, part in module.named_children() if key == name), None
+        )  # a scripted module has no more than that
+        if child is None:
             return None
         module, today = child, f"{today}.{name}"
     return today.removeprefix("."), module

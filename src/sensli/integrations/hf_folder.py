@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sensli.errors import CheckpointError
+from sensli.errors import CheckpointError, brief
 from sensli.strict_json import dumps as strict_json
 from sensli.writing import write_bytes
 
@@ -25,13 +25,15 @@ def read(folder: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        state: dict[str, Any] = json.loads(file.read_text())
+        state: dict[str, Any] = json.loads(file.read_text("utf-8"))
         if state["format"] > FORMAT:
             raise CheckpointError(
                 f"{file} has format {state['format']}, newer than {FORMAT}. Update sensli to read it."
             )
+        if not isinstance(state["grower"], (dict, type(None))):
+            raise TypeError(f"'grower' is {brief(state['grower'])}")
         return state if state["grower"] is not None else None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is damaged: {type(error).__name__}: {error}. Use an intact checkpoint."
         ) from error
