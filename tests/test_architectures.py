@@ -199,7 +199,7 @@ def test_which_form_a_boundary_gets() -> None:
 
     for name in ("resnet_basic", "resnet_leaky", "gpt_postnorm", "attributes_resnet", "llama", "vit", "convnext"):
         assert forms(name) == {"twin"}, name
-    assert forms("plain_blocks") == {"relu"}
+    assert forms("plain_blocks") == {"relu", "residual"}  # behind a batch norm the residual form, with one of its own
     assert forms("encoder_postnorm") == {"residual"}
     # two lists that are walked together cannot take a block, and a twin around its neighbour would have the neighbour's number
     assert forms("parallel_lists") == {"residual"}

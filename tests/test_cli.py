@@ -33,6 +33,7 @@ def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "mymodel.py"
     path.write_text(MODEL)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mymodel", raising=False)  # another test may have imported one of that name
     return path
 
 
@@ -59,7 +60,7 @@ def test_sites_of_one_kind(model_file: Path, capsys: pytest.CaptureFixture[str])
         (["sites", "nothere:make", "--input", "1x2"], "cannot be imported"),
         (["sites", "mymodel:make", "--input", "1,2"], "write a shape such as 1x3x32x32"),
         (["sites", "mymodel:make", "--input", "1x4x8x8"], "does not run through Sequential"),
-        (["bench", "--only", "speed"], "Known: 'measure'"),
+        (["bench", "--only", "speed"], "Known: 'find', 'measure'"),
         (
             ["demo", "--out", "mymodel.py/x"],
             "mymodel.py/x/demo.png cannot be written: Not a directory. Choose another place",

@@ -88,7 +88,7 @@ def _save_large(path: Path, pipe: Connection) -> None:
 
 @POSIX
 def test_ctrl_c_leaves_the_last_good_file_and_nothing_else(tmp_path: Path) -> None:
-    for number in range(8):
+    for number in range(0, 8, 2):
         path = tmp_path / str(number) / "a"
         path.parent.mkdir()
         save_checkpoint(path, make_model(), extra="good")
