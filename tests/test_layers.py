@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from sensli.layers import ACTIVATIONS, Activation, Layer, grouped_like, same_size_kernel
+from sensli.activations import ACTIVATIONS, Activation
+from sensli.layers import Layer, grouped_like, same_size_kernel
 
 LAYERS = [
     Layer(form, kind, 4, kernel, groups, activation)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sensli import norms
-from sensli.norms import NORMS, Geometry, choose, squared_norm
+from sensli.geometry import Geometry
+from sensli.norms import NORMS, choose, squared_norm
 
 NAMES = ("frobenius", "mean_square", "operator", "operator_l2", "operator_l1")
 

@@ -36,7 +36,8 @@ from sensli import (
     save_checkpoint,
     undo,
 )
-from sensli.norms import Geometry, choose, squared_norm
+from sensli.geometry import Geometry
+from sensli.norms import choose, squared_norm
 from sensli.page import page_data, read_history, write_page
 from sensli.ranking import compare_choices
 from sensli.triggers import At, AtMost, Budget, Every, Plateau

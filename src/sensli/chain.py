@@ -8,9 +8,8 @@ from torch import nn
 
 from sensli.arguments import Slot, first_tensor, value_at, with_first, with_value
 
-_OWN = frozenset(
-    {"slot", "twins", "training", "sensli_growth"}
-)  # of the chain itself; torch's own start with an underscore
+GROWTH = "sensli_growth"  # set by `insert` on a new module: which growth of the model it was
+_OWN = frozenset({"slot", "twins", "training", GROWTH})  # of the chain itself; torch's own start with an underscore
 
 
 class Chain(nn.Module):

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from sensli.arguments import Slot
-from sensli.chain import Chain
+from sensli.chain import GROWTH, Chain
 from sensli.errors import HistoryError
 from sensli.lists import ListPlace, list_renames, put_into_list, take_from_list
-from sensli.outline import GROWTH
 from sensli.sites import Site
 
 _GROWN_NAME = re.compile(r"grown\d+")

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from sensli import checks
+from sensli.activations import Activation, functional
 from sensli.flow import Call, Flow, Seen, record
 from sensli.graph import nearest_parameters, origin
-from sensli.layers import FORMS, Activation
+from sensli.layers import FORMS
 from sensli.placing import Placing, Refused
 from sensli.sites import Site, Sites, Skipped
 from sensli.stacks import Stack, find_stacks, parent_of
-from sensli.surroundings import LAYERS, Surroundings, functional
+from sensli.surroundings import LAYERS, Surroundings
 from sensli.trial import Trial, Verdict
 from sensli.twinning import TwinFinder
 from sensli.twins import INITS

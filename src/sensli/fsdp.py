@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sensli.errors import UnsupportedModel
-from sensli.sites import Ref, Site
 from sensli.wrappers import is_a
 
 _STATE = "__composable_api_state_key"  # how the names begin under which torch keeps the state in the module itself
@@ -100,17 +97,6 @@ def look_again(model: nn.Module) -> None:
             state._state_ctx.all_states.clear()
             if state._fsdp_param_group is not None:
                 state._fsdp_param_group._module_fqn = None  # a name for messages, which would be appended to
-
-
-def readable(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, Sequence[Site]]:
-    """The model and its sites, or, where it is sharded, an unsharded copy and the same sites on it."""
-    if not is_sharded(model):
-        return model, sites
-    places = []
-    for site in sites:
-        path, _ = site.find(model)
-        places.append(replace(site, anchor=Ref(path), neighbours=tuple(Ref(ref.path) for ref in site.neighbours)))
-    return unsharded(model), places
 
 
 def readable_part(model: nn.Module, part: nn.Module) -> tuple[nn.Module, nn.Module]:

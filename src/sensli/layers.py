@@ -23,70 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.activations import ACTIVATIONS, RELU, Activation
 from sensli.errors import one_of
-from sensli.norms import Geometry
+from sensli.geometry import Geometry
 from sensli.twins import Twin
 
 FORMS = ("relu", "residual", "parametric", "twin")
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-# Elementwise activations of torch and the constructor arguments that shape them (a copy must be the same function).
-ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "ReLU": (),
-    "ReLU6": (),
-    "LeakyReLU": ("negative_slope",),
-    "ELU": ("alpha",),
-    "CELU": ("alpha",),
-    "SELU": (),
-    "GELU": ("approximate",),
-    "SiLU": (),
-    "Mish": (),
-    "Tanh": (),
-    "Sigmoid": (),
-    "LogSigmoid": (),
-    "Softplus": ("beta", "threshold"),
-    "Softsign": (),
-    "Softshrink": ("lambd",),
-    "Hardshrink": ("lambd",),
-    "Tanhshrink": (),
-    "Hardtanh": ("min_val", "max_val"),
-    "Hardsigmoid": (),
-    "Hardswish": (),
-    "Threshold": ("threshold", "value"),
-    "RReLU": ("lower", "upper"),
-    "PReLU": ("num_parameters",),
-}
 
 BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 # W1 of the residual form: the paper's choice, the same at every place so that merits compare.
 RESIDUAL_SCALE = 0.8
-
-
-@dataclass(frozen=True)
-class Activation:
-    """An elementwise activation by name and arguments, so that it can be written to JSON and built again."""
-
-    name: str
-    arguments: tuple[tuple[str, Any], ...] = ()
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Activation | None:
-        """The activation that a module is, or None if it is not one we know."""
-        name = type(module).__name__
-        if type(module) is not getattr(nn, name, None) or name not in ACTIVATIONS:
-            return None
-        return cls(name, tuple((key, getattr(module, key)) for key in ACTIVATIONS[name]))
-
-    def build(self) -> nn.Module:
-        """A fresh module; never in place, because the residual form still needs its input."""
-        module: nn.Module = getattr(nn, self.name)(**dict(self.arguments))
-        return module
-
-
-TANH = Activation("Tanh")
-RELU = Activation("ReLU")
 
 
 class ResidualLayer(nn.Module):

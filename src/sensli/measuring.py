@@ -13,15 +13,16 @@ from torch import nn
 from sensli import checks, random_state
 from sensli.backward import LossFunction, backward
 from sensli.confidence import GROUPS, is_clear, next_look
-from sensli.distributed import Caught, Together, joined, numbered, same_values
+from sensli.distributed import Together, numbered
 from sensli.errors import MeasurementError
 from sensli.estimates import as_merits, estimate_of, mean_of_weights, share_remaining, value_of
-from sensli.fsdp import readable
+from sensli.fsdp import is_sharded, unsharded
+from sensli.joining import Caught, joined, same_values
 from sensli.merits import Merit, Merits, as_sites
 from sensli.norms import choose
 from sensli.running import device_of, untouched
 from sensli.sensitivity import Catch
-from sensli.sites import Site
+from sensli.sites import Ref, Site
 from sensli.wrappers import bare
 
 
@@ -61,7 +62,7 @@ def measure(
         norm = choose(norm, [site.kind for site in sites])
         request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance}
         together.agree_on({**request, **numbered("site", sites)}, last=False)
-        model, places = readable(model, sites)
+        model, places = _readable(model, sites)
         catch = Catch(model, places, weights=ratio, groups=1 if confidence is None else GROUPS)
         # Without weights that train, only the activations at the sites are asked for.
         catch.keeps_activations = not catch.weights
@@ -149,6 +150,17 @@ def _until_clear(
 def _filled(caught: Caught) -> list[float]:
     """The sizes of the groups that hold something: they are filled in order."""
     return [size for size in caught.sizes if size]
+
+
+def _readable(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, Sequence[Site]]:
+    """The model and its sites, or, where it is sharded, an unsharded copy and the same sites on it."""
+    if not is_sharded(model):
+        return model, sites
+    places = []
+    for site in sites:
+        path, _ = site.find(model)
+        places.append(replace(site, anchor=Ref(path), neighbours=tuple(Ref(ref.path) for ref in site.neighbours)))
+    return unsharded(model), places
 
 
 def check_level(confidence: float | None, tolerance: float) -> tuple[float | None, float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sensli import checks
+from sensli.geometry import Geometry
 
 _CHUNK_BYTES = 2**23  # of one intermediate; a handful live at once, so that the whole stays below about 64 MB
 _FIRST_SHARE = 8  # the first chunk is so much smaller
@@ -26,17 +26,6 @@ _STARTS = 2  # random starts for each frequency: one alone now and then misses t
 _SAFETY = 4  # how many residuals a singular value may still rise; with two starts, 2 never failed in 800 hard kernels
 _EXACT_SIDE = 16  # matrices up to this side, and up to this many operations, go to LAPACK at once
 _EXACT_WORK = 2**20
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How a weight acts: as a matrix (size empty) or as a convolution on a map of that spatial size."""
-
-    size: tuple[int, ...] = ()  # spatial size of the convolution's input; 1, 2 or 3 entries
-    stride: tuple[int, ...] = ()  # empty: 1 everywhere
-    dilation: tuple[int, ...] = ()  # empty: 1 everywhere
-    groups: int = 1
-    transposed: bool = False  # the weight is c_in x c_out/groups x k..., as that of a ConvTranspose
 
 
 def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -> float:  # noqa: B008 (frozen)

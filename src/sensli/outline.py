@@ -8,12 +8,10 @@ from itertools import groupby
 
 from torch import nn
 
+from sensli.chain import GROWTH
 from sensli.layers import ParametricLayer, ResidualLayer
 
 LIMIT = 40  # boxes: what fits on a screen; a deeper model shows blocks instead of their layers
-
-# set by `insert` on a new module: which growth of the model it was
-GROWTH = "sensli_growth"
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from sensli.activations import CONVOLUTIONS, RELU, TANH, Activation, functional
 from sensli.errors import SensliError
 from sensli.flow import Call, Seen
 from sensli.graph import Channels, channels, is_score, is_weight, operation, origin
-from sensli.layers import CONVOLUTIONS, RELU, TANH, Activation, Layer, grouped_like, same_size_kernel
+from sensli.layers import Layer, grouped_like, same_size_kernel
 from sensli.lists import ListPlace
 from sensli.sites import Ref, Site
 from sensli.stacks import parent_of
-from sensli.surroundings import Surroundings, functional
+from sensli.surroundings import Surroundings
 from sensli.twinning import TwinFinder
 from sensli.zeroing import NoTwin, never_negative
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from sensli import checks
-from sensli.distributed import Caught, Together, joined, same_values
+from sensli.distributed import Together
 from sensli.errors import MeasurementError, WrongType
 from sensli.estimates import as_merits, mean_of_weights
 from sensli.fsdp import is_sharded
+from sensli.joining import Caught, joined, same_values
 from sensli.merits import Merit, Merits, as_sites
 from sensli.norms import choose
 from sensli.running import device_of

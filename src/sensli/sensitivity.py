@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.activations import CONVOLUTIONS
 from sensli.errors import MeasurementError
-from sensli.layers import CONVOLUTIONS
-from sensli.norms import Geometry, squared_norm
+from sensli.geometry import Geometry
+from sensli.norms import squared_norm
 from sensli.running import widened
 from sensli.sites import Site
 from sensli.taps import Watch, handed_on, tap

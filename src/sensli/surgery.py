@@ -10,6 +10,7 @@ from torch import nn
 
 from sensli import checks
 from sensli.building import build_layer
+from sensli.chain import GROWTH
 from sensli.cutting import apply_cut, inserted, join, plan_cut, renames_of, take_out
 from sensli.distributed import Changing
 from sensli.errors import HistoryError
@@ -17,7 +18,6 @@ from sensli.fsdp import readable_part
 from sensli.history import Growth
 from sensli.merits import Merit, as_site
 from sensli.optim import Newcomer, Optimizers, as_optimizers, check_needed, leave, plan_joining
-from sensli.outline import GROWTH
 from sensli.own_rate import plan_own_rate
 from sensli.rates import Schedulers, as_schedulers, check_factor, plan_rate_scaling
 from sensli.same_output import Outputs

@@ -5,29 +5,15 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from itertools import chain
-from typing import Any
 
 from torch import nn
 
+from sensli.activations import CONVOLUTIONS, Activation, functional
 from sensli.flow import Call, Flow, Seen
-from sensli.graph import nearest_parameters, operation, origin
-from sensli.layers import CONVOLUTIONS, Activation
+from sensli.graph import nearest_parameters, origin
 from sensli.stacks import Paths, Stack, ancestors, parent_of
 
 LAYERS = (nn.Linear, *CONVOLUTIONS)
-
-# Graph nodes of functional activations, and the module that is the same function.
-_FUNCTIONAL = {
-    "Relu": "ReLU", "Tanh": "Tanh", "Sigmoid": "Sigmoid", "Gelu": "GELU", "Silu": "SiLU", "Mish": "Mish", "Softplus": "Softplus",
-    "LeakyRelu": "LeakyReLU", "Elu": "ELU", "Hardswish": "Hardswish", "Hardsigmoid": "Hardsigmoid", "Hardtanh": "Hardtanh",
-    "LogSigmoid": "LogSigmoid",
-}  # fmt: skip
-
-
-def functional(node: Any) -> Activation | None:
-    """The activation that a graph node is, if it is one."""
-    name = operation(node) if node is not None else ""
-    return Activation(_FUNCTIONAL[name]) if name in _FUNCTIONAL else None
 
 
 class Surroundings:
