@@ -18,7 +18,7 @@ from models import untouched
 from random_models import Recipe, recipes
 from sensli import History, Site, find_sites, insert, measure, replay, undo
 from sensli.errors import ZeroMerits
-from sensli.running import tensors
+from sensli.modules.running import tensors
 
 # The same examples every time, without a database and without a clock: machines are shared.
 REPEATABLE = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli import Site, insert, undo
-from sensli.running import run
+from sensli.modules.running import run
 
 
 def extended(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[list[str]]]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from architectures import GENERATORS, HANDWRITTEN, TRANSFORMERS
 from sensli import Growth, History, find_sites, insert, measure, replay, undo
-from sensli.running import run, tensors
+from sensli.modules.running import run, tensors
 
 TABLE = {**HANDWRITTEN, **TRANSFORMERS}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sensli import demo
-from sensli.cli import main
-from sensli.terminal import paint, progress
+from sensli.cli import demo
+from sensli.cli.main import main
+from sensli.growing.terminal import paint, progress
 
 MODEL = """
 from torch import nn

@@ -9,7 +9,7 @@ from torch import nn
 
 from models import deep, fnn, labels, loss_fn, points, untouched
 from sensli import find_sites, measure
-from sensli.confidence import Estimate, estimate, is_clear, mean_and_error, next_look, student_tail
+from sensli.merits.confidence import Estimate, estimate, is_clear, mean_and_error, next_look, student_tail
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sensli.errors import BadExample, UnsupportedModel
-from sensli.flops import Flops, count_flops
+from sensli.modules.flops import Flops, count_flops
 
 
 class Block(nn.Module):

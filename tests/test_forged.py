@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from forging import JSON_VALUES, OTHERS, VALUES, altered, damaged
-from sensli import Grower, Growth, History, load_checkpoint, replay, save_checkpoint, storage, triggers
+from sensli import Grower, Growth, History, load_checkpoint, replay, save_checkpoint, triggers
 from sensli.errors import CheckpointError, HistoryError
+from sensli.growing import storage
 from sensli.page import page_data, read_history, write_page
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import sensli.grower
+import sensli.growing.grower
 from models import Named, alive, batches, cnn, deep, fnn, images, loss_fn, points, residual, snapshot, untouched
 from sensli import Grower, History, Merits, find_sites, measure, replay
 from sensli.errors import HistoryError, MeasurementError, OptimizerError, SensliError
-from sensli.triggers import At, AtMost, Budget, Every, Plateau
+from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
 
 DATA = batches((8, 8, 4))
 
@@ -274,7 +274,7 @@ def test_several_layers_go_in_together_or_not_at_all(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, optimizer)
     growing = grower(model, optimizer, count=4, lr_scale=0.5)
-    real, calls = sensli.grower.insert, []
+    real, calls = sensli.growing.grower.insert, []
 
     def fails_third(*args, **options):
         calls.append(args)
@@ -282,7 +282,7 @@ def test_several_layers_go_in_together_or_not_at_all(monkeypatch):
             raise OptimizerError("no more")
         return real(*args, **options)
 
-    monkeypatch.setattr(sensli.grower, "insert", fails_third)
+    monkeypatch.setattr(sensli.growing.grower, "insert", fails_third)
     with untouched(model, optimizer), pytest.raises(OptimizerError, match="no more"):
         growing.step(DATA, loss_fn)
     assert (len(growing.history), growing.calls) == (0, 0)

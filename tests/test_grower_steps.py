@@ -18,10 +18,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points, residual, snapshot, untouched
 from sensli import Grower, find_sites, replay
-from sensli import searching as searching_module
 from sensli.errors import OptimizerError, SensliError
-from sensli.record import Look
-from sensli.triggers import At, Every, Moment, Plateau, Trigger
+from sensli.growing import searching as searching_module
+from sensli.growing.triggers import At, Every, Moment, Plateau, Trigger
+from sensli.surgery.history.record import Look
 
 DATA = batches((8, 8, 4))
 

@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 
 from models import Functional, cnn, fnn, images, points, residual, untouched
 from sensli import Grower, Growth, History, find_sites, insert, replay, triggers, undo
-from sensli.cli import main
+from sensli.cli.main import main
 from sensli.errors import HistoryError
-from sensli.record import Look, SiteMerit
+from sensli.surgery.history.record import Look, SiteMerit
 
 
 def grown(make=fnn, x=None, **options):

@@ -15,7 +15,7 @@ from torch import nn
 
 from architectures import GENERATORS, TRANSFORMERS
 from sensli import find_sites, insert, measure, replay, undo
-from sensli.history import History
+from sensli.surgery.history.history import History
 from test_architectures import assert_same, build, outputs
 
 pytest.importorskip("transformers")

@@ -26,7 +26,7 @@ from models import (
 )  # fmt: skip
 from sensli import Merit, Merits, find_sites, insert, measure
 from sensli.errors import MeasurementError
-from sensli.norms import NORMS
+from sensli.merits.norms import NORMS
 
 CASES = {
     "relu linear": (fnn, points, {}),

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sensli import norms
-from sensli.geometry import Geometry
-from sensli.norms import NORMS, choose, squared_norm
+from sensli.merits.norms import NORMS, choose, squared_norm
+from sensli.moves.geometry import Geometry
 
 NAMES = ("frobenius", "mean_square", "operator", "operator_l2", "operator_l1")
 

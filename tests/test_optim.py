@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Adagrad, AdamW, Muon, Optimizer
 
 from sensli.errors import OptimizerError
-from sensli.optim import Newcomer, as_optimizers, leave, plan_joining
+from sensli.surgery.state.optim import Newcomer, as_optimizers, leave, plan_joining
 
 REFUSED = {torch.optim.LBFGS: "flat vector", torch.optim.SparseAdam: "sparse gradients"}
 OPTIMIZERS = [

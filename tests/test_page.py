@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sensli import Grower, History, find_sites, insert, measure, triggers
-from sensli.checkpoint import save_checkpoint
-from sensli.cli import main
+from sensli.cli.main import main
 from sensli.errors import HistoryError
+from sensli.growing.checkpoint import save_checkpoint
 from sensli.page import page_data, read_history
 from sensli.page.writing import render
 from test_record import BATCHES, X, grow, make_model

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sensli.cli import main
-from sensli.merits import Merit, Merits
-from sensli.ranking import CHOICES, compare_choices
+from sensli.cli.main import main
+from sensli.merits.merits import Merit, Merits
+from sensli.merits.ranking import CHOICES, compare_choices
 
 MODEL = """
 import torch

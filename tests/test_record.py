@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from sensli import Grower, History, replay, triggers
-from sensli import record as record_module
 from sensli.errors import HistoryError
-from sensli.outline import outline
-from sensli.record import Look, Record
+from sensli.surgery.history import record as record_module
+from sensli.surgery.history.outline import outline
+from sensli.surgery.history.record import Look, Record
 
 X = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] * X[:, 1] > 0).long()

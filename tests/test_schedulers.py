@@ -34,8 +34,8 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import SWALR
 
 from sensli.errors import OptimizerError
-from sensli.optim import Newcomer, leave, plan_joining
-from sensli.rates import RateScaling, plan_rate_scaling
+from sensli.surgery.state.optim import Newcomer, leave, plan_joining
+from sensli.surgery.state.rates import RateScaling, plan_rate_scaling
 
 Make = Callable[[Optimizer], LRScheduler]
 STEPS, AT = 40, 13

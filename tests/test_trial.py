@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import oracle
 from models import Block, alive, untouched
 from sensli import Sites, find_sites, insert, measure, undo
-from sensli.running import run, tensors, undrawn
+from sensli.modules.running import run, tensors, undrawn
 
 
 def module(forward: Callable[..., Any], **parts: Any) -> nn.Module:

@@ -4,7 +4,7 @@ import pytest
 
 from models import fnn, points
 from sensli import find_sites
-from sensli.triggers import At, AtMost, Budget, Every, Moment, Plateau, Trigger
+from sensli.growing.triggers import At, AtMost, Budget, Every, Moment, Plateau, Trigger
 
 
 def firing(trigger, metrics=None, calls=12, growths=None, sizes=None, grows=True):

@@ -23,8 +23,8 @@ from sensli.integrations import hf_folder
 from sensli.page import page_data, write_page
 from sensli.paper.errors import StoreError
 from sensli.paper.files import write_json, write_tensors
-from sensli.record import Look, Record
-from sensli.writing import ABANDONED, check_writable, replacing, write_bytes
+from sensli.surgery.history.record import Look, Record
+from sensli.text.writing import ABANDONED, check_writable, replacing, write_bytes
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs signals, links and modes of POSIX")
 

@@ -26,7 +26,6 @@ from sensli import (
     History,
     Probe,
     SensliError,
-    checks,
     count_flops,
     find_sites,
     insert,
@@ -36,11 +35,12 @@ from sensli import (
     save_checkpoint,
     undo,
 )
-from sensli.geometry import Geometry
-from sensli.norms import choose, squared_norm
+from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
+from sensli.merits.norms import choose, squared_norm
+from sensli.merits.ranking import compare_choices
+from sensli.modules import checks
+from sensli.moves.geometry import Geometry
 from sensli.page import page_data, read_history, write_page
-from sensli.ranking import compare_choices
-from sensli.triggers import At, AtMost, Budget, Every, Plateau
 
 NAN, INF = float("nan"), float("inf")
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sensli import History
-from sensli.cli import main
-from sensli.record import Look, Record
+from sensli.cli.main import main
+from sensli.surgery.history.record import Look, Record
 
 MODELS = """
 import sys

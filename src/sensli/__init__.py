@@ -4,20 +4,21 @@
 in without changing the function, and the optimizer follows. `Grower` does all of it once per epoch.
 """
 
-from sensli import norms, triggers
 from sensli._version import __version__
-from sensli.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from sensli.errors import SensliError
-from sensli.finding import find_sites
-from sensli.flops import count_flops
-from sensli.grower import Grower
-from sensli.history import Growth, History
-from sensli.measuring import measure
-from sensli.merits import Merit, Merits
-from sensli.probe import Probe
-from sensli.replaying import replay
-from sensli.sites import Site, Sites
-from sensli.surgery import insert, undo
+from sensli.growing import triggers
+from sensli.growing.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from sensli.growing.grower import Grower
+from sensli.merits import norms
+from sensli.merits.measuring import measure
+from sensli.merits.merits import Merit, Merits
+from sensli.merits.probe import Probe
+from sensli.modules.flops import count_flops
+from sensli.moves.finding import find_sites
+from sensli.moves.sites import Site, Sites
+from sensli.surgery.history.history import Growth, History
+from sensli.surgery.insertion import insert, undo
+from sensli.surgery.replaying import replay
 
 __all__ = [
     "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "__version__",

@@ -19,9 +19,9 @@ from sensli.benchmarks.figure import Figure
 from sensli.benchmarks.random_models import random_models
 from sensli.benchmarks.spirals import spirals
 from sensli.errors import SensliError, one_of
-from sensli.strict_json import dumps as strict_json
-from sensli.tables import text_table
-from sensli.writing import check_writable, write_bytes
+from sensli.text.strict_json import dumps as strict_json
+from sensli.text.tables import text_table
+from sensli.text.writing import check_writable, write_bytes
 
 BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "find": finding.search_cost,

@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sensli.benchmarks.figure import Figure
-from sensli.finding import find_sites
-from sensli.measuring import measure
+from sensli.merits.measuring import measure
+from sensli.moves.finding import find_sites
 from sensli.paper import catalog, cnn, convnets, costs, pipeline
 from sensli.paper.config import Options, Plan, plan
 from sensli.paper.data import FACTS, Raw

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sensli.benchmarks.figure import Figure
 from sensli.benchmarks.networks import paper_cnn
-from sensli.finding import find_sites
+from sensli.moves.finding import find_sites
 
 ROUNDS = 5
 

@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 from sensli.benchmarks.cifar10 import training_data
 from sensli.benchmarks.figure import Figure
 from sensli.benchmarks.networks import deep_network, densenet, extended, paper_cnn, wide_cnn
-from sensli.finding import find_sites
-from sensli.measuring import measure
-from sensli.norms import squared_norm
-from sensli.probe import Probe
-from sensli.sensitivity import Catch, SiteCatch, WeightCatch
+from sensli.merits.measuring import measure
+from sensli.merits.norms import squared_norm
+from sensli.merits.probe import Probe
+from sensli.merits.sensitivity import Catch, SiteCatch, WeightCatch
+from sensli.moves.finding import find_sites
 
 BATCH = 128
 

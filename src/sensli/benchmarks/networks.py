@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from sensli.finding import find_sites
-from sensli.surgery import insert
+from sensli.moves.finding import find_sites
+from sensli.surgery.insertion import insert
 
 
 def paper_cnn() -> nn.Sequential:

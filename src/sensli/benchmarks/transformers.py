@@ -7,8 +7,8 @@ import torch
 from sensli.benchmarks.figure import Figure
 from sensli.benchmarks.language import BYTES, LanguageModel, next_byte_loss
 from sensli.benchmarks.measuring import interleaved
-from sensli.finding import find_sites
-from sensli.measuring import measure
+from sensli.merits.measuring import measure
+from sensli.moves.finding import find_sites
 
 
 def transformer_cost() -> list[Figure]:

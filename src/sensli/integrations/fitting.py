@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from sensli.grower import Grower
-from sensli.history import Growth, History
-from sensli.replaying import repeat
-from sensli.surgery import undo
-from sensli.triggers import Every
+from sensli.growing.grower import Grower
+from sensli.growing.triggers import Every
+from sensli.surgery.history.history import Growth, History
+from sensli.surgery.insertion import undo
+from sensli.surgery.replaying import repeat
 
 Data = tuple[Tensor, Any]  # inputs, and what the loss takes besides the output
 Loss = Callable[[Tensor, Any], Tensor]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sensli.errors import CheckpointError, brief
-from sensli.strict_json import dumps as strict_json
-from sensli.writing import write_bytes
+from sensli.text.strict_json import dumps as strict_json
+from sensli.text.writing import write_bytes
 
 FILE = "sensli.json"
 FORMAT = 1

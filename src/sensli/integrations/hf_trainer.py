@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from sensli import random_state
 from sensli.errors import SensliError, UnsupportedModel
-from sensli.running import forked_random_state, tensors, untouched
-from sensli.wrappers import bare, eager
+from sensli.modules import random_state
+from sensli.modules.running import forked_random_state, tensors, untouched
+from sensli.modules.wrappers import bare, eager
 
 
 def calling_trainer(callback: object) -> Trainer | None:

@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from sensli import random_state
-from sensli.checkpoint import add_own_groups, arrange, names_in
-from sensli.cutting import count_growths
 from sensli.errors import SensliError, UnsupportedModel
-from sensli.grower import Grower
-from sensli.history import History
+from sensli.growing.checkpoint import add_own_groups, arrange, names_in
+from sensli.growing.grower import Grower
+from sensli.growing.triggers import Trigger
 from sensli.integrations import missing
 from sensli.integrations.looking import Facts, check_options, standing_in
-from sensli.replaying import replay
-from sensli.triggers import Trigger
-from sensli.wrappers import bare
+from sensli.modules import random_state
+from sensli.modules.wrappers import bare
+from sensli.moves.cutting import count_growths
+from sensli.surgery.history.history import History
+from sensli.surgery.replaying import replay
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sensli import checks
-from sensli.flops import count_flops
-from sensli.grower import Grower
-from sensli.merits import Merits
-from sensli.triggers import Trigger
-from sensli.wrappers import bare
+from sensli.growing.grower import Grower
+from sensli.growing.triggers import Trigger
+from sensli.merits.merits import Merits
+from sensli.modules import checks
+from sensli.modules.flops import count_flops
+from sensli.modules.wrappers import bare
 
 
 def check_options(

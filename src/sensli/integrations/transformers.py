@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sensli import checks
-from sensli.checkpoint import add_own_groups, arrange, names_in
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel
-from sensli.grower import Grower
-from sensli.history import History
+from sensli.growing.checkpoint import add_own_groups, arrange, names_in
+from sensli.growing.grower import Grower
+from sensli.growing.triggers import Trigger
 from sensli.integrations import missing
 from sensli.integrations.looking import Facts, check_options, standing_in
-from sensli.optim import as_optimizers
-from sensli.rewinding import rewind
-from sensli.triggers import Trigger
-from sensli.wrappers import bare
+from sensli.modules import checks
+from sensli.modules.wrappers import bare
+from sensli.surgery.history.history import History
+from sensli.surgery.rewinding import rewind
+from sensli.surgery.state.optim import as_optimizers
 
 try:
     from transformers import Trainer, TrainerCallback, __version__

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sensli import checks
 from sensli._version import __version__
 from sensli.errors import HistoryError
-from sensli.history import History
+from sensli.modules import checks
 from sensli.page.film import Film
-from sensli.record import Look
+from sensli.surgery.history.history import History
+from sensli.surgery.history.record import Look
 
 FRAMES = 150  # positions of the slider, besides the decisions
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from sensli import checks, storage
 from sensli.errors import HistoryError, SensliError
-from sensli.history import History
+from sensli.growing import storage
+from sensli.modules import checks
+from sensli.surgery.history.history import History
 
 _ZIP = b"PK\x03\x04"  # what torch.save writes begins so
 

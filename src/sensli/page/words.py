@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from sensli.html_tables import html_table
-from sensli.tables import short_number
+from sensli.text.html_tables import html_table
+from sensli.text.tables import short_number
 
 
 def words(data: dict[str, Any]) -> tuple[str, str]:

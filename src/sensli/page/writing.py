@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sensli import checks
 from sensli.errors import SensliError
+from sensli.modules import checks
 from sensli.page.words import words
-from sensli.strict_json import strict
-from sensli.writing import write_bytes
+from sensli.text.strict_json import strict
+from sensli.text.writing import write_bytes
 
 SCRIPTS = ("tools.js", "network.js", "panels.js", "film.js")  # in this order: each uses the earlier ones
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sensli.errors import MissingExtra
+from sensli.growing.terminal import how_to_get
 from sensli.paper.errors import PaperError
-from sensli.terminal import how_to_get
 
 PATIENCE = 10.0  # seconds for a machine to answer
 _LOCAL = {"RAY_USAGE_STATS_ENABLED": "0"}

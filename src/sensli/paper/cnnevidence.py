@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sensli.norms import NORMS
+from sensli.merits.norms import NORMS
 from sensli.paper.evidence import ONE_RUN, Evidence, Finding, awaiting, named
 from sensli.paper.statistics import CONFIRMED, NOT_CONFIRMED, number
 

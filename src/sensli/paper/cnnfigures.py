@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sensli.norms import NORMS
+from sensli.merits.norms import NORMS
 from sensli.paper.config import Plan
 from sensli.paper.costs import pair, ratios
 from sensli.paper.figures import COLOURS, DPI, Results, _cycle, _spans_orders, _title

@@ -15,7 +15,7 @@ from sensli.paper.config import Plan
 from sensli.paper.errors import StoreError
 from sensli.paper.statistics import band, smooth
 from sensli.paper.store import Result
-from sensli.writing import write_bytes
+from sensli.text.writing import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sensli.paper.errors import StoreError
-from sensli.writing import write_bytes
+from sensli.text.writing import write_bytes
 
 _MAGIC = b"sensli tensors 1 "
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_max_pool2d
 
-from sensli.history import Growth
-from sensli.merits import Merits
-from sensli.norms import NORMS
+from sensli.merits.merits import Merits
+from sensli.merits.norms import NORMS
 from sensli.paper import convnets
 from sensli.paper.config import Settings
 from sensli.paper.engines import Outcome
 from sensli.paper.restoring import check_alike, check_count
+from sensli.surgery.history.history import Growth
 
 SHOWN = 3  # iterations after an insertion whose gradient of the new kernel is kept for the heatmaps
 NAN = float("nan")

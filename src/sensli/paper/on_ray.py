@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from sensli.growing.terminal import Reach
 from sensli.paper.cluster import PATIENCE, Cluster, RayError, connected, one_line
 from sensli.paper.config import Settings
 from sensli.paper.engines import engine
@@ -22,7 +23,6 @@ from sensli.paper.ray_tasks import Share, Tasks
 from sensli.paper.ray_worker import POLL, unpacked
 from sensli.paper.runner import Compute, Place
 from sensli.paper.store import Store
-from sensli.terminal import Reach
 
 LOSSES = 3  # so often may the worker of one piece be lost
 SAVE_EVERY = 20.0  # seconds; a state travels, so less often than to a disk

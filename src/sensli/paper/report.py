@@ -15,8 +15,8 @@ from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.evidence import CNN, NO_VERDICT, Evidence, Finding
 from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, interval, overall
 from sensli.paper.store import Result, Store
-from sensli.strict_json import dumps as strict_json
-from sensli.writing import write_bytes
+from sensli.text.strict_json import dumps as strict_json
+from sensli.text.writing import write_bytes
 
 TITLE = "The paper's claims, measured again"
 DRAWN = ("when-full", "when-mini")  # further experiments whose curves are worth a picture

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from sensli.growing.terminal import Reach, progress
 from sensli.paper.config import Plan
 from sensli.paper.engines import engine
 from sensli.paper.machine import Machine
 from sensli.paper.pieces import Piece, keep, order, pieces, train
 from sensli.paper.store import Store
-from sensli.terminal import Reach, progress
 
 Compute = Callable[[Store, Reach], None]
 # Where the work is done: checks that it can be done there, and gives the function that does it.

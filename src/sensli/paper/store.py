@@ -20,7 +20,7 @@ from sensli.paper.engines import Outcome, engine
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.files import Damaged, read_json, read_tensors, write_json, write_tensors
 from sensli.paper.seeds import run_seed
-from sensli.writing import check_writable
+from sensli.text.writing import check_writable
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from sensli.paper.engines import engine
 from sensli.paper.evidence import at_chance
 from sensli.paper.statistics import interval, number
 from sensli.paper.store import Result
-from sensli.tables import text_table
+from sensli.text.tables import text_table
 
 # What the paper prints: (experiment, arm) -> FLOPs per training sample in total, of which measuring.
 PRINTED: dict[tuple[str, str], tuple[int, int]] = {

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from sensli.finding import find_sites
-from sensli.grower import Grower
-from sensli.history import Growth, History
-from sensli.norms import NORMS
+from sensli.growing.grower import Grower
+from sensli.growing.triggers import At
+from sensli.merits.norms import NORMS
+from sensli.merits.sensitivity import Catch
+from sensli.moves.finding import find_sites
 from sensli.paper import convnets, pipeline
 from sensli.paper.config import Settings
 from sensli.paper.data import FACTS
 from sensli.paper.engines import Job
 from sensli.paper.logbook import Logbook
 from sensli.paper.seeds import run_seed
-from sensli.replaying import replay
-from sensli.sensitivity import Catch
-from sensli.triggers import At
+from sensli.surgery.history.history import Growth, History
+from sensli.surgery.replaying import replay
 
 EVALUATION_BATCH = 500
 

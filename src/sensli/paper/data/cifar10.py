@@ -11,7 +11,7 @@ from torch import Tensor
 from sensli.paper.data.fetching import FetchError, fetch
 from sensli.paper.data.images import DataError, Facts, Raw, check_sum, read
 from sensli.paper.data.unpickling import UnsafePickle, read_batch
-from sensli.writing import write_bytes
+from sensli.text.writing import write_bytes
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 BINARY, PICKLED = "cifar-10-batches-bin", "cifar-10-batches-py"

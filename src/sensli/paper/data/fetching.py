@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from sensli.terminal import progress
+from sensli.growing.terminal import progress
 
 CHUNK = 1 << 18
 PAUSES = (0.5, 2.0, 5.0)  # seconds before the next attempt when one brought nothing new

@@ -1,0 +1,1 @@
+"""The command line: what a person runs. Nothing imports from here."""

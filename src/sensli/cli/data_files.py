@@ -1,0 +1,123 @@
+"""Batches from a file named on the command line: tensors that were saved, or a text."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from sensli.errors import BadExample
+from sensli.growing import storage
+from sensli.merits.backward import LossFunction
+
+_BYTES = 256
+
+
+def read_batches(path: Path) -> list[Any]:
+    """One batch or a list of them: dicts of keyword arguments, or (input, target) pairs; from torch.save or a safetensors file."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found: Any = load_file(path)
+        else:
+            found = torch.load(path, weights_only=True)  # runs no code of the file
+    except OSError:
+        raise
+    except Exception as error:
+        raise BadExample(
+            f"'{path}' cannot be read as a batch: {type(error).__name__}: {storage.told(error)}. Give what torch.save wrote of tensors in "
+            "a dict or a tuple, or a .safetensors file."
+        ) from error
+    batches = found if isinstance(found, list) else [found]
+    if not batches:
+        raise BadExample(f"'{path}' holds an empty list. Give at least one batch.")
+    for batch in batches:
+        if not _is_batch(batch):
+            raise BadExample(
+                f"'{path}' holds {type(batch).__name__}, but a batch is a dict of keyword arguments or a pair (input, target), of tensors."
+            )
+    if len({type(batch) for batch in batches}) > 1:
+        raise BadExample(f"'{path}' holds dicts and pairs. Give batches of one kind.")
+    return batches
+
+
+def _is_batch(batch: Any) -> bool:
+    if isinstance(batch, dict):
+        return bool(batch) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in batch.items())
+    return isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
+
+
+def text_batches(
+    path: Path, model: nn.Module, directory: Path | None, *, length: int = 128, size: int = 8, most: int = 8
+) -> list[Any]:
+    """The text in windows of ``length`` tokens, by the tokenizer in the model's directory, or byte by byte where there is none."""
+    tokens = _tokens(path.read_text(errors="replace"), directory)
+    length = min(length, _longest(model, length))
+    if len(tokens) < length + 1:
+        raise BadExample(
+            f"'{path}' has {len(tokens)} tokens, fewer than the {length + 1} of one window. Give a longer text."
+        )
+    known = _vocabulary(model)
+    if known is not None and int(tokens.max()) >= known:
+        raise BadExample(
+            f"'{path}' read byte by byte needs a vocabulary of {int(tokens.max()) + 1}, and the model knows {known} tokens. Put its "
+            "tokenizer into the model's directory, or give ready batches with --batch."
+        )
+    windows = tokens[: (len(tokens) - 1) // length * length + 1].unfold(0, length + 1, length)[: size * most]
+    if "labels" in _arguments(model):
+        return [{"input_ids": rows[:, :-1], "labels": rows[:, :-1].clone()} for rows in windows.split(size)]
+    return [(rows[:, :-1], rows[:, 1:]) for rows in windows.split(size)]
+
+
+def loss_for(batches: list[Any]) -> LossFunction | None:
+    """The loss that fits the batches: the model's own for dicts, cross-entropy for whole-number targets, mean squares for others."""
+    if isinstance(batches[0], dict):
+        return None
+
+    def loss(output: Any, target: Tensor) -> Tensor:
+        output = getattr(output, "logits", output)
+        if not isinstance(output, Tensor):
+            raise BadExample(
+                f"the model returns a {type(output).__name__}, and which of its values the target is for is not known here. Name a factory "
+                "whose model returns a tensor, or give dicts with labels, for the model's own loss."
+            )
+        try:
+            if target.is_floating_point():
+                return mse_loss(output, target)
+            return cross_entropy(output.flatten(0, -2), target.flatten())
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise BadExample(
+                f"the target of shape {tuple(target.shape)}, {target.dtype}, does not fit the output of shape {tuple(output.shape)}: "
+                f"{error}. Give class numbers for classes, floats for numbers."
+            ) from error
+
+    return loss
+
+
+def _tokens(text: str, directory: Path | None) -> Tensor:
+    if directory is not None and any(directory.glob("tokenizer*")):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return torch.tensor(tokenizer(text)["input_ids"])
+    return torch.tensor(list(text.encode()), dtype=torch.long)
+
+
+def _arguments(model: nn.Module) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return max(tables, default=None)
+
+
+def _longest(model: nn.Module, asked: int) -> int:
+    """How many positions the model knows, if its configuration says so."""
+    said = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return said if isinstance(said, int) else asked

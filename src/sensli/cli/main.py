@@ -1,0 +1,239 @@
+"""The command line: thin, every command is a function elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from sensli import __version__
+from sensli.errors import SensliError
+from sensli.moves.finding import KINDS
+from sensli.moves.layers import FORMS
+from sensli.paper import cli as paper
+from sensli.text.strict_json import dumps as strict_json
+
+_DESCRIPTION = """\
+Grow an ordinary PyTorch network while it trains: find where a layer could go, measure what it would be
+worth there in one backward pass, insert the best one without changing the function.
+"""
+_EXAMPLES = """\
+examples:
+  sensli demo                                         three networks on two spirals, under a minute
+  sensli sites mymodels:make_cnn --input 1x3x32x32    where your own model could grow
+  sensli report history.json                          the film of your own training, as one HTML file
+  sensli paper run 2                                  an experiment of the paper, with table and figure
+  sensli sites saved/model --text notes.txt           where a language model would gain most
+  sensli bench                                        the figures we promise, measured on this machine
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; a mistake of the user gives one line and exit code 2, Ctrl-C exit code 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end the command
+            stream.reconfigure(errors="backslashreplace")
+    parser = _parser()
+    if any("\0" in argument for argument in (sys.argv[1:] if arguments is None else arguments)):
+        parser.error("an argument holds a NUL character")
+    args = parser.parse_args(arguments)
+    try:
+        args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk and a closed pipe show here, not when Python ends
+    except KeyboardInterrupt:
+        return _failed("stopped", 130)
+    except BrokenPipeError:  # `sensli sites ... | head`
+        return _failed("", 0)
+    except SystemExit as error:
+        return _failed(f"sensli: the model's own code ended the program (exit code {error.code}).", 2)
+    except (SensliError, OSError) as error:
+        return _failed(f"sensli: {' '.join(str(error).split())}", 2)
+    return 0
+
+
+def _failed(text: str, code: int) -> int:
+    """One line on the standard error; what cannot be written to a broken output is dropped, so that Python ends quietly."""
+    if text and sys.stderr is not None:
+        print(text, file=sys.stderr)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("sensli", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=text)
+    parser.add_argument("--version", action="version", version=f"sensli {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    demo = commands.add_parser(
+        "demo",
+        help="train a baseline, a growing and an extended network on two spirals",
+        description="Train three networks side by side on two spirals: small, growing, and large from the start.",
+        epilog="example: sensli demo --out demo --seed 2",
+    )
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("sensli-demo"),
+        help="folder for the film, the picture and the history (default: %(default)s)",
+    )
+    demo.add_argument("--seed", type=_seed, default=1, help="of the initial weights (default: %(default)s)")
+    demo.add_argument("--json", action="store_true", help="print results and decisions as JSON, and nothing else")
+    demo.set_defaults(run=_demo)
+
+    sites = commands.add_parser(
+        "sites",
+        help="list where your own model could grow, and with data, where it would help most",
+        description="List the places of a model where a layer could go, what it would cost, and what was skipped and why. With data, rank "
+        "them by what a layer there would be worth, beside the choices people make without measuring. The model is only read.",
+        epilog="example: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128; "
+        "sensli sites path/to/saved/model --text notes.txt --count 4",
+    )
+    sites.add_argument(
+        "model",
+        metavar="MODEL",
+        help="MODULE:FACTORY, a module or .py file and a function or class in it that gives the model; or a directory that "
+        "save_pretrained of the transformers library wrote",
+    )
+    data = sites.add_mutually_exclusive_group(required=True)
+    data.add_argument(
+        "--input",
+        metavar="SHAPE",
+        action="append",
+        help="such as 1x3x32x32; repeat for several arguments; lists, does not rank",
+    )
+    data.add_argument(
+        "--batch",
+        metavar="FILE",
+        type=Path,
+        help="a dict of keyword arguments or a pair (input, target), or a list of them, from torch.save; or a .safetensors file",
+    )
+    data.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="a text, read with the tokenizer in the model's directory or byte by byte",
+    )
+    sites.add_argument("--length", type=int, default=128, help="tokens in a window of the text (default: %(default)s)")
+    sites.add_argument(
+        "--count", type=int, default=1, help="layers to be placed, for the choices (default: %(default)s)"
+    )
+    sites.add_argument(
+        "--layer", choices=("auto", *FORMS), default="auto", help="the form of the new layer (default: %(default)s)"
+    )
+    sites.add_argument("--where", choices=KINDS, help="only sites of this kind")
+    sites.add_argument("--json", action="store_true", help="print the places, their costs and merits as JSON")
+    sites.set_defaults(run=_sites)
+
+    report = commands.add_parser(
+        "report",
+        help="write the film of a training as one HTML file",
+        description="Write the growth page of a training: the network, every decision with all merits, the metric. "
+        "The file is what grower.history.save(path) wrote, or a checkpoint "
+        "(of save_checkpoint, or of torch.save with grower.state_dict() in it).",
+        epilog="example: sensli report history.json --out growth.html",
+    )
+    report.add_argument("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON or a checkpoint")
+    report.add_argument("--out", type=Path, help="where to write the page (default: beside the file, ending in .html)")
+    report.add_argument("--title", default="A network grows", help="the heading of the page (default: %(default)s)")
+    report.add_argument("--metric", default="metric", help="what the metric is, such as 'validation loss'")
+    report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
+    report.set_defaults(run=_report)
+
+    paper.add_parser(commands)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure the figures we promise on this machine",
+        description="Measure the promised figures as ratios within one run, print them as a table and write them as JSON.",
+        epilog="example: SENSLI_DATA=~/data sensli bench --only measure probe",
+    )
+    bench.add_argument("--only", nargs="+", metavar="NAME", help="run only these benchmarks")
+    bench.add_argument(
+        "--out", type=Path, default=Path("bench.json"), help="where to write JSON (default: %(default)s)"
+    )
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _seed(text: str) -> int:
+    """A number that torch takes as a seed."""
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^63 - 1, got {text}")
+    return number
+
+
+_seed.__name__ = "seed"  # argparse says "invalid seed value"
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from sensli.cli.demo import demo
+
+    demo(args.out, seed=args.seed, as_json=args.json)
+
+
+def _sites(args: argparse.Namespace) -> None:
+    from sensli.cli.loading import load_model, parse_input
+    from sensli.moves.finding import find_sites
+
+    if args.count < 1 or args.length < 1:
+        raise SensliError(f"--count and --length must be whole numbers from 1, got {args.count} and {args.length}.")
+    model = load_model(args.model)
+    if args.input:
+        example = tuple(parse_input(text) for text in args.input)
+        sites = find_sites(model, example, layer=args.layer, where=args.where)
+        print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
+        return
+    from sensli.cli.data_files import loss_for, read_batches, text_batches
+    from sensli.merits.measuring import measure
+    from sensli.merits.ranking import CHOICES, compare_choices
+    from sensli.surgery.history.record import SiteMerit
+
+    directory = Path(args.model) if Path(args.model).is_dir() else None
+    batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, length=args.length)
+    first = batches[0]
+    sites = find_sites(model, first if isinstance(first, dict) else first[0], layer=args.layer, where=args.where)
+    if not sites:
+        print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
+        return
+    merits = measure(model, sites, batches, loss_for(batches))
+    count = min(args.count, len(merits))
+    if args.json:
+        ranked = [asdict(SiteMerit.of(merit)) for merit in merits.ranked]
+        chosen = {name: [str(merit.site) for merit in choose(merits, count)] for name, choose in CHOICES.items()}
+        print(strict_json({**sites.to_dict(), "norm": merits.norm, "merits": ranked, "choices": chosen}, indent=1))
+        return
+    print(merits, compare_choices(merits, count), sep="\n\n")
+    for path, reason in sites.skipped:
+        print(f"skipped {path or 'the model'}: {reason}")
+
+
+def _report(args: argparse.Namespace) -> None:
+    from sensli.growing.terminal import paint_decision
+    from sensli.page import page_data, read_history, write_page
+
+    history = read_history(args.file)
+    data = page_data(history, title=args.title, measure=args.metric)
+    page = write_page(args.out or args.file.with_suffix(".html"), data)
+    if args.json:
+        print(strict_json({"page": str(page), "looks": [look.to_dict() for look in history.record.looks]}, indent=1))
+        return
+    for look in history.record.looks:
+        print(paint_decision(look))
+    print(f"the film of it: {page}   (open it in a browser)")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from sensli.benchmarks import run_benchmarks
+
+    run_benchmarks(args.only, args.out)

@@ -1,0 +1,386 @@
+"""`save_checkpoint` and `load_checkpoint`: a grown network comes back from the user's own factory, and training goes on to the bit.
+
+The file holds no code and no module: the factory builds the small network, the history is replayed on it, then the tensors go in.
+Parameters of the optimizer are known by name, because an optimizer built anew holds them in another order than one that followed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from sensli.engines.distributed import Together, numbered
+from sensli.engines.fsdp import distributed_like, reshard, whole
+from sensli.errors import CheckpointError, WrongType, brief
+from sensli.growing import storage
+from sensli.growing.grower import Grower
+from sensli.modules import checks, random_state
+from sensli.modules.running import tensors
+from sensli.modules.wrappers import bare
+from sensli.moves.cutting import count_growths
+from sensli.surgery.history.history import Growth, History, as_growths
+from sensli.surgery.replaying import replay
+from sensli.surgery.state.optim import as_optimizers
+from sensli.surgery.state.saved_state import check_optimizer_state, check_scheduler_state
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load_checkpoint` brought back; None where no factory was given or nothing was saved."""
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    grower: Grower | None = None
+    history: History = field(default_factory=History)
+    extra: Any = None
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    grower: Grower | None = None,
+    history: History | None = None,
+    extra: Any = None,
+) -> None:
+    """Write all that training needs to go on as if nothing had happened, in one file that is replaced only when complete.
+
+    ``optimizer`` and ``scheduler`` may be several; ``history`` is for models grown by `insert` without a `Grower`; ``extra`` is the
+    user's own: numbers, strings, tensors, nested in lists and dicts. Random states of torch, Python and numpy are included.
+    Call it between two steps (gradients are not saved), and with several processes on all of them: rank 0 writes.
+    """
+    together = Together(model, "save a checkpoint")
+    with together:
+        bare(model)
+        path = checks.path("path", path)
+        if grower is not None:
+            checks.instance("grower", grower, Grower, "a Grower")
+        if history is not None and not isinstance(history, History):
+            history = History(as_growths("history", history))
+        _check_schedulers(scheduler)
+        content = _content(model, optimizer, scheduler, grower, history, extra)
+        # Shards are put together by all ranks at once, so nothing may fail on one of them from here on.
+        together.agree_on({"the number of tensors": sum(1 for _ in tensors(content))}, last=False)
+        content.update({part: _whole(content[part]) for part in ("model", "optimizers")})
+        content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
+    with Together(model, "write a checkpoint") as together:
+        if together.rank == 0:
+            storage.write(path, content)
+        together.agree()
+
+
+def _content(
+    model: nn.Module, optimizer: Any, scheduler: Any, grower: Grower | None, history: History | None, extra: Any
+) -> dict[str, Any]:
+    network = bare(model)
+    reshard(network)
+    history = _history_of(network, grower, history)
+    return {
+        "history": history.to_dict(),
+        "model": dict(network.state_dict()),
+        "evaluating": [name for name, module in network.named_modules() if not module.training],
+        "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
+        "optimizers": [
+            {"names": names_in(each, network), "state": each.state_dict()} for each in as_optimizers(optimizer)
+        ],
+        "schedulers": [each.state_dict() for each in _several(scheduler)],
+        "grower": None if grower is None else grower.state_dict(),
+        "extra": extra,
+    }
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[Any], Any] | None = None,
+    *,
+    make_scheduler: Callable[[Any], Any] | None = None,
+    make_grower: Callable[[Any, Any, Any], Grower] | None = None,
+    wrap: Callable[[nn.Module], Any] | None = None,
+    random: bool = True,
+) -> Checkpoint:
+    """Rebuild what `save_checkpoint` saw, from the factories that the training script has anyway.
+
+    ``make_model()`` builds the network that growing began with; ``make_optimizer(model)``, ``make_scheduler(optimizer)`` and
+    ``make_grower(model, optimizer, scheduler)`` are called on the grown one. ``wrap(model)``, such as ``DistributedDataParallel`` or a
+    function that calls ``fully_shard``, comes after the weights and before the optimizer. ``random=False`` leaves the random states alone.
+    With several processes and ``wrap``, call it on all of them: what fails on one fails on all. A file that cannot be used is refused with
+    the reason, and the random states are as before.
+    """
+    what = "load a checkpoint"
+    before = random_state.capture()
+    try:
+        with Together.of_the_job(what) if wrap is not None else Together(None, what) as together:
+            path = checks.path("path", path)
+            checks.factory("make_model", make_model, "the model that growing began with")
+            for name, made, returns in (
+                ("make_optimizer", make_optimizer, "an optimizer, given the model"),
+                ("make_scheduler", make_scheduler, "a scheduler, given the optimizer"),
+                ("make_grower", make_grower, "a Grower, given model, optimizer and scheduler"),
+                ("wrap", wrap, "the wrapped model, given the model"),
+            ):
+                if made is not None:
+                    checks.factory(name, made, returns)
+            checks.flag("random", random)
+            return _load(path, together, make_model, make_optimizer, make_scheduler, make_grower, wrap, random)
+    except BaseException:
+        random_state.restore(before)  # the factories have drawn from it
+        raise
+
+
+def _load(
+    path: str | os.PathLike[str],
+    together: Together,
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[Any], Any] | None,
+    make_scheduler: Callable[[Any], Any] | None,
+    make_grower: Callable[[Any, Any, Any], Grower] | None,
+    wrap: Callable[[nn.Module], Any] | None,
+    random: bool,
+) -> Checkpoint:
+    content = _checked(storage.read(path), path)
+    history = History.from_dict(content["history"])
+    model: Any = checks.model("what make_model() returns", make_model())
+    network = bare(replay(model, history))
+    _load_model(network, content, path)
+    together.agree_on(numbered("growth", (growth.name for growth in history)), last=False)
+    if wrap is not None:
+        model = wrap(model)
+        network = bare(model)
+    optimizer = make_optimizer(model) if make_optimizer is not None else None
+    scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
+    add_own_groups(history, optimizer, scheduler)
+    together.agree(last=False)  # before the states are dealt out to the shards
+    # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
+    _load_each(
+        "optimizer", as_optimizers(optimizer), content["optimizers"],
+        lambda o, saved: load_optimizer(o, saved, network, content["model"]),
+    )  # fmt: skip
+    _load_each("scheduler", _several(scheduler), content["schedulers"], _load_scheduler)
+    grower = make_grower(model, optimizer, scheduler) if make_grower is not None else None
+    if grower is not None:
+        checks.instance("what make_grower(...) returns", grower, Grower, "a Grower")
+        if content["grower"] is None:
+            raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to go on from.")
+        with _loading("the grower"):
+            grower.load_state_dict(content["grower"])
+    together.agree()
+    if random:
+        states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        with _loading("the random states"):
+            random_state.restore(states[rank] if rank < len(states) else states[0])
+    return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
+
+
+def _check_schedulers(given: Any) -> None:
+    """Whatever has a state and a step may be saved, including schedulers that are not torch's."""
+    for each in _several(given):
+        able = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
+        if not able or isinstance(each, (type, Optimizer)):
+            checks.refuse("scheduler", "a scheduler or a list of them", each, WrongType)
+
+
+def add_own_groups(history: Iterable[Growth], optimizer: Any, scheduler: Any) -> None:
+    """Give optimizers that were built anew, and their schedulers, the groups of layers that have a rate of their own (`own_rate`)."""
+    for growth in history:
+        if growth.own_rate is not None:
+            growth.own_rate.add(optimizer, scheduler)
+
+
+def load_optimizer(
+    optimizer: Optimizer, saved: Mapping[str, Any], network: nn.Module, weights: Mapping[str, Any]
+) -> None:
+    """Load the state of an optimizer by the names of its parameters; ``weights`` are the saved ones."""
+    arrange(optimizer, saved["names"], network)
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    check_optimizer_state(optimizer, saved["state"], ordered)
+    state = dict(saved["state"])
+    with _loading(f"the state of {type(optimizer).__name__}"):
+        state["state"] = {index: _spread(its, ordered[index]) for index, its in state["state"].items()}
+        keys = [set(group) for group in optimizer.param_groups]
+        optimizer.load_state_dict(state)
+        for group, known in zip(optimizer.param_groups, keys, strict=True):
+            if known - set(group):
+                raise KeyError(*sorted(known - set(group)))
+    # torch casts a state to the type of its parameter, and what it keeps in float32 (NAdam's mu_product, ASGD's eta) is another number then
+    names = [name for group in saved["names"] for name in group]
+    for index, its in state["state"].items():
+        parameter = ordered[index]
+        if getattr(weights.get(names[index]), "dtype", None) != parameter.dtype:
+            continue  # the model has another precision than the saved one, and its optimizer follows it
+        now = optimizer.state[parameter]
+        for key, value in its.items():
+            if isinstance(value, torch.Tensor) and now[key].dtype != value.dtype:
+                now[key] = value.to(now[key].device)
+
+
+def arrange(optimizer: Optimizer, names: Sequence[Sequence[str]], network: nn.Module) -> None:
+    """Bring the optimizer's groups into the saved order, parameter by parameter and by name, so that a saved state fits.
+
+    Groups that the factory filled otherwise (a rule by name may put a new layer elsewhere than its neighbour) become as they were.
+    """
+    parameters = dict(network.named_parameters())
+    groups = optimizer.param_groups
+    if len(groups) != len(names):
+        raise CheckpointError(
+            f"make_optimizer built a {type(optimizer).__name__} with {len(groups)} groups, but {len(names)} were saved. "
+            "Build the optimizer as the saved one was built."
+        )
+    held = {id(p) for group in groups for p in group["params"]}
+    wanted = {name for group in names for name in group}
+    unknown = sorted(wanted - parameters.keys())
+    missing = sorted(name for name in wanted & parameters.keys() if id(parameters[name]) not in held)
+    new = sorted(name for name, p in parameters.items() if id(p) in held and name not in wanted)
+    for what, which in (
+        ("is not in the model", unknown),
+        ("is not in the new optimizer", missing),
+        ("was not saved", new),
+    ):
+        if which:
+            raise CheckpointError(
+                f"the optimizer does not fit the saved one: {which[0]} {what} ({len(which)} such). "
+                "make_optimizer must take the same parameters as the optimizer that was saved."
+            )
+    for group, its_names in zip(groups, names, strict=True):
+        group["params"] = [parameters[name] for name in its_names]
+        if "param_names" in group:
+            group["param_names"] = list(its_names)
+
+
+def _whole(value: Any) -> Any:
+    """A nest of tensors with each of them whole, where they are sharded."""
+    if isinstance(value, dict):
+        return {key: _whole(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_whole(part) for part in value]
+    return whole(value) if isinstance(value, torch.Tensor) else value
+
+
+def _spread(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """The inverse, for the state of one parameter."""
+    return {key: distributed_like(v, parameter) if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
+
+
+def _is_optimizer(saved: Mapping[str, Any]) -> bool:
+    names: Any = saved.get("names")
+    if "state" not in saved or not _are(list, names) or not all(_are(str, group) for group in names):
+        return False
+    flat = [name for group in names for name in group]
+    return len(set(flat)) == len(flat)
+
+
+_PARTS: dict[str, Callable[[Any], bool]] = {  # of a checkpoint, and what each must look like
+    "history": lambda part: isinstance(part, dict),
+    "model": lambda part: isinstance(part, dict) and _are(str, list(part)),
+    "evaluating": lambda part: _are(str, part),
+    "frozen": lambda part: _are(str, part),
+    "optimizers": lambda part: _are(dict, part) and all(_is_optimizer(saved) for saved in part),
+    "schedulers": lambda part: _are(dict, part),
+    "grower": lambda part: part is None or isinstance(part, dict),
+    "extra": lambda part: True,
+    "random": lambda part: _are(dict, part) and bool(part),
+}
+
+
+def _checked(content: dict[str, Any], path: Any) -> dict[str, Any]:
+    """The parts of a checkpoint, or an error that names the one that is missing or of another kind."""
+    for name, fine in _PARTS.items():
+        if name not in content or not fine(content[name]):
+            what = f"was altered: it is {brief(content[name])}" if name in content else "is missing"
+            raise CheckpointError(f"the part {name!r} of {path} {what}. Use an intact copy, or an earlier checkpoint.")
+    return content
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """What a part of somebody else's raises for a state that it does not know, in words."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{what} cannot be loaded: {type(error).__name__}: {error}. Build it as it was when the checkpoint was saved; if it is, use an "
+            "intact checkpoint."
+        ) from error
+
+
+def _load_scheduler(scheduler: Any, saved: Any) -> None:
+    check_scheduler_state(scheduler, saved)
+    with _loading(f"the state of {type(scheduler).__name__}"):
+        scheduler.load_state_dict(saved)
+
+
+def _load_model(network: nn.Module, content: Mapping[str, Any], path: Any) -> None:
+    evaluating, frozen = set(content["evaluating"]), set(content["frozen"])
+    modules, parameters = dict(network.named_modules()), dict(network.named_parameters())
+    for name in sorted((evaluating - modules.keys()) | (frozen - parameters.keys())):
+        raise CheckpointError(f"{path} tells of {name!r}, which this {type(network).__name__} does not have.")
+    try:
+        network.load_state_dict(content["model"])
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the weights in {path} do not fit the {type(network).__name__} that make_model built: {error} "
+            "The factory must build the network that growing began with."
+        ) from error
+    for name, module in network.named_modules():
+        module.training = name not in evaluating
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def _load_each(what: str, made: Iterable[Any], saved: list[Any], load: Callable[[Any, Any], None]) -> None:
+    made = list(made)
+    if not made:
+        return  # not asked for
+    if len(made) != len(saved):
+        raise CheckpointError(
+            f"make_{what} gave {len(made)}, but the checkpoint holds {len(saved)}. Save and load the same {what}s, in the same order."
+        )
+    for each, state in zip(made, saved, strict=True):
+        load(each, state)
+
+
+def _history_of(network: nn.Module, grower: Grower | None, history: History | None) -> History:
+    if grower is not None and history is not None and grower.history != history:
+        raise CheckpointError("the grower has a history of its own; give grower= or history=, not both.")
+    found = grower.history if grower is not None else history if history is not None else History()
+    grown = count_growths(network)
+    if grown != len(found):
+        raise CheckpointError(
+            f"this {type(network).__name__} has grown {grown} times, but the history tells of {len(found)}: it could not be rebuilt. "
+            "Give grower=, or history= with every Growth that insert returned."
+        )
+    return found
+
+
+def names_in(optimizer: Optimizer, network: nn.Module) -> list[list[str]]:
+    """The names of the parameters in each group, in their order."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"group {index} of {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not part "
+                    "of the model, so it has no name to be found by again. Make it a parameter of the model."
+                )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _several(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]

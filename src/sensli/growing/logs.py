@@ -1,0 +1,56 @@
+"""Where decisions go while a training runs: any callable, or a writer of TensorBoard scalars."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from sensli.errors import WrongType
+from sensli.modules import checks
+from sensli.surgery.history.record import Look
+
+
+@runtime_checkable
+class ScalarWriter(Protocol):
+    """What we use of `torch.utils.tensorboard.SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+    def add_text(self, tag: str, text_string: str, global_step: int) -> Any: ...
+
+
+Log = Callable[[Look], Any] | ScalarWriter | None
+
+
+def check_log(log: Log) -> None:
+    """Refuse what is neither, before any training."""
+    writer = isinstance(log, ScalarWriter)
+    if log is not None and (
+        isinstance(log, type) if writer else not callable(log)
+    ):  # the class of a writer can be called too
+        what = "a function that takes one Look (for example print), or a writer with add_scalar and add_text"
+        checks.refuse("log", what, log, WrongType)
+
+
+def tell(log: Log, look: Look) -> None:
+    """Hand a decision on. A log that fails warns: the model has grown already, and training must go on."""
+    if log is None:
+        return
+    try:
+        if isinstance(log, ScalarWriter):
+            _write(log, look)
+        else:
+            log(look)
+    except Exception as error:
+        warnings.warn(f"the log of the Grower failed: {type(error).__name__}: {error}", stacklevel=5)
+
+
+def _write(writer: ScalarWriter, look: Look) -> None:
+    for merit in look.merits:
+        writer.add_scalar(f"sensli/merit/{merit.site}", merit.value, look.call)
+    if look.merits and look.merits[0].ratio is not None:
+        writer.add_scalar("sensli/best ratio", look.merits[0].ratio, look.call)
+    if look.parameters is not None:
+        added = sum(look.merits[index].parameters for index in look.chosen)
+        writer.add_scalar("sensli/parameters", look.parameters + added, look.call)
+    writer.add_text("sensli/decision", str(look), look.call)

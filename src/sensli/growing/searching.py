@@ -1,0 +1,81 @@
+"""The places of a model as a `Grower` asks for them: searched for again only after a change, without those that nothing would train."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from sensli.engines.distributed import Together
+from sensli.engines.fsdp import is_sharded
+from sensli.errors import OptimizerError
+from sensli.modules.wrappers import bare
+from sensli.moves.finding import find_sites
+from sensli.moves.sites import Site, Sites, Skipped
+from sensli.surgery.insertion import check_joining
+from sensli.surgery.state.optim import Optimizers
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), FunctionType, BuiltinFunctionType)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Search:
+    """The sites of one model, remembered for as long as the model is the same."""
+
+    def __init__(
+        self, model: nn.Module, example: Any, *, layer: str, where: str | Callable[[Site], bool] | None
+    ) -> None:
+        self._model, self._example, self._layer = model, example, layer
+        # A function is asked at every look: what it says may depend on more than the model.
+        self._kind: str | None = None if callable(where) else where
+        self._filter: Callable[[Site], bool] | None = where if callable(where) else None
+        self._seen: list[Any] | None = None
+        self._found = Sites(())
+
+    def sites(self, together: Together, optimizer: Optimizers, group: int | dict[str, Any] | None) -> Sites:
+        """All sites that the optimizer could follow to; the others are skipped with the reason. All ranks search, or none."""
+        network = bare(self._model)
+        now = fingerprint(network)
+        known = now == self._seen
+        if is_sharded(network):  # a search puts the parameters together, for which all ranks are needed
+            known = all(together.agree(known, last=False))
+        if not known:
+            self._seen = None
+            self._found = find_sites(self._model, self._example, layer=self._layer, where=self._kind)
+            self._seen = now
+        found = [site for site in self._found if self._filter is None or self._filter(site)]
+        sites, skipped = [], list(self._found.skipped)
+        for site in found:
+            try:
+                check_joining(network, site, optimizer, group)
+            except OptimizerError as error:
+                skipped.append(Skipped(site.path, f"nothing would train a layer there: {error}"))
+            else:
+                sites.append(site)
+        return Sites(sites, skipped, model_name=type(network).__name__)
+
+
+def fingerprint(model: nn.Module) -> list[Any]:
+    """What a search depends on, as far as it is cheap to read: the modules and their order, mode, hooks and plain settings; shapes."""
+    numbers: dict[int, int] = {}  # tied tensors have one number
+
+    def form(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        number = numbers.setdefault(id(tensor), len(numbers))
+        return number, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+    return [
+        (
+            path,
+            weakref.ref(module),  # not the number of an object, which another one may get after it
+            type(module),
+            [(name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN)],
+            [(name, form(tensor)) for name, tensor in (*module._parameters.items(), *module._buffers.items())],
+            [tuple(getattr(module, name)) for name in _HOOKS],
+        )
+        for path, module in model.named_modules(remove_duplicate=False)
+    ]

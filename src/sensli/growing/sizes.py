@@ -1,0 +1,30 @@
+"""How large a model is, for triggers that keep a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from sensli.modules.flops import count_flops
+
+
+class Sizes(Mapping[str, int]):
+    """Sizes by name, counted when asked for: most triggers never do, and they are asked every epoch."""
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        self._rules: dict[str, Callable[[], int]] = {
+            "parameters": lambda: sum(p.numel() for p in model.parameters()),
+            "flops": lambda: int(count_flops(model, example)),
+            "depth": lambda: sum(any(p.ndim >= 2 for p in m.parameters(recurse=False)) for m in model.modules()),
+        }
+
+    def __getitem__(self, name: str) -> int:
+        return self._rules[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)

@@ -1,0 +1,154 @@
+"""One file of tensors and plain data: complete or absent, checked when it is read, and never able to run code.
+
+Layout: a line of text that says what the file is, one line of JSON (format, length and SHA-256 of the rest), then what `torch.save`
+writes. The text comes first so that a file of a newer format is recognised before anything in it is interpreted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from sensli.errors import CheckpointError
+from sensli.text.writing import replacing
+
+FORMAT = 1
+MAGIC = b"sensli checkpoint\n"
+_ROOM = 160  # bytes of the JSON line, padded: it is filled in when the rest has been written
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class _Hashed:
+    """A file that sums up what is written to it, so that a large checkpoint is not held in memory twice."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.digest, self.length = file, hashlib.sha256(), 0
+        self.failure: BaseException | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            self.digest.update(data)
+            self.length += len(data)
+            return self._file.write(data)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Write the file: a kill at any moment leaves the old or the new one."""
+    content = {name: check_plain(value, name) for name, value in content.items()}
+    with replacing(path, CheckpointError) as file:
+        file.write(MAGIC + b" " * _ROOM + b"\n")
+        body = _Hashed(file)
+        try:
+            torch.save(content, body)  # type: ignore[arg-type]
+        except RuntimeError:
+            if body.failure is None:
+                raise
+            # On its way out torch ends the archive, and reports that this failed instead of what went wrong.
+            raise body.failure from None
+        header = json.dumps({"format": FORMAT, "length": body.length, "sha256": body.digest.hexdigest()})
+        file.seek(len(MAGIC))
+        file.write(header.ljust(_ROOM).encode())
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check a file that `write` made. Tensors come back on the CPU."""
+    try:
+        with open(path, "rb") as file:
+            magic, header, body = file.read(len(MAGIC)), file.read(_ROOM + 1), file.read()
+    except (OSError, ValueError) as error:  # a path may hold a character that none can
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}.") from error
+    if magic != MAGIC:
+        short = MAGIC.startswith(magic)
+        what = "is cut short" if short else "is no sensli checkpoint: it does not begin like one"
+        raise CheckpointError(f"{path} {what}. Give a file that save_checkpoint wrote, or an earlier intact one.")
+    try:
+        facts = json.loads(header)
+        version, length, digest = facts["format"], facts.get("length", -1), facts.get("sha256")
+        if type(version) is not int or version < 1 or type(length) is not int:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path} is cut short or altered: its header cannot be read. {_REMEDY}") from None
+    if version > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version}, newer than {FORMAT}, the newest known here. Update sensli to read it."
+        )
+    if len(body) != length:
+        raise CheckpointError(
+            f"{path} is {'cut short' if len(body) < length else 'too long'}: {len(body):,} of {length:,} bytes. {_REMEDY}"
+        )
+    if hashlib.sha256(body).hexdigest() != digest:
+        raise CheckpointError(f"{path} was altered after it was written: its checksum does not match. {_REMEDY}")
+    try:
+        content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain data, and was not loaded because that could run code: {told(error)}"
+        ) from error
+    except Exception as error:  # what torch raises for bytes that are no archive is not a short list
+        raise CheckpointError(
+            f"{path} does not hold what torch.save wrote: {type(error).__name__}: {told(error)} {_REMEDY}"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} instead of the parts of a checkpoint. {_REMEDY}"
+        )
+    return content
+
+
+_REMEDY = "Use an intact copy, or an earlier checkpoint."
+
+
+def told(error: Exception) -> str:
+    """The line that says what is wrong; torch adds many that advise to load the file nevertheless."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = next(
+        (line for line in lines if "WeightsUnpickler error: " in line), lines[0] if lines else "no reason given"
+    )
+    return found.rpartition("WeightsUnpickler error: ")[2]
+
+
+def check_plain(value: Any, place: str) -> Any:
+    """The value with its tensors detached, or an error that names what could not be read back without running code.
+
+    Types are compared exactly: a numpy number is an instance of float, but is stored as an object that has to be rebuilt by code.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if isinstance(value, Tensor):
+        return value.detach()
+    if kind in (list, tuple):
+        return kind(check_plain(part, f"{place}[{index}]") for index, part in enumerate(value))
+    if kind is set:
+        return {check_plain(part, f"an element of {place}") for part in value}
+    if kind in (dict, OrderedDict, Counter):
+        pairs = [
+            (check_plain(key, f"a key of {place}"), check_plain(part, f"{place}[{key!r}]"))
+            for key, part in value.items()
+        ]
+        return Counter(dict(pairs)) if kind is Counter else kind(pairs)
+    hint = (
+        "float(...) or int(...) of it"
+        if isinstance(value, (int, float))
+        else "its state_dict(), or numbers, strings and tensors"
+    )
+    raise CheckpointError(
+        f"{place} is a {kind.__module__}.{kind.__qualname__}, which only code could rebuild, and loading a checkpoint runs none. "
+        f"Store {hint}."
+    )

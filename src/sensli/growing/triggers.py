@@ -1,0 +1,246 @@
+"""When to look for a new layer. A trigger is a small object with one question; combine triggers with ``&`` and ``|``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sensli.modules import checks
+from sensli.moves.sites import Site
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a trigger may ask about: the call, the metric, and the model as it is."""
+
+    call: int  # 1 at the first `Grower.step`
+    metric: float | None = None
+    growths: int = 0
+    # "parameters", "flops" (one forward pass, per sample) and "depth" (layers with weights), counted only when asked for
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Trigger:
+    """The base of all triggers: `fires` says whether to look now, `allows` whether a site may be taken."""
+
+    def fires(self, moment: Moment) -> bool:
+        """Whether to look at this call. Asked exactly once per call."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define fires(self, moment): whether to look at this call."
+        )
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        """Whether the limits leave room for this site's layer."""
+        return True
+
+    def looked(self) -> None:
+        """Told when the whole trigger fired, of which this may be a part, so that a look follows."""
+
+    def grown(self) -> None:
+        """Told after an insertion."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be kept for a resume, and to be put back when a step fails."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`. Raises before anything changes if the state is not one of this trigger."""
+        if state:
+            raise ValueError(f"{self!r} has no state, got {state!r}.")
+
+    def __bool__(self) -> bool:
+        # `Every(2) and AtMost(2)` would silently be the second one.
+        raise TypeError(
+            "a trigger has no truth value. Combine triggers with & and | instead of `and` and `or`: Every(2) & AtMost(2)."
+        )
+
+    def __and__(self, other: Trigger) -> Trigger:
+        return _Both(self, other)
+
+    def __or__(self, other: Trigger) -> Trigger:
+        return _Either(self, other)
+
+
+class _Pair(Trigger):
+    word = ""
+
+    def __init__(self, left: Trigger, right: Trigger) -> None:
+        for side in (left, right):
+            if not isinstance(side, Trigger):
+                raise TypeError(f"a trigger can be combined with another trigger only, not with {side!r}.")
+        self.left, self.right = left, right
+
+    def looked(self) -> None:
+        self.left.looked()
+        self.right.looked()
+
+    def grown(self) -> None:
+        self.left.grown()
+        self.right.grown()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self.left.state_dict(), "right": self.right.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"left", "right"}:
+            raise ValueError(f"{self!r} needs the states of its two parts, got {state!r}.")
+        before = self.left.state_dict()
+        self.left.load_state_dict(state["left"])
+        try:
+            self.right.load_state_dict(state["right"])
+        except BaseException:
+            self.left.load_state_dict(before)
+            raise
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} {self.word} {self.right!r})"
+
+
+class _Both(_Pair):
+    word = "&"
+
+    def fires(self, moment: Moment) -> bool:
+        # Both are asked, always: a plateau has to see every metric.
+        left, right = self.left.fires(moment), self.right.fires(moment)
+        return left and right
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        return self.left.allows(site, moment) and self.right.allows(site, moment)
+
+
+class _Either(_Pair):
+    word = "|"
+
+    def __init__(self, left: Trigger, right: Trigger) -> None:
+        super().__init__(left, right)
+        self._fired = (True, True)
+
+    def fires(self, moment: Moment) -> bool:
+        self._fired = (self.left.fires(moment), self.right.fires(moment))
+        return any(self._fired)
+
+    def looked(self) -> None:
+        # The side that did not fire goes on counting.
+        for fired, side in zip(self._fired, (self.left, self.right), strict=True):
+            if fired:
+                side.looked()
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        # A limit binds the side it was combined with: only the side that fired may let a site through.
+        sides = zip(self._fired, (self.left, self.right), strict=True)
+        return any(fired and side.allows(site, moment) for fired, side in sides)
+
+
+class At(Trigger):
+    """Fires on the given calls: ``At(50, 100)`` or ``At([50, 100])``."""
+
+    def __init__(self, *calls: int | Iterable[int]) -> None:
+        given = calls[0] if len(calls) == 1 and isinstance(calls[0], (list, tuple, range, set, frozenset)) else calls
+        self.calls = frozenset(checks.whole("every call in At(...)", call, 50) for call in given)
+        if not self.calls:
+            raise ValueError("At needs at least one call of Grower.step (for example At(50, 100)), got none.")
+
+    def fires(self, moment: Moment) -> bool:
+        return moment.call in self.calls
+
+    def __repr__(self) -> str:
+        return f"At({', '.join(map(str, sorted(self.calls)))})"
+
+
+class Every(Trigger):
+    """Fires on every n-th call: ``Every(50)`` on 50, 100, ..."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = checks.whole("calls in Every(calls)", calls, 10)
+
+    def fires(self, moment: Moment) -> bool:
+        return moment.call % self.calls == 0
+
+    def __repr__(self) -> str:
+        return f"Every({self.calls})"
+
+
+class Plateau(Trigger):
+    """Fires when ``metric`` has not improved by ``threshold`` (relative) for ``patience`` calls; starts counting again after a look."""
+
+    def __init__(self, patience: int = 10, *, mode: str = "min", threshold: float = 1e-4) -> None:
+        self.patience = checks.whole("patience", patience, 10)
+        self.mode = checks.one_of("mode", mode, ("min", "max"))
+        self.threshold = checks.at_least("threshold", threshold, 0, 1e-4)
+        self.best: float | None = None
+        self.waited = 0
+
+    def fires(self, moment: Moment) -> bool:
+        if moment.metric is None:
+            raise ValueError("Plateau needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")
+        value = moment.metric if self.mode == "min" else -moment.metric
+        margin = self.threshold * abs(self.best) if self.best is not None else 0.0
+        if math.isfinite(value) and (self.best is None or value < self.best - margin):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        return self.waited >= self.patience
+
+    def looked(self) -> None:
+        self.waited = 0
+
+    def grown(self) -> None:
+        self.waited = 0  # a new layer gets the same patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        best, waited = state["best"], state["waited"]
+        known = best is None or (isinstance(best, (int, float)) and math.isfinite(best))
+        if not known or type(waited) is not int or waited < 0 or set(state) != {"best", "waited"}:
+            raise ValueError(f"{self!r} needs a number or None as best and a count as waited, got {state!r}.")
+        self.best, self.waited = best, waited
+
+    def __repr__(self) -> str:
+        return f"Plateau(patience={self.patience}, mode={self.mode!r})"
+
+
+class AtMost(Trigger):
+    """Fires as long as there were fewer growths: a limit to combine with others, ``Every(10) & AtMost(3)``."""
+
+    def __init__(self, growths: int) -> None:
+        self.growths = checks.whole("growths in AtMost(growths)", growths, 3)
+
+    def fires(self, moment: Moment) -> bool:
+        return moment.growths < self.growths
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        return moment.growths < self.growths
+
+    def __repr__(self) -> str:
+        return f"AtMost({self.growths})"
+
+
+class Budget(Trigger):
+    """Fires as long as there is room, and lets only layers through that fit: ``Budget(parameters=1_000_000)``."""
+
+    def __init__(self, *, parameters: int | None = None, flops: int | None = None, depth: int | None = None) -> None:
+        # Sizes are whole, so a limit such as 1e6 or 10.5 is the whole number below it.
+        limits = {"parameters": (parameters, 1_000_000), "flops": (flops, 1_000_000), "depth": (depth, 20)}
+        self.limits = {
+            name: int(checks.at_least(name, limit, 1, example))
+            for name, (limit, example) in limits.items()
+            if limit is not None
+        }
+        if not self.limits:
+            raise ValueError(
+                "Budget needs a limit: parameters, flops (per sample) or depth (for example Budget(parameters=1_000_000)), got none."
+            )
+
+    def fires(self, moment: Moment) -> bool:
+        return all(moment.sizes[name] < limit for name, limit in self.limits.items())
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        added = {"parameters": site.parameters, "flops": site.flops, "depth": site.layer.weights}
+        return all(moment.sizes[name] + added[name] <= limit for name, limit in self.limits.items())
+
+    def __repr__(self) -> str:
+        return f"Budget({', '.join(f'{name}={limit:,}' for name, limit in self.limits.items())})"

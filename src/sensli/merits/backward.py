@@ -1,0 +1,102 @@
+"""One ordinary pass of the unmodified model for a measurement: a batch in, its loss back to everything that is watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.errors import MeasurementError
+from sensli.merits.sensitivity import Catch
+from sensli.modules.running import describe, device_of, run, tensors, to_device
+from sensli.trace.graph import leaves
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def backward(
+    model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float
+) -> tuple[int, float]:
+    """One batch: its loss, weighted by its size, back through the model. Returns the size and the loss."""
+    given, target = _split(batch, index)
+    device = device_of(model)
+    given, target = to_device(given, device), to_device(target, device)
+    size = _size(given, batch)
+    # A dict is keyword arguments; a tuple inside a batch is several arguments.
+    output = run(model, given)
+    loss = _loss(output, target, loss_fn, index)
+    virtual = catch.virtual
+    own = {id(weight) for weight in virtual}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in own] if catch.weights else []
+    # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
+    wanted = virtual + (trained + catch.leaves if catch.weights else list(catch.watched))
+    if catch.weights and loss.grad_fn is not None and (index == 0 or catch.others):
+        # A model or its input may hold tensors that ask for a gradient and are no parameters. Unless they are asked for too,
+        # autograd leaves out the way to them, and the sites on that way would seem worthless.
+        known = {id(tensor) for tensor in wanted}
+        others = [leaf for leaf in leaves(loss.grad_fn) if id(leaf) not in known]
+        catch.others, wanted = bool(others), wanted + others
+    if not wanted or not loss.requires_grad:
+        raise MeasurementError(
+            f"the loss of batch {index} does not depend on any site: no gradient comes back. Check that loss_fn uses the model's output "
+            "and that nothing detaches it."
+        )
+    try:
+        gradients = torch.autograd.grad(loss * (size / (unit or size)), wanted, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise MeasurementError(
+            "the model checkpoints activations with use_reentrant=True, which allows no gradients but by loss.backward(). Set "
+            "use_reentrant=False, or use Probe around your own step."
+        ) from error
+    by_parameter = {id(p): g for p, g in zip(wanted, gradients, strict=True)}
+    catch.add_weight_gradients(by_parameter[id(weight.parameter)] for weight in catch.weights)
+    catch.forget_pass()
+    return size, float(loss.detach())
+
+
+def _split(batch: Any, index: int) -> tuple[Any, Any]:
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return dict(batch), batch
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise MeasurementError(
+        f"batch {index} is {describe(batch)}, but batches must yield (input, target) pairs or dicts. To measure on a single batch "
+        "give [(x, y)]."
+    )
+
+
+def _size(given: Any, batch: Any) -> int:
+    for tensor in tensors((given, batch)):
+        if tensor.dim() > 0:
+            if tensor.shape[0] == 0:
+                break
+            return int(tensor.shape[0])
+    raise MeasurementError(
+        f"a batch ({describe(batch)}) holds no samples: its first tensor with a dimension has none, or there is no such tensor. "
+        "Leave it out."
+    )
+
+
+def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:
+    """The mean loss of a batch, checked to be a finite scalar."""
+    loss = loss_fn(output, target) if loss_fn is not None else getattr(output, "loss", None)
+    if loss is None and loss_fn is None:
+        raise MeasurementError(
+            "loss_fn is missing, and the model's output has no .loss. Give loss_fn(output, target) -> mean loss."
+        )
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+        raise MeasurementError(
+            f"the loss of batch {index} has {what}, not a scalar tensor. loss_fn must return the mean over the batch "
+            "(for torch losses reduction='mean')."
+        )
+    if not torch.isfinite(loss):
+        raise MeasurementError(
+            f"the loss of batch {index} is {loss.item()}: training has diverged or the batch holds bad values, "
+            "so merits mean nothing. Lower the learning rate or look at the data."
+        )
+    return loss

@@ -1,0 +1,80 @@
+"""What several processes have caught, as one: gradients are added up before any norm is taken."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sensli.engines.distributed import Together
+from sensli.merits.sensitivity import SiteCatch, Sum, WeightCatch
+
+
+@dataclass(frozen=True)
+class Caught:
+    """What one process has caught, or all of them together. Sizes are in units of the first batch, and so are the losses' weights."""
+
+    sites: list[SiteCatch]
+    weights: list[WeightCatch]
+    sizes: list[float]
+    unit: float
+    count: int
+    loss: float = 0.0  # the sum over the batches, each times its size
+
+
+def joined(together: Together, caught: Caught, device: Any, *, last: bool = True) -> Caught:
+    """What all ranks have caught: gradients added up (never their norms), sizes, counts, units alive. What each holds stays as it is.
+
+    Sizes are brought to the unit of the first rank that has any. Unless it is the `last` time, the ranks will meet again.
+    """
+    own: list[SiteCatch | WeightCatch] = [*caught.sites, *caught.weights]
+    fact = (caught.unit, caught.sizes, caught.count, [(_forms(each.sum), each.shape) for each in own], caught.loss)
+    told = together.agree(fact, last=last)
+    if together.group is None:
+        return caught
+    common, shapes = next(((unit, forms) for unit, _, _, forms, _ in told if unit), (0.0, told[0][3]))
+    copies: list[Any] = [copy(each) for each in own]
+    for index, each in enumerate(copies):
+        each.shape = shapes[index][1]  # a rank without data has not seen it
+        each.sum = each.sum.like()
+        for j in range(len(each.sum.groups)):
+            form = next((forms[index][0][j] for _, _, _, forms, _ in told if forms[index][0][j]), None)
+            if form is not None:
+                part = own[index].sum.groups[j]
+                each.sum.groups[j] = _summed(part, form, caught.unit / common, device, together.group)
+    sites = copies[: len(caught.sites)]
+    for site in sites:
+        site.alive = _any_alive(site.alive, site.site.layer.width, device, together.group)
+    totals = [sum(sizes[j] * unit / (common or 1.0) for unit, sizes, *_ in told) for j in range(len(caught.sizes))]
+    loss = sum(its * unit / (common or 1.0) for unit, *_, its in told)
+    return Caught(sites, copies[len(sites) :], totals, common, sum(count for _, _, count, _, _ in told), loss)
+
+
+def same_values(together: Together, values: list[float], mean: float | None) -> tuple[list[float], float | None]:
+    """Rank 0's numbers on all ranks: machines of different make may differ in the last bit, and a decision hangs on it."""
+    first: tuple[list[float], float | None] = together.agree((values, mean))[0]
+    return first
+
+
+def _forms(each: Sum) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+    return [None if part is None else (tuple(part.shape), part.dtype) for part in each.groups]
+
+
+def _summed(
+    part: Tensor | None, form: tuple[tuple[int, ...], torch.dtype], factor: float, device: Any, group: Any
+) -> Tensor:
+    shape, dtype = form
+    # A copy: what was caught may be somebody's gradient, and may be expanded.
+    total = torch.zeros(shape, dtype=dtype, device=device) if part is None else (part * factor).contiguous()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _any_alive(alive: Tensor | None, width: int, device: Any, group: Any) -> Tensor:
+    found = torch.zeros(width, dtype=torch.int32, device=device) if alive is None else alive.to(torch.int32)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found > 0

@@ -1,0 +1,142 @@
+"""The merit of a site, and the table of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from sensli.errors import MeasurementError, WrongType, ZeroMerits
+from sensli.modules import checks
+from sensli.moves.sites import Site
+from sensli.text.html_tables import html_table
+from sensli.text.tables import short_number, text_table
+
+_HEADER = ["site", "merit", "ratio", "+parameters", "+FLOPs", "dead units"]
+
+
+@dataclass(frozen=True)
+class Merit:
+    """What a layer at a site would be worth: the squared norm of the gradient of the mean loss."""
+
+    site: Site
+    value: float
+    ratio: float | None = None  # to the mean over the existing weights: what the threshold tau is compared with
+    dead: float | None = None  # share of units that were zero on all the data
+
+    def __str__(self) -> str:
+        ratio = f", {self.ratio:.3g} x the mean of the existing weights" if self.ratio is not None else ""
+        return f"{self.site}: merit {self.value:.3e}{ratio}"
+
+
+def as_site(name: str, value: Site | Merit) -> Site:
+    """A site, or the site of a merit."""
+    if isinstance(value, Merit):
+        return value.site
+    return checks.instance(name, value, Site, "a Site or a Merit (for example merits.best)")
+
+
+def as_sites(name: str, value: Iterable[Site | Merit]) -> tuple[Site, ...]:
+    """Several sites, or the sites of several merits."""
+    if isinstance(value, (str, bytes, type, Mapping)) or not hasattr(value, "__iter__"):
+        checks.refuse(name, "a sequence of sites (for example find_sites(model, example))", value, WrongType)
+    return tuple(as_site(f"{name}[{index}]", each) for index, each in enumerate(value))
+
+
+class Merits(Sequence[Merit]):
+    """The merits of sites in the order they were given; prints as a table, best first."""
+
+    def __init__(
+        self,
+        merits: Sequence[Merit],
+        *,
+        norm: str,
+        batches: int,
+        samples: int | None = None,
+        loss: float | None = None,
+        confidence: float | None = None,
+        tolerance: float = 0.0,
+        clear: bool | None = None,
+    ) -> None:
+        self._merits = tuple(merits)
+        self.norm = norm
+        self.batches = batches
+        self.samples = samples
+        self.loss = loss  # the mean over the data; None where a probe did not see it
+        self.confidence = confidence  # the level that was asked for
+        self.tolerance = tolerance  # the share of the best merit that may be missed
+        self.clear = clear  # whether the best site was clear at that level before the data ended
+
+    @overload
+    def __getitem__(self, index: int) -> Merit: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Merit, ...]: ...
+    def __getitem__(self, index: int | slice) -> Merit | tuple[Merit, ...]:
+        return self._merits[index]
+
+    def __len__(self) -> int:
+        return len(self._merits)
+
+    @property
+    def ranked(self) -> list[Merit]:
+        """From the largest to the smallest; of equal ones the first in the data flow comes first."""
+        return sorted(self._merits, key=lambda merit: -merit.value)
+
+    @property
+    def best(self) -> Merit:
+        """The largest merit."""
+        return max(self._merits, key=lambda merit: merit.value)
+
+    @property
+    def worst(self) -> Merit:
+        """The smallest merit."""
+        return min(self._merits, key=lambda merit: merit.value)
+
+    def __repr__(self) -> str:
+        return f"Merits({len(self)} sites, norm={self.norm!r}, best: {self.best})"
+
+    def __str__(self) -> str:
+        return text_table(_HEADER, self._rows) + f"\n{self._measured}"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        return html_table(_HEADER, self._rows, caption=self._measured)
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        return [
+            [
+                str(merit.site),
+                f"{merit.value:.3e}",
+                "" if merit.ratio is None else f"{merit.ratio:.2f}",
+                short_number(merit.site.parameters),
+                short_number(merit.site.flops),
+                "" if merit.dead is None else f"{merit.dead:.0%}",
+            ]
+            for merit in self.ranked
+        ]
+
+    @property
+    def _measured(self) -> str:
+        samples = f" ({self.samples:,} samples)" if self.samples is not None else ""
+        text = f"{self.norm} norm, squared, over {self.batches} {'batch' if self.batches == 1 else 'batches'}{samples}"
+        if self.clear is not None:
+            text += f"; the best is {'clear' if self.clear else 'not clear'} at the level {self.confidence:g}"
+            text += f", {self.tolerance:.0%} allowed" if self.tolerance else ""
+        return text
+
+    def check(self) -> Merits:
+        """The merits themselves, if they can carry a decision."""
+        for merit in self:
+            if not math.isfinite(merit.value):
+                raise MeasurementError(
+                    f"the merit of '{merit.site}' is {merit.value}: the gradient there is not finite although the loss is. "
+                    "Lower the learning rate, clip gradients, or measure in a wider float type."
+                )
+        if all(merit.value == 0 for merit in self):
+            raise ZeroMerits(
+                f"all {len(self)} merits are zero: the loss does not change with any of the places. Every unit before them is "
+                "dead on this data, the loss is flat (already zero), or it does not depend on the model's output."
+            )
+        return self

@@ -1,0 +1,122 @@
+"""`Probe`: the merits from the user's own training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from sensli.engines.distributed import Together
+from sensli.engines.fsdp import is_sharded
+from sensli.errors import MeasurementError, WrongType
+from sensli.merits.estimates import as_merits, mean_of_weights
+from sensli.merits.joining import Caught, joined, same_values
+from sensli.merits.merits import Merit, Merits, as_sites
+from sensli.merits.norms import choose
+from sensli.merits.sensitivity import Catch
+from sensli.modules import checks
+from sensli.modules.running import device_of
+from sensli.modules.wrappers import bare
+from sensli.moves.sites import Site
+
+
+class Probe:
+    """The merits that `measure` gives, from the user's own step, without a pass of their own.
+
+    Inside the context every backward pass of the model adds to the merits what it adds to the gradients, so accumulation over
+    several batches means the same as for ``.grad``. Nothing of the step changes. ``scaler`` is the `torch.amp.GradScaler` that scales the
+    loss of the step: the merits are those of the loss itself. ::
+
+        with Probe(model, sites) as probe:
+            loss_fn(model(x), y).backward()
+        merits = probe.merits()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Site | Merit],
+        *,
+        norm: str = "auto",
+        ratio: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._together = Together(model, "read the probe")
+        self._model = bare(model)
+        sites = as_sites("sites", sites)
+        checks.flag("ratio", ratio)
+        if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "get_scale")):
+            checks.refuse("scaler", "a torch.amp.GradScaler", scaler, WrongType)
+        if not sites:
+            raise MeasurementError(
+                "there are no sites to probe. find_sites(...).explain() says which places were skipped and why."
+            )
+        self._norm = choose(norm, [site.kind for site in sites])
+        if is_sharded(self._model) and any(site.layer.twin is not None for site in sites):
+            raise MeasurementError(
+                "a probe cannot run the twin of a sharded block, whose parameters are whole only inside of its own pass. Use measure(...), "
+                "which works on an unsharded copy."
+            )
+        if ratio and is_sharded(self._model):
+            raise MeasurementError(
+                "the gradients of sharded weights pass by where a probe could see them, so there is no ratio. Give ratio=False, or use "
+                "measure(...)."
+            )
+        self._sites = sites
+        self._catch = Catch(self._model, sites, weights=ratio)
+        self._open: ExitStack | None = None
+        self._scaler = scaler
+        if scaler is not None:
+            self._catch.scale = scaler.get_scale
+
+    def __enter__(self) -> Probe:
+        if self._open is not None:
+            raise MeasurementError("this probe is open already. Leave its `with` block first, or make another Probe.")
+        with ExitStack() as stack:  # what fails half-way leaves no hook either
+            stack.enter_context(self._catch.hooked())
+            stack.callback(self._catch.forget_pass)
+            for index, weight in enumerate(self._catch.weights):
+                if weight.parameter.requires_grad:  # it may have been frozen since
+                    stack.callback(weight.parameter.register_hook(self._arrived(index)).remove)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, self._open = self._open, None
+        if stack is not None:
+            stack.__exit__(kind, value, trace)
+
+    def _arrived(self, index: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            # A copy: the tensor becomes the user's .grad, which the next backward pass or step may overwrite.
+            self._catch.weights[index].sum.add(self._catch.unscaled(gradient.clone()), 0)
+
+        return hook
+
+    def merits(self) -> Merits:
+        """The merits of all backward passes since the probe was made; with several processes, all of them must ask for it."""
+        with self._together as together:
+            if self._catch.caught == 0:
+                raise MeasurementError(
+                    "the probe saw no backward pass. Call loss.backward() inside `with Probe(...)`, on the output of the model "
+                    "it was made for."
+                )
+            passes = max(1, self._catch.caught // len(self._catch.sites))
+            # As DistributedDataParallel does with the gradients: the mean over the processes.
+            own = Caught(self._catch.sites, self._catch.weights, [1.0], 1.0, passes)
+            caught = joined(together, own, device_of(self._model))
+        values = [site.merit(self._norm, sum(caught.sizes)) for site in caught.sites]
+        if self._scaler is not None and not all(map(math.isfinite, values)):
+            raise MeasurementError(
+                f"the scaled gradients of the probed pass overflowed at the scale {self._scaler.get_scale():g}; the scaler skips such a "
+                "step and lowers its scale. Probe the next step."
+            )
+        mean = mean_of_weights(caught.weights, self._norm, caught.sizes, 0.0)
+        values, mean = same_values(together, values, mean)
+        return as_merits(self._sites, caught.sites, values, mean, norm=self._norm, batches=caught.count)

@@ -1,0 +1,276 @@
+"""Catching what a virtual layer needs, in an ordinary pass of the unmodified model.
+
+Identity layers change neither activations nor gradients. So the gradient of a layer that is not there follows from the activation x
+at its place and the cotangent g that comes back to it: a forward hook catches x, a hook on the tensor itself catches g.
+(`register_full_backward_hook` would raise where the next module works in place.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.errors import MeasurementError
+from sensli.merits.norms import squared_norm
+from sensli.merits.vjp import AddedTwin, VirtualTwin, split, virtually_in
+from sensli.modules.running import widened
+from sensli.modules.wrappers import eager
+from sensli.moves.geometry import Geometry
+from sensli.moves.sites import Site
+from sensli.moves.taps import Watch, handed_on, tap
+from sensli.trace.activations import CONVOLUTIONS
+
+
+class Sum:
+    """A gradient summed over batches: of all of them, and of groups of batches where an estimate of its noise is wanted."""
+
+    def __init__(self, groups: int = 1) -> None:
+        # The last one is the sum over all, in the order of the batches: the same bits with groups and without.
+        self.groups: list[Tensor | None] = [None] * (groups + 1 if groups > 1 else 1)
+        self._owned = [False] * len(self.groups)
+
+    def __len__(self) -> int:
+        """How many groups there are."""
+        return max(len(self.groups) - 1, 1)
+
+    def add(self, gradient: Tensor, group: int) -> None:
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        if gradient.dtype in (torch.float16, torch.bfloat16):
+            gradient = gradient.float()
+        for j in {group, len(self.groups) - 1}:
+            held = self.groups[j]
+            if held is None:
+                self.groups[j] = gradient
+            elif self._owned[j]:
+                held.add_(gradient)
+            else:  # the first one came from autograd: it may be expanded, or the gradient of another weight as well
+                self.groups[j], self._owned[j] = held + gradient, True
+
+    def like(self) -> Sum:
+        """An empty one with as many groups."""
+        return Sum(len(self))
+
+    def total(self, without: int | None = None) -> Tensor | None:
+        """The sum over all groups, or over all but one."""
+        if without is None:
+            return self.groups[-1]
+        whole, part = self.groups[-1], self.groups[without]
+        return whole if whole is None or part is None else whole - part
+
+
+class SiteCatch:
+    """What was caught at one site: the virtual layer's gradient, which units were ever alive, the size of the map."""
+
+    def __init__(self, site: Site, groups: int, anchor: nn.Module, model: nn.Module) -> None:
+        self.site = site
+        self.sum = Sum(groups)
+        self.shape: tuple[int, ...] = (1, *site.shape)
+        self.alive: Tensor | None = None
+        self._anchor = anchor
+        self._bend = site.layer.features().eval()  # a random activation (RReLU) by its mean: no number is drawn
+        twin = site.layer.twin
+        self._twin = VirtualTwin(twin, anchor, model, site.slot) if twin is not None and not twin.null else None
+        self.added = AddedTwin(site, twin, anchor, model) if twin is not None and twin.null else None
+
+    def add(self, x: Tensor, cotangent: Tensor, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One pass: the activation, the cotangent that came back to it, and the arguments of the anchor's call."""
+        self.shape = tuple(x.shape)
+        if self._twin is not None:
+            self.sum.add(self._twin.gradient(x, cotangent, args, kwargs), group)
+            return
+        x = widened(x)
+        if any(True for _ in self._bend.parameters()):
+            self._bend.to(x)
+        if self.site.layer.norm:
+            next(self._bend.children()).train(
+                self._anchor.training
+            )  # statistics of the batch where the model takes them
+        self.sum.add(self.site.layer.weight_gradient(x, cotangent, self._bend), group)
+        dim = 1 if self.site.kind == "conv" else x.dim() - 1
+        low, high = x.transpose(0, dim).flatten(1).aminmax(dim=1) if dim != 1 else _range(x)
+        alive = (low != 0) | (high != 0)
+        self.alive = alive if self.alive is None else self.alive | alive
+
+    @property
+    def dead(self) -> float | None:
+        """The share of units that were zero on all the data."""
+        return None if self.alive is None else 1.0 - self.alive.float().mean().item()
+
+    def merit(self, norm: str, samples: float, without: int | None = None) -> float:
+        """The squared norm of the mean gradient."""
+        total = self.sum.total(without)
+        if total is None:
+            return 0.0
+        block = self._twin or self.added
+        if block is not None:
+            return sum(squared_norm(part, norm, Geometry()) for part in split(total, block.shapes)) / samples**2
+        return squared_norm(total, norm, self.site.layer.geometry(self.shape)) / samples**2
+
+
+def _range(x: Tensor) -> tuple[Tensor, Tensor]:
+    others = [d for d in range(x.dim()) if d != 1]
+    return x.amin(others), x.amax(others)
+
+
+class WeightCatch:
+    """The gradient of one existing weight."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, owner: nn.Module, groups: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.owner = owner
+        self.sum = Sum(groups)
+        self.shape: tuple[int, ...] = ()  # the spatial one of a convolution's input
+
+    @property
+    def geometry(self) -> Geometry:
+        if not isinstance(self.owner, CONVOLUTIONS) or not self.shape:
+            return Geometry()
+        conv = self.owner
+        return Geometry(self.shape, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
+
+    def merit(self, norm: str, samples: float, without: int | None = None) -> float:
+        total = self.sum.total(without)
+        return 0.0 if total is None else squared_norm(total, norm, self.geometry) / samples**2
+
+
+class Catch:
+    """All that one measurement catches. Hooks live in `hooked` only, and none survives it, whatever happens inside."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[Site], *, weights: bool, groups: int = 1) -> None:
+        places = [site.find(model)[1] for site in sites]
+        self.model = model
+        self.sites = [SiteCatch(site, groups, place, model) for site, place in zip(sites, places, strict=True)]
+        # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
+        self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
+        self.group = 0
+        self.keeps_activations = False
+        self.watched: list[Tensor] = []  # activations at the sites in the current pass, if they are kept
+        self.leaves: list[Tensor] = []  # those behind frozen layers, made to ask for a gradient
+        self.others = False  # whether tensors ask for a gradient that are no parameters
+        self.caught = 0
+        self.active = False
+        self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
+        self._places = places
+        # Activations whose gradient has not come back yet, and their versions.
+        self._waiting: dict[int, tuple[Site, Tensor, int]] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[Catch]:
+        handles: list[Any] = []
+        try:
+            for catch, place in zip(self.sites, self._places, strict=True):
+                if catch.added is None:
+                    handles.append(tap(catch.site, place, self._watcher(catch)))
+                else:
+                    handles += catch.added.hooked(self._arrived(catch))
+            for weight in self.weights:
+                if isinstance(weight.owner, CONVOLUTIONS):
+                    handles.append(weight.owner.register_forward_pre_hook(_shape_for(weight)))
+            self.active = True
+            with eager(), virtually_in(self.model, [catch.added for catch in self.sites if catch.added is not None]):
+                yield self
+        finally:
+            self.active = False
+            for handle in handles:
+                handle.remove()
+
+    def _watcher(self, catch: SiteCatch) -> Watch:
+        def watch(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            asking, watched = handed_on(value, catch.site)
+            if asking is not value:  # behind frozen layers
+                self.leaves.append(asking)
+            self._watch(catch, value.detach(), watched, args, kwargs)
+            return watched
+
+        return watch
+
+    def _arrived(self, catch: SiteCatch) -> Callable[[Tensor], None]:
+        def add(gradient: Tensor) -> None:
+            if self.active:
+                with torch.no_grad():
+                    catch.sum.add(self.unscaled(gradient), self.group)
+                self.caught += 1
+
+        return add
+
+    @property
+    def virtual(self) -> list[Tensor]:
+        """Weights of layers that are in the model as long as the hooks are."""
+        return [weight for catch in self.sites if catch.added is not None for weight in catch.added.weights]
+
+    def _watch(
+        self, catch: SiteCatch, x: Tensor, watched: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        version, key = x._version, id(watched)
+        self._waiting[key] = (catch.site, x, version)
+
+        def back(cotangent: Tensor) -> None:
+            if not self.active:  # a pass that began inside the context and ends outside
+                return
+            if x._version != version:
+                raise _overwritten(catch.site)
+            self._waiting.pop(key, None)
+            # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                catch.add(x, self.unscaled(cotangent.detach()), self.group, args, kwargs)
+            self.caught += 1
+
+        watched.register_hook(back)
+        if self.keeps_activations:
+            self.watched.append(watched)
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""
+        scale = self.scale()
+        wide: Tensor = widened(gradient)
+        return wide if scale == 1.0 else wide / scale
+
+    def forget_pass(self) -> None:
+        """Let go of the activations of a pass that is over."""
+        waiting, self._waiting = self._waiting, {}
+        self.leaves.clear()
+        self.watched.clear()
+        for site, x, version in waiting.values():  # written through in place, a view loses its gradient without a word
+            if x._version != version:
+                raise _overwritten(site)
+
+    def add_weight_gradients(self, gradients: Iterable[Tensor | None]) -> None:
+        """Gradients of the existing weights of one batch, in the order of `weights`."""
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            if gradient is not None:
+                weight.sum.add(gradient, self.group % len(weight.sum))
+
+
+def _overwritten(site: Site) -> MeasurementError:
+    return MeasurementError(
+        f"the activation of '{site}' was overwritten in place before its gradient arrived, which find_sites did not "
+        "see with its example in eval mode. Find the sites with an example like the training data, or leave out inplace=True."
+    )
+
+
+def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:
+    """Weights that train: parameters with at least two dimensions; biases and scales are left out as in the merits."""
+    seen: set[int] = set()  # a tied weight is one weight
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield WeightCatch(name, parameter, module, groups)
+
+
+def _shape_for(weight: WeightCatch) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            axes = weight.parameter.dim() - 2
+            weight.shape = tuple(args[0].shape[-axes:])  # from the end: a single sample may come without its batch
+
+    return hook

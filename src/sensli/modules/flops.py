@@ -1,0 +1,226 @@
+"""Floating-point operations of one forward pass: two for each multiply-add of a matrix product or a convolution."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from sensli.errors import BadExample, UnsupportedModel
+from sensli.modules import checks
+from sensli.modules.running import describe, device_of, run, tensors, to_device, untouched
+from sensli.modules.wrappers import eager
+
+
+class Flops(int):
+    """A number of floating-point operations, which also knows what it could not count.
+
+    unknown: name of an operation with floating-point work that there is no rule for -> how often it ran.
+    """
+
+    unknown: dict[str, int]
+
+    def __new__(cls, value: int, unknown: Mapping[str, int] | None = None) -> Flops:
+        flops = super().__new__(cls, value)
+        flops.unknown = dict(unknown or {})
+        return flops
+
+    def explain(self) -> str:
+        """The count in words, with the operations that are missing from it."""
+        text = f"{int(self):,} floating-point operations per sample"
+        if not self.unknown:
+            return f"{text}; every operation was known."
+        names = ", ".join(f"{name} ({times} x)" for name, times in sorted(self.unknown.items()))
+        return f"{text}, not counting what there is no rule for: {names}."
+
+    def __repr__(self) -> str:
+        return f"Flops({int(self)}, unknown={self.unknown})" if self.unknown else f"Flops({int(self)})"
+
+    def __str__(self) -> str:
+        return int.__repr__(self)
+
+
+Example = Tensor | tuple[Any, ...] | dict[str, Any]
+
+
+def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False) -> Flops:
+    """The floating-point operations of one forward pass of the example, per sample.
+
+    example: a tensor, a tuple of arguments or a dict of keyword arguments; the leading dimension of its first tensor is the
+    number of samples. Two operations for each multiply-add of all matrix products and convolutions. With elementwise=True
+    also one for each element of a bias, an activation or another elementwise result, and one for each input element of a
+    pooling, reduction or normalisation. Views and copies are free. The model runs in eval mode and is left as it was.
+    """
+    checks.model("model", model)
+    samples = _samples(checks.example("example", example))
+    checks.flag("elementwise", elementwise)
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise UnsupportedModel(
+            f"cannot count {type(model).__name__}: it has lazy layers, whose first run would fix their shapes. "
+            "Run the model once yourself, then count."
+        )
+    counter = _Counter(elementwise)
+    with _unchanged(model), torch.no_grad():
+        try:
+            with eager(), counter:  # a compiler would run into the counter and give the model up
+                run(model, to_device(example, device_of(model)))
+        except Exception as error:
+            raise BadExample(
+                f"the example does not run through {type(model).__name__}. Example: {describe(example)}. "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return Flops(round(counter.total / samples), counter.unknown)
+
+
+def _samples(example: Example) -> int:
+    for tensor in tensors(example):
+        if tensor.dim() and not tensor.shape[0]:
+            raise BadExample(f"the example holds no sample: its first tensor has the shape {tuple(tensor.shape)}.")
+        return tensor.shape[0] if tensor.dim() else 1
+    raise BadExample(
+        f"the example holds no tensor: {describe(example)}. Give a tensor, a tuple of arguments or a dict of them."
+    )
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards each module's mode, every buffer and the random state are what they were.
+
+    The modes are set one by one: a model's own train() may do more than set them.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    fastpath = torch.backends.mha.get_fastpath_enabled()  # one opaque operation for a whole transformer layer
+    with untouched(model):
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+            for module, mode in modes:
+                module.training = mode
+
+
+# ---- what one operation costs -----------------------------------------------------------------------------------------
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    # query: ... x q x d, key: ... x k x d, value: ... x k x e: the scores, then their products with the values
+    return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+
+
+def _lstm(data: Any, from_input: Any, from_state: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    # data: steps x samples x features; each step multiplies by both weight matrices
+    return int(2 * data.shape[0] * data.shape[1] * (from_input.numel() + from_state.numel()))
+
+
+# Products that torch's own registry of formulas does not have. Each takes the arguments of the operation.
+_PRODUCTS: dict[str, Callable[..., int]] = {
+    "mv": lambda matrix, vector, out_val: 2 * matrix.numel(),
+    "addmv": lambda bias, matrix, vector, out_val, **scale: 2 * matrix.numel(),
+    "dot": lambda one, other, out_val: 2 * one.numel(),
+    "vdot": lambda one, other, out_val: 2 * one.numel(),
+    "addbmm": lambda bias, one, other, out_val, **scale: 2 * one.numel() * other.shape[-1],
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "mkldnn_rnn_layer": _lstm,
+}
+# Products that add a bias, and the position of that argument.
+_BIASED = {"addmm": 0, "baddbmm": 0, "addmv": 0, "addbmm": 0, "convolution": 2}
+
+# Reductions, and what is elementwise in effect although torch does not tag it so: one for each input element.
+_PER_INPUT = frozenset(
+    """
+    mean sum prod amax amin aminmax max min var std var_mean std_mean norm linalg_vector_norm logsumexp nansum cumsum cumprod
+    logcumsumexp _softmax _log_softmax _safe_softmax glu _prelu_kernel addr native_batch_norm _native_batch_norm_legit
+    _native_batch_norm_legit_no_training cudnn_batch_norm miopen_batch_norm native_layer_norm native_group_norm
+    _fused_rms_norm max_pool2d_with_indices max_pool3d_with_indices mkldnn_max_pool2d mkldnn_max_pool3d avg_pool2d avg_pool3d
+    _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d
+    fractional_max_pool3d scatter_add scatter_reduce index_add index_reduce col2im
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa
+    """.split()  # noqa: SIM905 (a table of names)
+)
+
+# Moves, repeats, looks up or orders numbers, but computes none. Views and random numbers are recognised by their schema.
+_FREE = frozenset(
+    """
+    clone copy _to_copy lift_fresh lift_fresh_copy detach _unsafe_view unsafe_split unsafe_split_with_sizes cat stack repeat
+    repeat_interleave roll flip constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
+    replication_pad2d replication_pad3d im2col pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d triu tril diag_embed index _unsafe_index
+    index_select index_put _index_put_impl gather scatter take masked_select masked_scatter embedding sort topk kthvalue
+    argsort argmax argmin searchsorted bucketize nonzero empty_like new_empty new_empty_strided zeros_like new_zeros
+    ones_like new_ones full_like new_full fill zero resize set equal _local_scalar_dense any all is_nonzero _assert_async
+    slice_scatter select_scatter diagonal_scatter _pack_padded_sequence _pad_packed_sequence to_padded_tensor
+    """.split()  # noqa: SIM905 (a table of names)
+)
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up the operations of everything that runs inside."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, elementwise: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elementwise = elementwise
+        self.total = 0
+        self.unknown: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = isinstance(
+            func, torch._ops.OpOverload
+        )  # the others, such as flex_attention, take functions as arguments
+        name = func._schema.name.removeprefix("aten::") if known else str(func)
+        rule = flop_registry.get(func.overloadpacket if known else func) or _PRODUCTS.get(name)
+        if known and rule is None:
+            with self:  # under inference_mode composite operations arrive whole
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        if rule is not None:
+            self.total += rule(*args, **kwargs, out_val=out)
+            if self.elementwise and _adds_bias(name, args):
+                self.total += _size(out)
+        elif not known:
+            self.unknown[name] += 1
+        elif not _is_free(func, name, args, kwargs):
+            # In place (relu_) or not, it is the same operation.
+            if torch.Tag.pointwise in func.tags:
+                self.total += _size(out) if self.elementwise else 0
+            elif name.removesuffix("_") in _PER_INPUT:
+                self.total += _size(args[0]) if self.elementwise else 0
+            else:
+                self.unknown[name] += 1
+        return out
+
+
+def _adds_bias(name: str, args: Sequence[Any]) -> bool:
+    return name in _BIASED and args[_BIASED[name]] is not None
+
+
+def _is_free(func: torch._ops.OpOverload, name: str, args: Any, kwargs: Any) -> bool:
+    """No floating-point number is computed: a view, a copy, a new or random tensor, or only integers go in."""
+    if name.removesuffix("_") in _FREE or torch.Tag.nondeterministic_seeded in func.tags:
+        return True
+    results = func._schema.returns
+    if results and all(each.alias_info is not None and not each.alias_info.is_write for each in results):
+        return True  # a view of an argument
+    if torch.Tag.inplace_view in func.tags:
+        return True
+    return not any(each.is_floating_point() or each.is_complex() for each in tensors((args, kwargs)))
+
+
+def _size(value: object) -> int:
+    """Elements of the first tensor; the others are statistics or indices."""
+    return next((tensor.numel() for tensor in tensors(value)), 0)

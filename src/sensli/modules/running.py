@@ -1,0 +1,135 @@
+"""Calling a user's model: arguments, devices, and putting back what a run would change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.modules import random_state
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def run(model: nn.Module, example: Any) -> Any:
+    """Call the model: a tensor is its only argument, a tuple its arguments, a dict its keyword arguments."""
+    if isinstance(example, dict):
+        return model(**example)
+    if isinstance(example, (tuple, list)):
+        return model(*example)
+    return model(example)
+
+
+def describe(example: Any) -> str:
+    """The shapes of an example, for error texts."""
+    if isinstance(example, Tensor):
+        return f"{str(example.dtype).removeprefix('torch.')} tensor of shape {tuple(example.shape)}"
+    if isinstance(example, (tuple, list)):
+        return "(" + ", ".join(describe(part) for part in example) + ")"
+    if isinstance(example, dict):
+        return "{" + ", ".join(f"{key}: {describe(part)}" for key, part in example.items()) + "}"
+    return type(example).__name__
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors(getattr(value, entry.name, None))
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest of tuples, lists and dicts with every tensor changed; other values as they are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(part, change) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(part, change) for part in value)
+    if isinstance(value, dict):
+        return {key: mapped(part, change) for key, part in value.items()}
+    return value
+
+
+def to_device(value: Any, device: torch.device | None) -> Any:
+    """The same nest of tensors on a device."""
+    return value if device is None else mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def widened(value: Any) -> Any:
+    """The same nest with half precision turned into single."""
+    return mapped(value, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The device of the model's first parameter or buffer."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return None
+
+
+@contextmanager
+def forked_random_state(model: nn.Module) -> Iterator[None]:
+    """Random states are put back when the context ends: those of torch on the CPU and on the model's device, of Python and of numpy."""
+    device = device_of(model)
+    if device is None or device.type in ("cpu", "meta"):
+        forked = torch.random.fork_rng(devices=[])
+    else:
+        index = device.index if device.index is not None else 0
+        forked = torch.random.fork_rng(devices=[index], device_type=device.type)
+    with forked, random_state.kept_outside_of_torch():
+        yield
+
+
+def undrawn(module: nn.Module) -> list[Any]:
+    """Hooks after which the random numbers that a module draws are given back: nobody behind it gets others than without it."""
+    states: list[tuple[Tensor, Tensor | None]] = []
+
+    def before(*_: Any) -> None:
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        states.append((torch.get_rng_state(), cuda))
+
+    def after(*_: Any) -> None:
+        cpu, cuda = states.pop()
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Buffers and random state are put back when the context ends."""
+    kept = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    with forked_random_state(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, values in kept:
+                    module._buffers[name] = buffer  # a forward may bind the name to another tensor
+                    # Written only where it moved: a graph that the user holds may have saved the buffer.
+                    if buffer is not None and values is not None and not _same(buffer, values):
+                        buffer.copy_(values)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal values, where nan equals nan."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

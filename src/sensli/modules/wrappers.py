@@ -1,0 +1,75 @@
+"""What stands around a model: wrappers that are looked through, and those that cannot be."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from sensli.errors import UnsupportedModel
+from sensli.modules import checks
+
+# By class name, because some of them live in modules that are costly to import or absent from a build of torch.
+_ENGINES = {
+    "DistributedDataParallel": "inside of a model, DistributedDataParallel cannot be renewed when a layer comes in. Wrap the whole model",
+    "DataParallel": "DataParallel copies the model at every step. Use DistributedDataParallel, or grow its .module before wrapping it",
+    "FullyShardedDataParallel": "it keeps flat parameters that a new layer is not part of. Use fully_shard (FSDP2)",
+}
+
+
+def around(model: nn.Module) -> list[nn.Module]:
+    """The wrappers around the user's own module, the outermost first, and that module last."""
+    chain = [model]
+    while True:
+        inner = getattr(chain[-1], "_orig_mod", None)  # torch.compile
+        if not isinstance(inner, nn.Module) and is_a(chain[-1], "DistributedDataParallel"):
+            inner = chain[-1].module
+        if not isinstance(inner, nn.Module):
+            return chain
+        chain.append(inner)
+
+
+def bare(model: nn.Module, name: str = "model") -> nn.Module:
+    """The user's own module: torch.compile and DistributedDataParallel are looked through, what would go wrong silently is refused."""
+    own = around(checks.model(name, model))[-1]
+    if isinstance(own, torch.jit.ScriptModule):
+        raise UnsupportedModel(
+            f"{type(own).__name__} is scripted, and a scripted module can be neither read nor changed. "
+            "Grow the Python module and script it afterwards."
+        )
+    for path, module in own.named_modules():
+        for name, reason in _ENGINES.items():
+            if is_a(module, name):
+                place = f"'{path}'" if path else "the model"
+                raise UnsupportedModel(f"{place} is wrapped in {name}: {reason}.")
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own.parameters()):
+        raise UnsupportedModel(
+            f"{type(own).__name__} has lazy layers without parameters yet. Run one batch through it first; a growing model needs to "
+            "know its shapes."
+        )
+    return own
+
+
+def is_a(module: nn.Module, name: str) -> bool:
+    """Whether the module is of this class of torch, by name: the classes live where an import is costly or may fail."""
+    return any(base.__name__ == name and base.__module__.startswith("torch.") for base in type(module).__mro__)
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Compiled modules run as they are written, because compiled code does not call the hooks that a measurement sets."""
+    # Whoever compiles has imported dynamo; for the others the import would cost seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """Compiled code of a model that has changed is dropped, so that it compiles once more at its next call.
+
+    torch.compile would notice by itself, but counts each change, and after eight it silently stops compiling.
+    """
+    chain = around(model)
+    inside = chain[-1].modules()
+    if any("_orig_mod" in each._modules or each.__dict__.get("_compiled_call_impl") for each in (*chain, *inside)):
+        torch.compiler.reset()

@@ -1,0 +1,141 @@
+"""Where exactly a layer goes in and comes out again: the only code that touches the containers of a model, but for lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from sensli.errors import HistoryError
+from sensli.modules.arguments import Slot
+from sensli.modules.chain import GROWTH, Chain
+from sensli.moves.lists import ListPlace, list_renames, put_into_list, take_from_list
+from sensli.moves.sites import Site
+
+_GROWN_NAME = re.compile(r"grown\d+")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where exactly a layer goes: into a container that runs its children in order, into a list, or around the anchor."""
+
+    parent: str
+    key: str  # the anchor's key in its parent
+    side: str
+    way: str  # "sequence", "list" or "wrap"
+    new: str  # key of the new layer
+    slot: Slot = 0
+    twin: bool = False
+    place: ListPlace | None = None
+
+    @property
+    def path(self) -> str:
+        """The path of the new module."""
+        return join(join(self.parent, self.key) if self.way == "wrap" else self.parent, self.new)
+
+
+def plan_cut(model: nn.Module, site: Site, path: str) -> Cut:
+    if path == "":
+        raise HistoryError(
+            "a layer cannot go around the whole model, because the caller holds it; use a site inside it."
+        )
+    parent_path, _, key = path.rpartition(".")
+    chained, twin = site.chained, site.layer.twin is not None
+    if site.side == "after":
+        # Behind the last module of an inserted layer means behind that layer: names stay short however often a place grows.
+        while _GROWN_NAME.fullmatch(parent_path.rpartition(".")[2]) and _is_last(model.get_submodule(parent_path), key):
+            parent_path, _, key = parent_path.rpartition(".")
+            chained = True
+    if site.place is not None:
+        # A block that was wrapped since stands in its list as a chain; the list takes the twin beside that.
+        while isinstance(model.get_submodule(parent_path), Chain):
+            parent_path, _, key = parent_path.rpartition(".")
+        number = int(key) + (site.side == "after")
+        return Cut(parent_path, key, site.side, "list", str(number), site.slot, twin, site.place)
+    parent = model.get_submodule(parent_path)
+    into = isinstance(parent, Chain) or (chained and isinstance(parent, nn.Sequential))
+    number = 1
+    while into and f"grown{number}" in parent._modules:
+        number += 1
+    return Cut(parent_path, key, site.side, "sequence" if into else "wrap", f"grown{number}", site.slot, twin)
+
+
+def apply_cut(model: nn.Module, cut: Cut, layer: nn.Module) -> None:
+    container = model.get_submodule(cut.parent)
+    key = cut.key
+    if cut.way == "list":
+        assert cut.place is not None
+        put_into_list(model, cut.parent, cut.place, int(cut.new), int(cut.key), layer)
+        return
+    if cut.way == "wrap":
+        anchor = container._modules[cut.key]
+        assert anchor is not None
+        chain = Chain(anchor, cut.slot)
+        chain.training = anchor.training
+        container._modules[cut.key] = chain
+        container, key = chain, "anchor"
+    entries: list[tuple[str, nn.Module | None]] = []
+    for name, module in container._modules.items():
+        pair = [(name, module)]
+        if name == key:
+            pair.insert(0 if cut.side == "before" else 1, (cut.new, layer))
+        entries += pair
+    _reorder(container, entries)
+    if isinstance(container, Chain) and cut.twin:
+        container.twins.add(cut.new)
+
+
+def take_out(model: nn.Module, path: str, place: ListPlace | None) -> None:
+    """Take a module out; a chain that is left with its anchor alone goes too."""
+    parent_path, _, key = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    if place is not None:
+        take_from_list(model, parent_path, place, int(key))
+        return
+    _reorder(parent, [(name, module) for name, module in parent._modules.items() if name != key])
+    if isinstance(parent, Chain):
+        parent.twins.discard(key)
+        if len(parent._modules) == 1:
+            above, _, place_key = parent_path.rpartition(".")
+            model.get_submodule(above)._modules[place_key] = parent._modules["anchor"]
+
+
+def _reorder(container: nn.Module, entries: list[tuple[str, nn.Module | None]]) -> None:
+    # In place: the container's dictionary may be held elsewhere.
+    container._modules.clear()
+    container._modules.update(entries)
+
+
+def renames_of(model: nn.Module, cut: Cut) -> dict[str, str]:
+    """Names that change: a wrapped module's parameters and buffers move one level down, a list's blocks behind move on by one."""
+    if cut.way == "list":
+        return list_renames(model, cut.parent, int(cut.new))
+    if cut.way == "sequence":
+        return {}
+    path = join(cut.parent, cut.key)
+    anchor = model.get_submodule(path)
+    names = [name for name, _ in (*anchor.named_parameters(), *anchor.named_buffers())]
+    return {join(path, name): join(path, f"anchor.{name}") for name in names}
+
+
+def inserted(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
+    """The inserted layers: the number of the growth, the path and the module."""
+    for path, module in model.named_modules():
+        number = module.__dict__.get(GROWTH)
+        if number is not None:
+            yield number, path, module
+
+
+def count_growths(model: nn.Module) -> int:
+    """How many inserted layers the model has."""
+    return sum(1 for _ in inserted(model))
+
+
+def _is_last(container: nn.Module, key: str) -> bool:
+    return isinstance(container, nn.Sequential) and next(reversed(container._modules)) == key
+
+
+def join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name

@@ -1,0 +1,297 @@
+"""The layers that can be inserted: each starts as the identity and has a weight whose gradient is not zero.
+
+Form        new layer                          starts with             measured weight
+relu        ``relu(W x + b)``, x >= 0          W = I, b = 0            W
+            ``W relu(x) + b`` before a ReLU    W = I, b = 0            W
+residual    ``x + W2 s(W1 x + b)``             W1 = 0.8 I, b, W2 = 0   W2
+            ``x + W2 s(norm(W1 x + b))``       beside batch norms      W2
+parametric  ``(1 - a) z + a s(z)``, z = W x+b  W = I, b = 0, a = 0     W
+twin        a copy of the block beside it      some maps zero          those maps
+
+``W`` is a matrix (``kind="linear"``) or a convolution (``kind="conv"``) that keeps the shape. What a layer at a place would be
+worth needs no layer there: `weight_gradient` is the vector-Jacobian product through the virtual layer alone (for twins see `vjp`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.errors import one_of
+from sensli.moves.geometry import Geometry
+from sensli.moves.twin.twins import Twin
+from sensli.trace.activations import ACTIVATIONS, RELU, Activation
+
+FORMS = ("relu", "residual", "parametric", "twin")
+
+BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+# W1 of the residual form: the paper's choice, the same at every place so that merits compare.
+RESIDUAL_SCALE = 0.8
+
+
+class ResidualLayer(nn.Module):
+    """``x + W2 s(W1 x + b)``: an identity as long as ``W2 = 0``."""
+
+    def __init__(
+        self, first: nn.Module, activation: nn.Module, second: nn.Module, norm: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.first = first
+        self.norm = norm
+        self.activation = activation
+        self.second = second
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        if self.norm is not None:
+            z = self.norm(z)
+        update: Tensor = self.second(self.activation(z))
+        return x + update
+
+
+class ParametricLayer(nn.Module):
+    """``(1 - a) z + a s(z)`` with ``z = W x + b``: linear at ``a = 0``, the network's own activation at ``a = 1``."""
+
+    def __init__(self, kind: str, weight: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.kind = kind
+        self.add_module(kind, weight)
+        self.activation = activation
+        self.a = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.get_submodule(self.kind)(x)
+        bent: Tensor = self.activation(z)
+        # z + a (s(z) - z) rather than the two products: at a = 0 it is z to the last bit.
+        return z + self.a * (bent - z)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What would be inserted: a plan that prints as one phrase, goes to JSON and builds the module when it is wanted."""
+
+    form: str
+    kind: str  # "linear" (features last), "conv" (channels at dimension 1) or "block" (a twin)
+    width: int = 0  # features or channels
+    kernel: tuple[int, ...] = ()
+    groups: int = 1
+    activation: Activation = RELU
+    twin: Twin | None = None
+    leading: bool = (
+        False  # of the ReLU form: the ReLU comes first, because the model has one of its own behind the place
+    )
+    norm: int = 0  # of the residual form: a batch norm of so many dimensions between its maps; 0 for none
+
+    def __str__(self) -> str:
+        if self.twin is not None:
+            return f"Twin({self.twin.block})"
+        if self.kind == "conv":
+            size = str(self.kernel[0]) if len(set(self.kernel)) == 1 else str(self.kernel)
+            groups = f", groups={self.groups}" if self.groups > 1 else ""
+            weight = f"Conv{len(self.kernel)}d({self.width}, {self.width}, {size}{groups})"
+        else:
+            weight = f"Linear({self.width}, {self.width})"
+        if self.form == "relu":
+            return f"ReLU + {weight}" if self.leading else f"{weight} + ReLU"
+        norm = f", BatchNorm{self.norm}d" if self.norm else ""
+        return f"{self.form.capitalize()}({weight}{norm}, {self.activation.name})"
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the measured weight."""
+        if self.kind == "conv":
+            return (self.width, self.width // self.groups, *self.kernel)
+        return (self.width, self.width)
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names, within the built module, of the parameters whose gradient is the merit."""
+        if self.twin is not None:
+            return self.twin.measured
+        return (
+            {"relu": f"{self.kind}.weight", "residual": "second.weight", "parametric": f"{self.kind}.weight"}[
+                self.form
+            ],
+        )
+
+    @property
+    def weights(self) -> int:
+        """How many weight maps the layer has: two in the residual form."""
+        return 2 if self.form == "residual" else 1
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the layer would add."""
+        if self.twin is not None:
+            return self.twin.parameters
+        own = sum(p.numel() for p in self.activation.build().parameters())
+        own += 2 * self.width if self.norm else 0
+        return self.weights * math.prod(self.weight_shape) + self.width + own + (1 if self.form == "parametric" else 0)
+
+    def flops(self, positions: int) -> int:
+        """Forward FLOPs per sample by the rule: two per multiply-add, at so many positions (pixels, tokens)."""
+        if self.twin is not None:
+            return self.twin.flops
+        return 2 * self.weights * math.prod(self.weight_shape) * positions
+
+    def geometry(self, shape: Sequence[int]) -> Geometry:
+        """How the measured weight acts on an activation of this shape: what the operator norms need."""
+        return Geometry(size=tuple(shape[2:]), groups=self.groups) if self.kind == "conv" else Geometry()
+
+    def build(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        source: nn.Module | None = None,
+        outside: nn.Module | None = None,
+    ) -> nn.Module:
+        """The module, an identity on its domain. Draws no random number. A twin is built from its ``source`` in the model ``outside``."""
+        if self.twin is not None:
+            if source is None:
+                raise ValueError(f"{self} is a copy of a block: give source=, the block that it stands beside.")
+            return self.twin.build(source, outside)
+
+        device = torch.get_default_device() if device is None else device  # skip_init would leave it on "meta"
+
+        def weight(scale: float, bias: bool = True) -> nn.Module:
+            return self._map(scale, bias, dtype=dtype, device=device)
+
+        if self.form == "relu":
+            parts = [(self.kind, weight(1.0)), ("relu", nn.ReLU())]
+            layer: nn.Module = nn.Sequential(OrderedDict(reversed(parts) if self.leading else parts))
+        elif self.form == "residual":
+            first, second = weight(RESIDUAL_SCALE), weight(0.0, bias=False)
+            layer = ResidualLayer(first, self.activation.build(), second, self._norm(device))
+        elif self.form == "parametric":
+            layer = ParametricLayer(self.kind, weight(1.0), self.activation.build())
+        else:
+            raise ValueError(one_of("layer form", self.form, FORMS))
+        return layer.to(device=device, dtype=dtype)
+
+    def _norm(self, device: torch.device | None = None) -> nn.Module | None:
+        return BATCH_NORMS[self.norm](self.width, device=device) if self.norm else None
+
+    def features(self) -> nn.Module:
+        """What the measured weight acts on, as a function of the place's values, without the first map of the residual form."""
+        activation = self.activation.build()
+        norm = self._norm()
+        return activation if norm is None else nn.Sequential(norm, activation)
+
+    def _map(self, scale: float, bias: bool, **options: Any) -> nn.Module:
+        """A linear map or convolution that multiplies by ``scale``."""
+        # skip_init: the default initialisation would move the global random state.
+        if self.kind == "conv":
+            padding = tuple(k // 2 for k in self.kernel)
+            size = (self.width, self.width, self.kernel)
+            options.update(padding=padding, groups=self.groups)
+            module: nn.Module = nn.utils.skip_init(CONVS[len(self.kernel)], *size, bias=bias, **options)
+        else:
+            module = nn.utils.skip_init(nn.Linear, self.width, self.width, bias=bias, **options)
+        with torch.no_grad():
+            weight = module.get_parameter("weight").zero_()
+            units = torch.arange(self.width, device=weight.device)
+            entries: tuple[Any, ...] = (units, units % (self.width // self.groups), *(k // 2 for k in self.kernel))
+            weight[entries] = scale
+            if bias:
+                module.get_parameter("bias").zero_()
+        return module
+
+    def weight_gradient(self, x: Tensor, cotangent: Tensor, bend: nn.Module) -> Tensor:
+        """The gradient of the measured weight of a virtual layer at activation ``x`` with cotangent ``g``.
+
+        Linear: x, g of shape (..., h); conv: (n, c, *map). Returns `weight_shape`. Every form is a linear map of some
+        features of x, so one product serves all: relu ``sum (g [x > 0]) x^T``, residual ``sum g s(0.8 x)^T``, parametric ``sum g x^T``.
+        ``bend`` is what `features` made: ``s``, with the norm before it where there is one.
+        """
+        features, g = x, cotangent.to(x.dtype)
+        if self.form == "relu" and self.leading:
+            features = x.relu()  # the model's own ReLU behind the place has put its zeros into g already
+        elif self.form == "relu":
+            g = torch.ops.aten.threshold_backward(g, x, 0)
+        elif self.form == "residual":
+            features = bend(RESIDUAL_SCALE * x)
+        if self.kind == "linear":
+            return g.reshape(-1, self.width).T @ features.reshape(-1, self.width)
+        dims = len(self.kernel)
+        padding = [k // 2 for k in self.kernel]
+        # Only the weight's gradient is asked for; the empty weight carries its shape.
+        shape_only = features.new_empty(1).expand(self.weight_shape)
+        gradients = torch.ops.aten.convolution_backward(
+            g, features, shape_only, None, [1] * dims, padding, [1] * dims, False, [0] * dims, self.groups,
+            [False, True, False],
+        )  # fmt: skip
+        return gradients[1]  # type: ignore[no-any-return]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        data = asdict(self)
+        if self.twin is None:
+            del data["twin"]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Layer:
+        """The inverse of `to_dict`. Values that make no layer raise ValueError: a file may have been altered."""
+        activation = data["activation"]
+        if data["form"] not in FORMS:
+            raise ValueError(one_of("layer form", data["form"], FORMS))
+        if data["form"] == "twin":
+            return cls("twin", "block", twin=Twin.from_dict(data["twin"]))
+        if activation["name"] not in ACTIVATIONS:
+            raise ValueError(one_of("activation", activation["name"], ACTIVATIONS))
+        unknown = {key for key, _ in activation["arguments"]} - set(ACTIVATIONS[activation["name"]])
+        if unknown:
+            raise ValueError(f"{activation['name']} takes no {sorted(unknown)}")
+        sizes = (data["width"], data["groups"], *data["kernel"])
+        if not all(type(size) is int and size > 0 for size in sizes) or data["width"] % data["groups"]:
+            raise ValueError(f"width, groups and kernel are {sizes}, which make no layer")
+        if (data["kind"] == "conv") != (len(data["kernel"]) in CONVS) or any(size % 2 == 0 for size in data["kernel"]):
+            raise ValueError(f"a layer of kind {data['kind']!r} cannot have the kernel {data['kernel']}")
+        arguments = tuple((key, value) for key, value in activation["arguments"])
+        return cls(
+            form=data["form"],
+            kind=data["kind"],
+            width=data["width"],
+            kernel=tuple(data["kernel"]),
+            groups=data["groups"],
+            activation=Activation(activation["name"], arguments),
+            leading=_flag(data, "leading") and data["form"] == "relu",
+            norm=_norm_of(data),
+        )
+
+
+def _flag(data: dict[str, Any], name: str) -> bool:
+    value = data.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name!r} must be true or false, got {value!r}")
+    return value
+
+
+def _norm_of(data: dict[str, Any]) -> int:
+    dims = data.get("norm", 0)
+    fits = type(dims) is int and (dims == 0 or (data["form"] == "residual" and dims == max(1, len(data["kernel"]))))
+    if not fits:
+        raise ValueError(f"'norm' is {dims!r}, which fits no layer of kind {data['kind']!r} and form {data['form']!r}")
+    return int(dims)
+
+
+def grouped_like(width: int, groups: int) -> int:
+    """The number of groups a new convolution takes over from its neighbour: as many, if they divide its width."""
+    return groups if groups > 1 and width % groups == 0 else 1
+
+
+def same_size_kernel(kernel: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+    """The neighbour's kernel where it is odd (only an odd one keeps the map's size and has a centre), otherwise 3.
+
+    Never with entries that lie outside of the map wherever the kernel is put: on a map of 1 x 1 it is 1 x 1.
+    """
+    return tuple(min(k if k % 2 == 1 else 3, 2 * max(length, 1) - 1) for k, length in zip(kernel, size, strict=True))

@@ -1,0 +1,457 @@
+"""Whether a layer at a site would do what is promised, found by putting it there: into a copy of the model, all sites at once.
+
+Every new layer must run exactly once, give what it is given, in eval and in training mode, and get the gradient that a measurement would
+catch at its site; and everything that the model returns must stay. Only a site that has passed is offered.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.modules.arguments import first_tensor, value_at
+from sensli.modules.nearness import equal, moved, rounding
+from sensli.modules.running import device_of, run, tensors, to_device, undrawn, untouched
+from sensli.modules.wrappers import eager
+from sensli.moves.building import build_layer
+from sensli.moves.cutting import Cut, apply_cut, plan_cut, take_out
+from sensli.moves.sites import Ref, Site
+from sensli.moves.taps import handed_on, tap
+from sensli.trace.flow import Flow, Seen, fresh
+
+
+@dataclass
+class Verdict:
+    """What a trial of several sites told: what is wrong with single ones, or with all of them together."""
+
+    wrong: dict[int, str] = field(default_factory=dict)
+    together: str | None = None
+
+    @property
+    def good(self) -> bool:
+        return not self.wrong and self.together is None
+
+
+@dataclass
+class _New:
+    """A layer in the copy, and what was seen of it in one run."""
+
+    site: Site
+    layer: nn.Module
+    cut: Cut
+    calls: int = 0
+    same: bool = True
+    output: Tensor | None = None
+
+
+class _StandIn(nn.Module):
+    """What a new layer does as long as it is an identity, at hardly any cost; on a small piece of the values the layer itself shows it."""
+
+    def __init__(self, site: Site, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._relu, self._conv = site.layer.form == "relu", site.layer.kind == "conv"
+        self._leading = site.layer.leading
+        self._piece = tuple(slice(0, k + 1) for k in site.layer.kernel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        where = (slice(0, 2), slice(None), *self._piece) if self._conv else (slice(0, 2),) * (x.dim() - 1)
+        piece = x[where]
+        with torch.no_grad():
+            shown = self.layer(piece.detach())
+        wanted = piece.relu() if self._leading else piece
+        result = x.relu() if self._relu else x.clone()
+        return result if equal(shown, wanted.detach()) else torch.full_like(result, torch.nan)
+
+
+class _TwinStandIn(nn.Module):
+    """The same for a twin: it takes what the block takes."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self._site = site
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        value: Tensor = value_at(args, kwargs, self._site.slot)
+        return value * 0 if _is_null(self._site) else value.clone()
+
+
+class Trial:
+    """The copy of the model that the example ran through, to be grown and put back again and again."""
+
+    def __init__(self, flow: Flow, example: Any) -> None:
+        self.model = flow.model
+        self._example = to_device(example, device_of(self.model))
+        self._takes_gradients = flow.takes_gradients
+        self._output = flow.output  # in eval mode, as it came out when the run was recorded
+        self._seen: dict[tuple[str, str], Seen | None] = {}
+        for call in flow.calls:
+            self._seen[call.path, "after"] = call.result or call.output
+            self._seen[call.path, "before"] = call.given or next(iter(call.inputs), None)
+        self._numbers = {id(module): number for number, module in enumerate(self.model.modules())}
+        self._base: dict[bool, Any] = {}  # outputs in eval and in training mode, with numbered random numbers
+        self._random: dict[bool, bool] = {}  # whether they differ when nothing does
+        self._layers: dict[tuple[Site, bool, int], nn.Module] = {}
+        self._returns_tensor = {call.path for call in flow.calls if call.output is not None}
+        self._cotangents: dict[int, Tensor | None] = {}  # of the run that was recorded, by the tensor's id
+
+    def attempt(self, sites: Sequence[Site]) -> Verdict:
+        """Put a layer at every site, run the example in both modes, and take them out again."""
+        verdict = self._evaluate(sites)
+        return self._train(sites) if verdict.good else verdict
+
+    # --- the two modes ---
+
+    def _evaluate(self, sites: Sequence[Site]) -> Verdict:
+        with self._grown(sites) as new:
+            try:
+                output = self._run(False, new, graph=True)
+            except Exception as error:
+                return Verdict(together=_raised(error))
+            wrong = _locally_wrong(new, "eval")
+            outputs = [each.output for each in new]
+            gradients = None if wrong else self._gradients(output, outputs)
+        verdict = Verdict(wrong) if wrong else self._compared(False, output, new)
+        if verdict.good and gradients is not None:
+            # Units that are off behind a ReLU are left out: another new layer behind them, with a ReLU of its own, gives them nothing back.
+            on = [None if o is None else o.detach() != 0 for o in outputs]
+            verdict.wrong = self._other_gradients(sites, gradients, on)
+        return verdict
+
+    def _train(self, sites: Sequence[Site]) -> Verdict:
+        if self._baseline(True) is None:
+            return (
+                Verdict()
+            )  # a batch too small for its norms, or a loss that wants labels: it cannot train on the example
+        with self._grown(sites) as new:
+            try:
+                output = self._run(True, new)
+            except Exception as error:
+                return Verdict(together=_raised(error))
+        wrong = _locally_wrong(new, "training")
+        return Verdict(wrong) if wrong else self._compared(True, output, new)
+
+    def _compared(self, training: bool, output: Any, new: list[_New]) -> Verdict:
+        """The output with the layers against the one without; they have been taken out again."""
+        in_list = any(each.cut.way == "list" for each in new)
+        if not training and not _difference(self._output, output, in_list):
+            return Verdict()
+        base = self._baseline(training)
+        problem = _difference(base, output, in_list) if base is not None else ""
+        if problem and self._is_random(training):
+            return Verdict()  # it differs from run to run: that its layers are identities is all that can be known
+        mode = "training" if training else "eval"
+        return Verdict(together=f"{problem} in {mode} mode with a layer there: {_WHY}" if problem else None)
+
+    def _baseline(self, training: bool) -> Any:
+        """The outputs of the copy as it is; None where it does not run in this mode."""
+        if training not in self._base:
+            try:
+                self._base[training] = self._run(training, [])
+            except Exception:
+                self._base[training] = None
+        return self._base[training]
+
+    def _is_random(self, training: bool) -> bool:
+        if training not in self._random:
+            self._random[training] = bool(_difference(self._base[training], self._run(training, []), False))
+        return self._random[training]
+
+    def _run(self, training: bool, new: list[_New], *, graph: bool = False) -> Any:
+        model = self.model
+        # Never chained: somebody's train() returns None.
+        model.train(training)
+        with ExitStack() as stack:
+            for context in (_random_states(), untouched(model), torch.inference_mode(False), eager()):
+                stack.enter_context(context)
+            stack.enter_context(torch.set_grad_enabled(graph))
+            handles = [handle for each in new for handle in _watched(each)]
+            for module in model.modules():
+                if id(module) in self._numbers and not isinstance(module, torch.jit.ScriptModule):
+                    handles.append(module.register_forward_pre_hook(self._numbered(), prepend=True))
+            try:
+                _seed(0)
+                return run(model, fresh(self._example, nodes=graph and self._takes_gradients))
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _numbered(self) -> Callable[..., None]:
+        """Random numbers that depend on the module and on how often it was called, not on what else has drawn some."""
+        calls = [0]
+
+        def hook(module: nn.Module, *_: Any) -> None:
+            calls[0] += 1
+            _seed(self._numbers[id(module)] * 1000 + calls[0])
+
+        return hook
+
+    # --- the gradient that comes back to a site ---
+
+    def _gradients(
+        self, output: Any, wanted: Sequence[Tensor | None], *, again: bool = False
+    ) -> list[Tensor | None] | None:
+        """Those of a fixed sum of all outputs; None where the model allows none to be asked for."""
+        results = [
+            t for t in tensors(output) if t.requires_grad and t.is_floating_point() and bool(torch.isfinite(t).all())
+        ]
+        asked = [t for t in wanted if t is not None and t.requires_grad]
+        if not results or not asked:
+            return None
+        generator = torch.Generator().manual_seed(1)
+        weights = [(torch.rand(t.shape, generator=generator) + 0.5).to(t.device, t.dtype) for t in results]
+        try:
+            # Asked for one by one they are the same; what a checkpoint computes again is not seen by the hooks.
+            found = torch.autograd.grad(results, asked, weights, allow_unused=True, retain_graph=again)
+        except Exception:
+            return None
+        by_id = {id(t): g for t, g in zip(asked, found, strict=True)}
+        return [None if t is None else by_id.get(id(t)) for t in wanted]
+
+    def _other_gradients(
+        self, sites: Sequence[Site], gradients: list[Tensor | None], on: list[Tensor | None]
+    ) -> dict[int, str]:
+        """Sites where a measurement would catch another gradient than the layer gets."""
+        open_ones = [i for i, site in enumerate(sites) if not _is_null(site)]
+        wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None}
+        for known in (
+            self._recorded,
+            self._tapped,
+        ):  # as the run was recorded, and where that differs as a measurement would do it
+            open_ones = [i for i in open_ones if i not in wrong]
+            caught = known([sites[i] for i in open_ones])
+            if caught is None:
+                break
+            open_ones = [i for i, g in zip(open_ones, caught, strict=True) if not _alike(gradients[i], g, on[i])]
+            if not open_ones:
+                return wrong
+        else:
+            wrong.update(dict.fromkeys(open_ones, _OTHER_GRADIENT))
+        return wrong
+
+    def _recorded(self, sites: Sequence[Site]) -> list[Tensor | None]:
+        """Those of the run that found the sites: of all uses of a value, which nearly always are the uses behind the site."""
+        seen = [self._seen.get((site.path, site.side)) for site in sites]
+        values = [None if s is None or s.overwritten else s.tensor for s in seen]
+        unknown = {id(v): v for v in values if v is not None and id(v) not in self._cotangents}
+        if unknown:
+            found = self._gradients(self._output, list(unknown.values()), again=True)
+            self._cotangents.update(zip(unknown, found or [None] * len(unknown), strict=True))
+        return [None if v is None else self._cotangents[id(v)] for v in values]
+
+    def _tapped(self, sites: Sequence[Site]) -> list[Tensor | None] | None:
+        """What a measurement would catch, in a run of its own."""
+        caught: list[Tensor | None] = [None] * len(sites)
+
+        def watcher(index: int) -> Callable[..., Tensor]:
+            def watch(value: Tensor, args: Any, kwargs: Any) -> Tensor:
+                caught[index] = watched = handed_on(value, sites[index])[1]
+                return watched
+
+            return watch
+
+        handles = [tap(s, self.model.get_submodule(s.path), watcher(i)) for i, s in enumerate(sites)]
+        try:
+            output = self._run(False, [], graph=True)
+        except Exception:
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
+        return self._gradients(output, caught)
+
+    # --- layers in and out ---
+
+    @contextmanager
+    def _grown(self, sites: Sequence[Site]) -> Iterator[list[_New]]:
+        """The copy with a layer at every site, in their order."""
+        bound = [_bound(self.model, site) for site in sites]
+        real = _shown(sites)
+        standing: Counter[Site] = Counter()
+        layers: list[nn.Module] = []
+        for index, site in enumerate(bound):  # before the first goes in: a block is copied as it is
+            layers.append(self._layer(site, site.find(self.model)[1], index in real, standing[site]))
+            standing[site] += 1
+        new: list[_New] = []
+        try:
+            for site, layer in reversed(
+                list(zip(bound, layers, strict=True))
+            ):  # from the end: what comes before keeps its name
+                path, _ = site.find(self.model)
+                cut = plan_cut(self.model, site, path)
+                apply_cut(self.model, cut, layer)
+                new.append(_New(site, layer, cut))
+            yield new[::-1]
+        finally:
+            for each in reversed(new):
+                take_out(self.model, each.cut.path, each.cut.place)
+
+    def _layer(self, site: Site, anchor: nn.Module, real: bool, number: int) -> nn.Module:
+        """The layer for a site, the first time built, then used again; ``number``: how many of them stand there already."""
+        twin = site.layer.twin
+        # Of equal twins in one container some will do: that the others are identities too follows, here it is about their places.
+        real = real or site.path not in self._returns_tensor
+        if (site, real, number) not in self._layers:
+            near = [found[1] for ref in site.neighbours if (found := ref.find(self.model)) is not None]
+            if twin is not None:
+                layer = twin.build(anchor, self.model, share=True) if real else _TwinStandIn(site)
+            else:
+                layer = _StandIn(site, build_layer(self.model, site, anchor, near, source=anchor, outside=self.model))
+            for parameter in layer.parameters():
+                parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+            self._layers[site, real, number] = layer
+        return self._layers[site, real, number]
+
+
+_WHY = "the forward pass counts, indexes or slices its modules, or asks for their class"
+_NO_GRADIENT = "a layer there would get no gradient"
+_OTHER_GRADIENT = (
+    "its values are read elsewhere too: the gradient that could be measured is not the one that a layer there would get"
+)
+
+
+def _bound(model: nn.Module, site: Site) -> Site:
+    """The same site on the copy."""
+    refs = tuple(Ref.to(ref.path, model.get_submodule(ref.path)) for ref in site.neighbours)
+    return replace(site, anchor=Ref.to(site.path, model.get_submodule(site.path)), neighbours=refs)
+
+
+def _is_null(site: Site) -> bool:
+    return site.layer.twin is not None and site.layer.twin.null
+
+
+def _shown(sites: Sequence[Site]) -> set[int]:
+    """Of the twins of one container the first: it is put there itself, and stands for its equals."""
+    first: dict[object, int] = {}
+    for index, site in enumerate(sites):
+        if site.layer.twin is not None:
+            first.setdefault((site.path.rpartition(".")[0], site.layer), index)
+    return set(first.values())
+
+
+def _watched(each: _New) -> list[Any]:
+    """Hooks that see whether a layer runs once and gives what it is given."""
+    each.calls, each.same, each.output = 0, True, None
+    given: list[Tensor] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        value = value_at(args, kwargs, each.site.slot if each.site.layer.twin is not None else 0)
+        given.append(value.detach().clone())
+        each.calls += 1
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        value, result = given.pop(), first_tensor(output)
+        each.output = result
+        if each.site.layer.leading:
+            value = value.relu()  # and the model's own ReLU gives the same for either
+        wanted = torch.zeros_like(value) if _is_null(each.site) else value
+        each.same = each.same and result is not None and equal(result.detach(), wanted)
+
+    layer = each.layer
+    return [
+        *undrawn(layer),
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def _locally_wrong(new: list[_New], mode: str) -> dict[int, str]:
+    wrong: dict[int, str] = {}
+    for index, each in enumerate(new):
+        if each.calls == 0:
+            wrong[index] = (
+                "a layer there would never run: the forward pass uses the module under another name or without calling it"
+            )
+        elif each.calls > 1:
+            wrong[index] = f"a layer there would run {each.calls} times in one forward pass"
+        elif not each.same:
+            wrong[index] = f"a layer there would change the values in {mode} mode"
+    return wrong
+
+
+def _raised(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"the forward pass fails with a layer there ({type(error).__name__}: {text[:120]})"
+
+
+# --- comparing what a model returns ---
+
+
+def _difference(before: Any, after: Any, in_list: bool) -> str:
+    """How two outputs differ; empty if they do not."""
+    old, new = list(_parts(before, in_list)), list(_parts(after, in_list))
+    if len(old) != len(new):
+        return f"the model returns {len(new)} values instead of {len(old)}"
+    for one, other in zip(old, new, strict=True):
+        if isinstance(one, Tensor) != isinstance(other, Tensor):
+            return "the model returns values of other types"
+        if not isinstance(one, Tensor):
+            if one != other and one == one:
+                return f"the model returns {other!r} instead of {one!r}"
+        elif one.shape != other.shape or one.dtype != other.dtype:
+            return f"the model's output changes from shape {tuple(one.shape)} to {tuple(other.shape)}"
+        else:
+            distance = moved(one.detach(), other.detach())
+            if distance:
+                return f"the model's output moves by {distance:.1e}"
+    return ""
+
+
+def _parts(value: Any, in_list: bool) -> Iterator[Any]:
+    """All tensors and plain values. Where a list of blocks has grown, not the lists with one entry per block in a record."""
+    if isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type)):
+        named = value.values() if isinstance(value, Mapping) else [getattr(value, f.name, None) for f in fields(value)]
+        for part in named:
+            if not (in_list and isinstance(part, (tuple, list))):
+                yield from _parts(part, in_list)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _parts(part, in_list)
+    elif isinstance(value, (Tensor, int, float, complex, str)):
+        yield value
+
+
+def _alike(one: Tensor | None, other: Tensor | None, on: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    difference = one - other if on is None else (one - other) * on
+    distance = torch.linalg.vector_norm(difference.float() if difference.dtype.itemsize < 4 else difference).item()
+    size = torch.linalg.vector_norm(one.float() if one.dtype.itemsize < 4 else one).item()
+    return (
+        bool(distance <= 100 * rounding(one.dtype) * size) if one.dtype.itemsize > 2 else bool(distance <= 0.1 * size)
+    )
+
+
+# --- random numbers ---
+
+
+def _seed(number: int) -> None:
+    # Not torch.manual_seed, which keeps a note for every kind of device that is not there.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
+    random.seed(number)
+
+
+@contextmanager
+def _random_states() -> Iterator[None]:
+    """Python's and numpy's random states are put back when the context ends; torch's are put back with the buffers."""
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    kept = numpy.random.get_state() if numpy is not None else None
+    try:
+        if numpy is not None:
+            numpy.random.seed(0)  # what the user's model may draw from
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(kept)

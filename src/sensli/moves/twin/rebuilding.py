@@ -1,0 +1,88 @@
+"""Building a module again from the configuration that it holds, to compare: what saving and loading will do with it."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.modules.chain import Chain
+from sensli.modules.running import forked_random_state
+from sensli.moves.twin.numbering import is_number
+from sensli.moves.twin.twins import Bypass
+
+# How people call a number of blocks.
+COUNTS = frozenset(
+    f"{prefix}{number}_{what}" for prefix in ("", "_") for number in ("num", "n") for what in ("layers", "layer", "blocks", "block")
+) | {"depth", "num_hidden_layers"}  # fmt: skip
+_SMALL = 200_000_000  # parameters: what may be built with values where the meta device does not do
+
+
+def build_again(like: nn.Module, configuration: Any, devices: tuple[str, ...] = ("meta", "cpu")) -> nn.Module | None:
+    """A module of the same class from a copy of a configuration, without values where that works; with the growths of ``like``."""
+    for device in devices:
+        if device == "cpu" and is_large(like):
+            return None
+        try:
+            with warnings.catch_warnings(), forked_random_state(like), torch.device(device):
+                warnings.simplefilter("ignore")
+                built: nn.Module = type(like)(copy.deepcopy(configuration))
+        except Exception:
+            continue
+        _grow_alike(built, like)
+        return built
+    return None
+
+
+def is_large(module: nn.Module) -> bool:
+    """Whether one more copy with values might not fit."""
+    return sum(p.numel() for p in module.parameters()) > _SMALL
+
+
+def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all that is saved."""
+    return {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def differences(module: nn.Module, built: nn.Module | None) -> set[tuple[str, str]]:
+    """Where two models differ: in what they save, and in the numbers and words inside (block numbers, kinds of attention).
+
+    Told without places in lists: a difference that is there anyway (an adapter in every block) is the same with one block more.
+    """
+    if built is None:
+        return set()
+    ours, theirs = shapes(module), shapes(built)
+    names = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+    there = dict(built.named_modules())
+    inside = {
+        (type(part).__name__, name)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if (is_number(value) or isinstance(value, str))
+        and name != "sensli_growth"
+        and name not in COUNTS
+        and (vars(there[path]) if path in there else {}).get(name) != value
+    }
+    return {("", re.sub(r"\d+", "#", name)) for name in names} | inside
+
+
+def _grow_alike(built: nn.Module, like: nn.Module) -> None:
+    """What no configuration says: the chains around modules, and what a twin lacks of the block that it is a copy of."""
+    for path, module in like.named_modules():
+        if not path or not isinstance(module, (Chain, Bypass)):
+            continue
+        parent, _, key = path.rpartition(".")
+        try:
+            holder, inside = built.get_submodule(parent), built.get_submodule(path)
+        except AttributeError:
+            continue  # built from another number of blocks, which a comparison of the names will tell
+        if isinstance(module, Chain):
+            chain = copy.copy(module)
+            chain._modules = {**module._modules, "anchor": inside}
+            holder._modules[key] = chain
+        else:
+            holder._modules[key] = Bypass()

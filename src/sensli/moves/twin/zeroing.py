@@ -1,0 +1,409 @@
+"""Finding by trial which parameters of a block must be zero for it to be an identity.
+
+The parameters are tried in the order of their distance from the output in the autograd graph, which also sees those whose module's
+forward is bypassed. Where no set of zeros does it, modules on the main path (the norm of a post-norm block, a trailing
+activation, a shortcut) are replaced by identities in the twin. Equality is to the bit, on several inputs, in eval and in training mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.errors import SensliError
+from sensli.modules.arguments import Slot, first_tensor, is_plain, with_value, without_memory
+from sensli.modules.copies import copied_block
+from sensli.modules.flops import count_flops
+from sensli.modules.running import forked_random_state
+from sensli.moves.twin.twins import Twin
+from sensli.trace.flow import Call, Flow, Seen
+from sensli.trace.graph import nearest_parameters, operation, origin
+
+_LOCKS = 3  # how many first choices are taken back before giving up
+
+
+class NoTwin(SensliError):
+    """A block that cannot be made an identity; the text becomes a reason in `Sites.skipped`."""
+
+
+def find_twin(flow: Flow, call: Call, seen: Seen) -> Twin:
+    """The plan of a twin of a block for the values seen at its input or its output, found by trial."""
+    trial = _Trial(call, seen)
+    zeroed, replaced = trial.search(_replaceable(flow, call))
+    return trial.twin(zeroed, replaced)
+
+
+def find_null(call: Call) -> Twin:
+    """The plan of a twin that gives zero, for a loop that adds what its blocks give."""
+    assert call.given is not None
+    trial = _Trial(call, call.given, null=True)
+    return trial.twin(trial.search_null(), [])
+
+
+def twin_like(call: Call, known: Twin) -> Twin:
+    """The plan of an alike block for this one, which may be of another size. It is tried in the model, not here."""
+    assert call.given is not None and call.slot is not None
+    others = with_value(call.args, call.kwargs, call.slot, None)
+    if is_plain(others) == known.remembers:
+        raise NoTwin("takes other arguments than the blocks that are alike it")
+    return replace(known, parameters=_kept(call.module, known), flops=_flops(call))
+
+
+def _kept(block: nn.Module, twin: Twin) -> int:
+    """How many parameters a twin has: all of its block's but those of modules that are replaced."""
+    gone = [f"{path}." for path in twin.replaced]
+    return sum(p.numel() for name, p in block.named_parameters() if not any(name.startswith(path) for path in gone))
+
+
+def _flops(call: Call) -> int:
+    assert call.given is not None and call.slot is not None
+    args, kwargs = without_memory(with_value(call.args, call.kwargs, call.slot, None))
+    try:
+        return int(count_flops(_Bound(call.module, args, kwargs, call.slot), (call.given.tensor.detach(),)))
+    except SensliError:
+        return 0
+
+
+def _replaceable(flow: Flow, call: Call) -> list[str]:
+    """Modules inside a block that map one tensor to one of the same shape, once; the smallest first."""
+    inner = [
+        c for c in flow.calls if c.path.startswith(f"{call.path}.") and call.began < c.began and c.ended < call.ended
+    ]
+    paths = [
+        c.path
+        for c in inner
+        if c.slot is not None and c.output is not None and len(c.inputs) == 1 and len(flow.calls_of(c.path)) == 1
+    ]
+    depth = {path: sum(other.startswith(f"{path}.") for other in paths) for path in paths}
+    return [path[len(call.path) + 1 :] for path in sorted(paths, key=lambda path: depth[path])]
+
+
+def never_negative(seen: Seen) -> bool:
+    """Whether it is proven that values are never below zero: they come from a ReLU. Only they tell what a padding was filled with."""
+    source = origin(seen.node) if seen.node is not None else None
+    return source is not None and operation(source) == "Relu" and not seen.negative
+
+
+class _Trial:
+    """One block, copied, that can be called again and again with its arguments and changed between the calls."""
+
+    def __init__(self, call: Call, seen: Seen, *, null: bool = False) -> None:
+        assert call.slot is not None and call.given is not None and call.result is not None
+        self.call, self.slot, self.null = call, call.slot, null
+        self.block = copied_block(call.module)
+        # Never chained: somebody's eval() returns None.
+        self.block.eval()
+        others = with_value(call.args, call.kwargs, self.slot, None)
+        self.remembers = not is_plain(others)
+        self.args, self.kwargs = without_memory(others)
+        self._reproduce(call.given, call.result)
+        generator = torch.Generator().manual_seed(0)
+        self._make_general(generator)
+        value = seen.tensor.detach()
+        stretched = value * _uniform(value, generator, 0.5, 1.5)  # keeps every sign, so a value behind a ReLU stays one
+        self.inputs = [value, stretched]
+        if not never_negative(seen):
+            self.inputs.append(-value)  # nothing proves that values here are never negative, so these must pass too
+
+    def _reproduce(self, given: Seen, result: Seen) -> None:
+        """A second call must give what the first gave, or nothing here means anything."""
+        if given.overwritten or result.overwritten:
+            if self.remembers:
+                raise NoTwin(
+                    "works in place on its input and takes an object with a memory, so its call cannot be repeated"
+                )
+            return
+        again = self.run(given.tensor.detach())
+        # Not to the bit: some kernels depend on how memory is aligned.
+        if again is None or not torch.allclose(again, result.tensor, rtol=1e-4, atol=1e-5):
+            raise NoTwin(
+                "gives another output when it is called again with the same arguments (a cache, a counter or noise takes part), so a "
+                "copy of it cannot be tried"
+            )
+
+    def _make_general(self, generator: torch.Generator) -> None:
+        """No parameter may be zero or one by chance of its initialisation: what is trained later would not be."""
+        with torch.no_grad():
+            for parameter in self.block.parameters():
+                if parameter.is_floating_point():
+                    spread = parameter.float().std().item() if parameter.numel() > 1 else 0.0
+                    size = 0.1 * (spread if 0 < spread < 1 else 1.0)
+                    parameter.add_(size * _uniform(parameter, generator, 0.2, 1.0))
+
+    def run(self, value: Tensor, *, graph: bool = False) -> Tensor | None:
+        """What the block hands on for a value; None where it fails or gives no number."""
+        args, kwargs = with_value(self.args, self.kwargs, self.slot, value.clone())
+        try:
+            with forked_random_state(self.block), torch.set_grad_enabled(graph):
+                output = first_tensor(self.block(*args, **kwargs))
+        except Exception:
+            return None
+        if output is None or output.shape != value.shape or not torch.isfinite(output).all():
+            return None
+        return output
+
+    # --- what a state of the block is worth ---
+
+    def is_done(self) -> bool:
+        """Whether the block gives its input back, or zero where that is wanted."""
+        return all(self._gives_back(value) for value in self.inputs)
+
+    def _gives_back(self, value: Tensor) -> bool:
+        output = self.run(value)
+        return output is not None and torch.equal(output, torch.zeros_like(value) if self.null else value)
+
+    def is_done_in_training(self) -> bool:
+        """The same with batch statistics and dropout."""
+        buffers = {name: buffer.clone() for name, buffer in self.block.named_buffers()}
+        self.block.train()
+        try:
+            # A batch too small for batch statistics proves nothing either way.
+            return self._gives_back(self.inputs[1]) or self.run(self.inputs[1]) is None
+        finally:
+            self.block.eval()
+            with torch.no_grad():
+                for name, buffer in self.block.named_buffers():
+                    buffer.copy_(buffers[name])
+
+    def without_gradient(self, names: list[str]) -> str | None:
+        """A zeroed parameter that would get no gradient, if there is one: it could never leave zero."""
+        output = self.run(self.inputs[0], graph=True)
+        assert output is not None
+        generator = torch.Generator().manual_seed(1)
+        named = dict(self.block.named_parameters())
+        wanted = [named[name].requires_grad_() for name in names]
+        loss = (output * _uniform(output, generator, 0.2, 1.0)).sum()
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(names)
+        return next((n for n, g in zip(names, gradients, strict=True) if g is None or not g.any()), None)
+
+    def twin(self, zeroed: list[str], replaced: list[str]) -> Twin:
+        """The plan that came of the search; the block has been left as it says."""
+        return Twin(
+            block=type(self.call.module).__name__,
+            zeroed=tuple(zeroed),
+            replaced=tuple(replaced),
+            parameters=sum(p.numel() for p in self.block.parameters()),
+            flops=_flops(self.call),
+            remembers=self.remembers,
+            null=self.null,
+        )
+
+    # --- the search ---
+
+    def search(self, replaceable: list[str]) -> tuple[list[str], list[str]]:
+        """Names of parameters to zero and of modules to replace, none of them needless."""
+        order = self._nearest_first()
+        problem = (
+            "cannot be made an identity by zeroing parameters: it has no connection that passes its input on unchanged"
+        )
+        locked: set[str] = set()
+        for _ in range(_LOCKS):
+            with self._undone() as keep:
+                zeroed = self._zero_greedily([name for name in order if name not in locked])
+                replaced = [] if self._holds() else self._replace_greedily(replaceable, zeroed)
+                if (
+                    self.is_done() and not self.is_done_in_training()
+                ):  # something on the main path rests in eval mode: a dropout
+                    replaced += self._replace_resting(replaceable, replaced)
+                zeroed = [name for name in zeroed if not any(name.startswith(f"{path}.") for path in replaced)]
+                if self._holds():
+                    found = self._needed(zeroed, replaced)
+                    stuck = self.without_gradient(found[0]) if found[0] else "any"
+                    if not found[0]:
+                        problem = "is an identity only without all of its parameters, so a twin would learn nothing"
+                    elif stuck is not None:
+                        problem = (
+                            f"is an identity with zeros that get no gradient ({stuck}), so a twin would learn nothing"
+                        )
+                    elif 2 * self._size(found[1]) >= self._total():
+                        problem = "is an identity only if most of it is replaced by identities"
+                    else:
+                        keep(True)
+                        return found
+            if not zeroed:
+                break
+            owner = zeroed[0].rpartition(".")[0]
+            locked |= {name for name in order if name.rpartition(".")[0] == owner}
+        raise NoTwin(problem)
+
+    def search_null(self) -> list[str]:
+        """Names of parameters that make the output zero when they are: the last map, as a rule."""
+        zeroed: list[str] = []
+        with self._undone() as keep:
+            for name in self._nearest_first():
+                self._zero(name)
+                zeroed.append(name)
+                if self._gives_back(self.inputs[0]):
+                    break
+            if not self._holds():
+                raise NoTwin(
+                    "does not give zero when its parameters are zero, so a copy of it would change what the loop adds up"
+                )
+            found, _ = self._needed(zeroed, [])
+            stuck = self.without_gradient(found)
+            if stuck is not None:
+                raise NoTwin(
+                    f"gives zero only with zeros that get no gradient ({stuck}), so a twin would learn nothing"
+                )
+            keep(True)
+        return found
+
+    def _nearest_first(self) -> list[str]:
+        """The parameters in the order of their distance from the output."""
+        for parameter in self.block.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        output = self.run(self.inputs[0], graph=True)
+        if output is None or output.grad_fn is None:
+            raise NoTwin("does not run on its own output, or no gradient passes through it")
+        names = {id(p): name for name, p in self.block.named_parameters()}
+        return list(dict.fromkeys(nearest_parameters(names, output.grad_fn, limit=100_000)))
+
+    def _holds(self) -> bool:
+        return self.is_done() and self.is_done_in_training()
+
+    def _zero_greedily(self, order: list[str]) -> list[str]:
+        """Zero one after another what changes the output and leaves it a function of the input."""
+        zeroed: list[str] = []
+        now = self.run(self.inputs[0])
+        for name in order:
+            if now is not None and torch.equal(now, self.inputs[0]) and self._holds():
+                break
+            kept = self._zero(name)
+            after = self.run(self.inputs[0])
+            if self._is_progress(now, after):
+                zeroed.append(name)
+                now = after
+            else:
+                self._restore(name, kept)
+        return zeroed
+
+    def _replace_greedily(self, candidates: list[str], zeroed: list[str]) -> list[str]:
+        """Put identities for the modules that still stand between the input and the output."""
+        replaced: list[str] = []
+        now = self.run(self.inputs[0])
+        for path in candidates:
+            own = {f"{path}.{name}" for name, _ in self.block.get_submodule(path).named_parameters()}
+            ends_a_branch = bool(own) and own <= set(zeroed)  # an identity there would open the branch again
+            if ends_a_branch or any(path.startswith(f"{done}.") or done.startswith(f"{path}.") for done in replaced):
+                continue
+            module = self._replace(path)
+            after = self.run(self.inputs[0])
+            if self._is_progress(now, after):
+                replaced.append(path)
+                now = after
+                if self._holds():
+                    break
+            else:
+                self._put(path, module)
+        return replaced
+
+    def _replace_resting(self, candidates: list[str], replaced: list[str]) -> list[str]:
+        """Put identities for modules without parameters that do nothing in eval mode; what is not needed is taken back later."""
+        resting: list[str] = []
+        for path in candidates:
+            if any(path == done or path.startswith(f"{done}.") for done in (*replaced, *resting)):
+                continue
+            module = self.block.get_submodule(path)
+            if any(True for _ in module.parameters()) or any(True for _ in module.children()):
+                continue
+            self._replace(path)
+            if self.is_done():
+                resting.append(path)
+            else:
+                self._put(path, module)
+        return resting
+
+    def _is_progress(self, before: Tensor | None, after: Tensor | None) -> bool:
+        """Whether a change shows and the output still depends on the input."""
+        if before is None or after is None or torch.equal(before, after):
+            return False
+        other = self.run(self.inputs[1])
+        return other is not None and not torch.equal(after, other)
+
+    def _needed(self, zeroed: list[str], replaced: list[str]) -> tuple[list[str], list[str]]:
+        """The block holds as an identity: take back what is not needed for that."""
+        for path in list(replaced):
+            module = self.block.get_submodule(path)
+            self._put(path, self._originals[path])
+            for name in self._values:
+                if name.startswith(f"{path}."):
+                    self._restore(name, self._values[name])
+            if self._holds():
+                replaced.remove(path)
+            else:
+                self._put(path, module)
+        for name in reversed(list(zeroed)):
+            self._restore(name, self._values[name])
+            if self._holds():
+                zeroed.remove(name)
+            else:
+                self._zero(name)
+        return zeroed, replaced
+
+    # --- changes that can be taken back ---
+
+    @contextmanager
+    def _undone(self) -> Iterator[Any]:
+        """Changes made inside are taken back at the end unless they are kept."""
+        self._values = {name: p.detach().clone() for name, p in self.block.named_parameters()}
+        self._originals: dict[str, nn.Module] = {}
+        kept: list[bool] = []
+        yield kept.append
+        if not (kept and kept[-1]):
+            for path in sorted(self._originals, key=lambda path: path.count(".")):  # what contains others first
+                self._put(path, self._originals[path])
+            for name, value in self._values.items():
+                self._restore(name, value)
+
+    def _zero(self, name: str) -> Tensor:
+        parameter = self.block.get_parameter(name)
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.zero_()
+        return kept
+
+    def _restore(self, name: str, value: Tensor) -> None:
+        with torch.no_grad():
+            self.block.get_parameter(name).copy_(value)
+
+    def _replace(self, path: str) -> nn.Module:
+        module = self.block.get_submodule(path)
+        self._originals.setdefault(path, module)
+        self._put(path, nn.Identity())
+        return module
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        parent, _, key = path.rpartition(".")
+        self.block.get_submodule(parent)._modules[key] = module
+
+    # --- sizes ---
+
+    def _size(self, paths: list[str]) -> int:
+        return sum(p.numel() for path in paths for p in self._originals[path].parameters())
+
+    def _total(self) -> int:
+        return sum(value.numel() for value in self._values.values())
+
+
+class _Bound(nn.Module):
+    """A block with its other arguments filled in."""
+
+    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> None:
+        super().__init__()
+        self.block = block
+        self._arguments = (args, kwargs, slot)
+
+    def forward(self, value: Tensor) -> Any:
+        args, kwargs, slot = self._arguments
+        args, kwargs = with_value(args, kwargs, slot, value)
+        return self.block(*args, **kwargs)
+
+
+def _uniform(like: Tensor, generator: torch.Generator, low: float, high: float) -> Tensor:
+    drawn = torch.rand(like.shape, generator=generator) * (high - low) + low
+    return drawn.to(like.device, like.dtype)

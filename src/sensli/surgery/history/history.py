@@ -1,0 +1,296 @@
+"""The record of one insertion, and of all insertions of a model: plain data that goes to JSON and comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from sensli.errors import HistoryError, WrongType, brief
+from sensli.modules import checks
+from sensli.moves.sites import Site
+from sensli.surgery.history.record import Record
+from sensli.surgery.state.own_rate import OwnRate
+from sensli.surgery.state.rates import RateScaling
+from sensli.text.html_tables import html_table
+from sensli.text.strict_json import dumps as strict_json
+from sensli.text.strict_json import lenient, strict
+from sensli.text.typed import check_types
+from sensli.text.writing import write_bytes
+
+FORMAT = 1
+_NEEDED = (
+    "site",
+    "number",
+    "name",
+    "parameters",
+    "renames",
+    "rates",
+    "details",
+)  # of one growth; later keys may be absent
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One insertion: where, what, and the names that changed."""
+
+    site: Site  # with the path that the anchor had at that moment
+    number: int  # 1 for the first growth of a model
+    name: str  # path of the new module
+    parameters: tuple[str, ...]  # names of the new parameters
+    renames: Mapping[str, str] = field(default_factory=dict)  # old to new, for names that the container could not keep
+    beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the neighbours' parameters
+    rates: RateScaling | None = None  # what the learning-rate factor changed
+    own_rate: OwnRate | None = None  # the groups of its own
+    frozen: tuple[str, ...] = ()  # names of the parameters that were trained before and rest since
+    details: Mapping[str, Any] = field(default_factory=dict)  # why it was chosen: epoch, merit, ratio, ...
+
+    def __str__(self) -> str:
+        return f"growth {self.number}: {self.site}, as {self.name}" + _because(self.details)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        data = {
+            "site": self.site.to_dict(),
+            "number": self.number,
+            "name": self.name,
+            "parameters": list(self.parameters),
+            "renames": dict(self.renames),
+            "beside": {name: list(shape) for name, shape in self.beside.items()},
+            "rates": self.rates.to_dict() if self.rates else None,
+            "own_rate": self.own_rate.to_dict() if self.own_rate else None,
+            "frozen": list(self.frozen),
+            "details": dict(self.details),
+        }
+        return {name: strict(value) for name, value in data.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Growth:
+        """The inverse of `to_dict`; data that do not describe a growth are refused with the reason."""
+        missing = [key for key in _NEEDED if not isinstance(data, Mapping) or key not in data]
+        if missing:
+            raise HistoryError(
+                f"data must be what Growth.to_dict() returned (the key {missing[0]!r} is missing), got {checks.shown(data)}."
+            )
+        with _reading("the growth"):
+            return cls._read(data, "growth")
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any], place: str) -> Growth:
+        if not isinstance(data, Mapping):
+            raise TypeError(f"{place} must be a mapping, got a {type(data).__name__}")
+        growth = cls._of(lenient(data))
+        check_types(growth, place)
+        _check_growth(growth)
+        return growth
+
+    @classmethod
+    def _of(cls, data: Mapping[str, Any]) -> Growth:
+        return cls(
+            site=Site.from_dict(data["site"]),
+            number=data["number"],
+            name=data["name"],
+            parameters=tuple(data["parameters"]),
+            renames=dict(data["renames"]),
+            beside={name: tuple(shape) for name, shape in data.get("beside", {}).items()},
+            rates=RateScaling.from_dict(data["rates"]) if data["rates"] else None,
+            own_rate=OwnRate.from_dict(data["own_rate"]) if data.get("own_rate") else None,
+            frozen=tuple(data.get("frozen", ())),
+            details=dict(data["details"]),
+        )
+
+
+def as_growths(name: str, value: Iterable[Growth]) -> list[Growth]:
+    """Growths in their order: a History, or any other sequence of them."""
+    if isinstance(value, (str, bytes, type, Mapping)) or not hasattr(value, "__iter__"):
+        checks.refuse(name, "a History or a sequence of Growths (for example grower.history)", value, WrongType)
+    growths = list(value)
+    for index, growth in enumerate(growths):
+        _as_growth(f"{name}[{index}]", growth)
+    return growths
+
+
+def _as_growth(name: str, value: object) -> Growth:
+    return checks.instance(name, value, Growth, "a Growth (for example what insert returned)")
+
+
+class History(Sequence[Growth]):
+    """The growths of a model, oldest first, and in `record` what a `Grower` saw on its way."""
+
+    def __init__(self, growths: Iterable[Growth] = (), *, record: Record | None = None) -> None:
+        self._growths = as_growths("growths", growths)
+        self.record = Record() if record is None else checks.instance("record", record, Record, "a Record")
+
+    @overload
+    def __getitem__(self, index: int) -> Growth: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Growth]: ...
+    def __getitem__(self, index: int | slice) -> Growth | list[Growth]:
+        return self._growths[index]
+
+    def __len__(self) -> int:
+        return len(self._growths)
+
+    def __iter__(self) -> Iterator[Growth]:
+        return iter(self._growths)
+
+    def __eq__(self, other: object) -> bool:
+        # the growths make the model; what was seen on the way does not
+        return isinstance(other, History) and [g.to_dict() for g in self] == [g.to_dict() for g in other]
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        return f"History({len(self)} growths)"
+
+    def __str__(self) -> str:
+        return "\n".join(str(growth) for growth in self) or "no growth yet"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        header = ["growth", "epoch", "merit", "ratio", "+parameters"]
+        rows = [
+            [
+                f"{growth.number}: {growth.site}, as {growth.name}",
+                str(growth.details.get("epoch", "")),
+                f"{growth.details['merit']:.3e}" if "merit" in growth.details else "",
+                f"{growth.details['ratio']:.2f}" if growth.details.get("ratio") is not None else "",
+                f"{growth.site.parameters:,}",
+            ]
+            for growth in self
+        ]
+        return html_table(header, rows, caption=repr(self))
+
+    def append(self, growth: Growth) -> None:
+        """Add the newest growth."""
+        self._growths.append(_as_growth("growth", growth))
+
+    def pop(self) -> Growth:
+        """Take the newest growth off, after `undo`."""
+        return self._growths.pop()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        record = {"record": strict(self.record.to_dict())} if self.record else {}
+        return {"format": FORMAT, "growths": [growth.to_dict() for growth in self], **record}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> History:
+        """The inverse of `to_dict`; a text that is no history is refused with the reason."""
+        if not isinstance(data, Mapping) or "growths" not in data:
+            raise HistoryError(
+                "this is no history: the entry 'growths' is missing. Expected what History.to_dict() wrote, "
+                f"got {checks.shown(data)}."
+            )
+        version = data.get("format", FORMAT)
+        if type(version) is not int or not 1 <= version <= FORMAT:
+            raise HistoryError(
+                f"the history has format {brief(version)}, and {FORMAT} is the newest known here. Update sensli, or use an intact copy."
+            )
+        with _reading("the history"):
+            record = Record.from_dict(lenient(data["record"])) if "record" in data else None
+            if record is not None:
+                check_types(record, "record")
+                _check_record(record)
+            if not isinstance(data["growths"], (list, tuple)):
+                raise TypeError(f"growths must be a list, got a {type(data['growths']).__name__}")
+            growths = [Growth._read(entry, f"growths[{index}]") for index, entry in enumerate(data["growths"])]
+            return cls(growths, record=record)
+
+    def to_json(self) -> str:
+        """The history as JSON text; infinities and NaN are written so that every reader takes them."""
+        try:
+            return strict_json(self.to_dict(), indent=1)
+        except (TypeError, ValueError) as error:
+            raise HistoryError(
+                f"the history cannot be written as JSON: {error}. Keep numbers, texts, lists and dicts in the details of a growth."
+            ) from error
+
+    @classmethod
+    def from_json(cls, text: str) -> History:
+        """The inverse of `to_json`."""
+        checks.instance("text", text, (str, bytes), "the text that History.to_json() returned")
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise HistoryError(
+                f"the history is not valid JSON ({error}): cut short or altered. Use an intact copy."
+            ) from error
+        return cls.from_dict(data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a file; an earlier one is replaced only when the new one is complete."""
+        write_bytes(checks.path("path", path), self.to_json().encode(), HistoryError)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> History:
+        """Read from a file that `save` wrote."""
+        path = checks.path("path", path)
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise HistoryError(f"cannot read the history {path}: {error}.") from error
+        return cls.from_json(text)
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        raise HistoryError(f"{what} is damaged: the key {error} is missing. Use an intact copy.") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise HistoryError(f"{what} is damaged: {type(error).__name__}: {why}. Use an intact copy.") from error
+
+
+def _check_growth(growth: Growth) -> None:
+    """Values of the right type that no growth has."""
+    site, layer = growth.site, growth.site.layer
+    if growth.number < 1 or min(site.shape, default=0) < 0:
+        raise ValueError(f"number {growth.number} and shape {site.shape} cannot be negative")
+    if layer.twin is None and layer.width not in site.shape:
+        raise ValueError(f"a layer of width {layer.width} does not fit an activation of shape {site.shape}")
+    for facts in (site.place.facts, site.place.indices) if site.place else ():
+        for fact in facts:  # these names are read and set when the growth is replayed
+            names = (fact.name, *getattr(fact, "through", ()))
+            if any(name.startswith("__") or not name.isidentifier() for name in names):
+                raise ValueError(f"{names} are not names of attributes that follow the number of blocks")
+    own = growth.own_rate
+    if own is not None and (len(own.groups) != len(own.sources) or min(sum(own.groups, own.sources), default=0) < 0):
+        raise ValueError(f"{own} does not tell which groups were added")
+    check_types(
+        _Shown(**{name: growth.details[name] for name in ("epoch", "merit", "ratio") if name in growth.details}),
+        "details",
+    )
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is shown of the details of a growth, if it is there."""
+
+    epoch: int = 0
+    merit: float = 0.0
+    ratio: float | None = None
+
+
+def _check_record(record: Record) -> None:
+    if record.stride < 1 or record.calls < 0:
+        raise ValueError(f"stride {record.stride} and calls {record.calls} cannot be negative")
+    for look in record.looks:
+        if look.call < 0 or any(not 0 <= index < len(look.merits) for index in look.chosen):
+            raise ValueError(f"the look at call {look.call} has chosen {look.chosen} of {len(look.merits)} merits")
+
+
+def _because(details: Mapping[str, Any]) -> str:
+    parts = []
+    if "epoch" in details:
+        parts.append(f"epoch {details['epoch']}")
+    if "merit" in details:
+        parts.append(f"merit {details['merit']:.2e}")
+    if details.get("ratio") is not None:
+        parts.append(f"{details['ratio']:.2f} x mean")
+    return f" ({', '.join(parts)})" if parts else ""

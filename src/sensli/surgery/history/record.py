@@ -1,0 +1,217 @@
+"""What a `Grower` saw on its way: every look with all merits, the metric of every call, the layers of the model.
+
+Plain data beside the growths of a `History`. Nothing here is needed to replay a model; it is what a person wants to see afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from sensli.merits.merits import Merit, Merits
+from sensli.surgery.history.outline import Unit
+
+LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at every step costs no memory
+
+
+@dataclass(frozen=True)
+class SiteMerit:
+    """One line of the table of a look, as plain data."""
+
+    site: str
+    path: str
+    side: str
+    value: float
+    ratio: float | None
+    dead: float | None
+    parameters: int
+    flops: int
+
+    @classmethod
+    def of(cls, merit: Merit) -> SiteMerit:
+        site = merit.site
+        return cls(
+            str(site), site.path, site.side, merit.value, merit.ratio, merit.dead, site.parameters, site.flops
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at all sites and what came of it. Prints as one line per decision."""
+
+    call: int
+    tau: float
+    select: str
+    reason: str  # one sentence: why this layer, or why none
+    norm: str | None = None
+    batches: int = 0
+    samples: int | None = None
+    merits: tuple[SiteMerit, ...] = ()  # best first
+    inserted: tuple[int, ...] = ()  # numbers of the growths
+    chosen: tuple[int, ...] = ()  # which of the merits went in, in the same order
+    parameters: int | None = None  # of the model before the look
+    flops: int | None = None  # likewise, per sample, counted only where something was inserted
+
+    @classmethod
+    def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
+        """A look from what was measured, if anything was, and from the merits whose layers went in."""
+        if merits is None:
+            return cls(**facts)
+        ranked = merits.ranked
+        return cls(
+            norm=merits.norm,
+            batches=merits.batches,
+            samples=merits.samples,
+            merits=tuple(SiteMerit.of(merit) for merit in ranked),
+            chosen=tuple(next(i for i, other in enumerate(ranked) if other is merit) for merit in taken),
+            **facts,
+        )
+
+    def __str__(self) -> str:
+        if not self.inserted:
+            return f"epoch {self.call}: nothing inserted | {self.reason}"
+        lines, parameters = [], self.parameters
+        for merit in (self.merits[index] for index in self.chosen):
+            lines.append(self._line(merit, parameters))
+            parameters = None if parameters is None else parameters + merit.parameters
+        return "\n".join(lines)
+
+    def _line(self, merit: SiteMerit, parameters: int | None) -> str:
+        ratio = f", {merit.ratio:.2g} x mean" if merit.ratio is not None else ""
+        flops = f", +{merit.flops / self.flops:.0%} FLOPs".replace("%", " %") if self.flops else ""
+        cost = (
+            f"+{merit.parameters:,} parameters"
+            if not parameters
+            else factor_text(parameters, parameters + merit.parameters)
+        )
+        return f"epoch {self.call}: +{merit.site} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Look:
+        """The inverse of `to_dict`."""
+        plain: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        plain["merits"] = tuple(SiteMerit(**merit) for merit in data["merits"])
+        return cls(**plain)
+
+
+@dataclass
+class Record:
+    """The looks, the metrics and the layers of one training, oldest first."""
+
+    looks: list[Look] = field(default_factory=list)
+    metrics: list[tuple[int, float | None]] = field(default_factory=list)  # (call, metric)
+    outlines: list[tuple[int, tuple[Unit, ...]]] = field(default_factory=list)  # (call, layers from then on)
+    stride: int = 1  # of the metrics kept
+    calls: int = 0
+
+    def __bool__(self) -> bool:
+        return self.calls > 0
+
+    def count(self, call: int, metric: float | None) -> None:
+        """Note that a call happened, and its metric."""
+        self.calls = call
+        if metric is None or call % self.stride:
+            return
+        value = float(metric)
+        self.metrics.append((call, value if math.isfinite(value) else None))  # JSON knows no infinity
+        if len(self.metrics) > LIMIT:
+            self.stride *= 2
+            self.metrics = [entry for entry in self.metrics if entry[0] % self.stride == 0]
+
+    def draw(self, call: int, units: Sequence[Unit]) -> None:
+        """Note the layers of the model, if they are not those noted last."""
+        if not self.outlines or self.outlines[-1][1] != tuple(units):
+            self.outlines.append((call, tuple(units)))
+
+    def copied(self) -> Record:
+        """A copy that does not change with this one."""
+        return replace(self, looks=list(self.looks), metrics=list(self.metrics), outlines=list(self.outlines))
+
+    def become(self, other: Record) -> None:
+        """Take the content of another record, in place: others may hold this one."""
+        self.looks[:], self.metrics, self.outlines[:] = other.looks, other.metrics, other.outlines
+        self.stride, self.calls = other.stride, other.calls
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "calls": self.calls,
+            "stride": self.stride,
+            "metrics": [list(entry) for entry in self.metrics],
+            "outlines": [{"call": call, "units": [asdict(unit) for unit in units]} for call, units in self.outlines],
+            "looks": [look.to_dict() for look in self.looks],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Record:
+        """The inverse of `to_dict`. Counts that are none raise ValueError: a file may have been altered."""
+        for name, least in (("calls", 0), ("stride", 1)):
+            if type(data[name]) is not int or data[name] < least:
+                raise ValueError(f"{name} is {data[name]!r}")
+        for call, metric in data["metrics"]:
+            if type(call) is not int or not (metric is None or type(metric) in (int, float)):
+                raise ValueError(f"the metric of call {call!r} is {metric!r}")
+        return cls(
+            looks=[Look.from_dict(look) for look in data["looks"]],
+            metrics=[(call, metric) for call, metric in data["metrics"]],
+            outlines=[(entry["call"], tuple(Unit(**unit) for unit in entry["units"])) for entry in data["outlines"]],
+            stride=data["stride"],
+            calls=data["calls"],
+        )
+
+
+def factor_text(before: int, after: int) -> str:
+    """How the number of parameters grows: "26,722 -> 53,442 parameters, x2.0"."""
+    return f"{before:,} -> {after:,} parameters, x{after / before:.{1 if after >= 1.1 * before else 2}f}"
+
+
+def reason_of(merits: Merits, chosen: Sequence[Merit], *, select: str, tau: float, floor: float = 0.0) -> str:
+    """Why a look ended as it did, in one sentence for a person. ``floor`` is the least gradient norm that counts."""
+    best = merits.best
+    if not chosen:
+        if best.ratio is not None and best.ratio < tau:
+            return f"the best, {best.site}, has merit {best.value:.1e}, {best.ratio:.2g} x mean, below tau = {tau:g}"
+        if math.sqrt(best.value) < floor:
+            return (
+                f"the problem is solved: a change of 1 in the weights of the best, {best.site}, would lower the loss by about "
+                f"{math.sqrt(best.value):.1e} (merit {best.value:.1e}), less than the floor of {floor:.1e}"
+            )
+        if select != "largest":
+            return f"the site that select={select} gave did not pass tau = {tau:g} or the trigger's limits"
+        return "the trigger's limits left no room for a layer that passes"
+    first = chosen[0]
+    if len(merits) == 1:
+        ground = "it is the only site"
+    elif select == "largest" and first is merits.ranked[0]:
+        ground = f"its merit is the largest of {len(merits)}{_ahead(first.value, merits.ranked[1].value)}"
+    elif select == "largest":
+        ground = "its merit is the largest of those that passed the limits"
+    else:
+        ground = f"select={select} gave it"
+    control = select in ("smallest", "random")  # whether to insert is the largest merit's decision for these too
+    ratio, whose = (best.ratio, "the largest merit, ") if control else (first.ratio, "")
+    passed = (
+        f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
+        if ratio is not None
+        else ""
+    )
+    more = f" ({len(chosen)} layers at once)" if len(chosen) > 1 else ""
+    return f"{ground}{passed}{more}"
+
+
+def _ahead(first: float, second: float) -> str:
+    if second <= 0 or first == second:
+        return ""
+    return (
+        f", {first / second:.2g} times the next"
+        if first >= 1.5 * second
+        else f", {100 * (first / second - 1):.1f} % ahead of the next"
+    )

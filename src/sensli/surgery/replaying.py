@@ -1,0 +1,77 @@
+"""`replay`: a fresh model through the insertions of a history; `repeat`: one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from sensli.engines.distributed import Changing
+from sensli.errors import HistoryError, SensliError
+from sensli.modules.copies import copied_model
+from sensli.modules.wrappers import bare
+from sensli.moves.cutting import inserted
+from sensli.moves.sites import Ref
+from sensli.surgery.history.history import Growth, History, as_growths
+from sensli.surgery.insertion import insert, undo
+from sensli.surgery.state.optim import Optimizers
+from sensli.surgery.state.rates import Schedulers
+
+
+def replay(model: nn.Module, history: History) -> nn.Module:
+    """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
+    with Changing(model, "replay a history") as together:
+        network, growths = bare(model), as_growths("history", history)
+        together.agree_on({"the number of growths": len(growths)})
+        _replay(network, growths)
+    return model
+
+
+def _replay(model: nn.Module, history: Sequence[Growth]) -> None:
+    if any(True for _ in inserted(model)):
+        raise HistoryError(f"this {type(model).__name__} has grown already; replay starts from a fresh model.")
+    trial = copied_model(model)  # a history that does not fit must leave the model as it was
+    for target in (trial, model):
+        for growth in history:
+            repeat(target, growth)
+
+
+def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> Growth:
+    """Insert the same layer at the same place of another model, found by its path. An optimizer follows: its rates stay, and groups of
+    the growth's own come with it."""
+    site = replace(
+        growth.site,
+        anchor=Ref(growth.site.path),
+        neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
+    )
+    try:
+        own = growth.own_rate.factor if growth.own_rate is not None and optimizer is not None else None
+        again = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=own)
+    except (SensliError, ValueError, TypeError, RuntimeError) as error:
+        raise HistoryError(
+            f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
+            "The factory must build the architecture that the history began with."
+        ) from error
+    try:
+        _check_same_growth(model, growth, again)
+    except HistoryError:
+        undo(model, again, optimizer=optimizer, scheduler=scheduler)
+        raise
+    return again
+
+
+def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
+    if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
+        raise HistoryError(
+            f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
+            f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
+            "missing from the history."
+        )
+    for name, shape in growth.beside.items():
+        if again.beside.get(name) != shape:
+            raise HistoryError(
+                f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
+                f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
+                "the history began with."
+            )

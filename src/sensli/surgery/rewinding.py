@@ -1,0 +1,54 @@
+"""`rewind`: bring a grown model to another point of its history, back or forth, as loading an earlier checkpoint needs it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import nn
+
+from sensli.modules.copies import copied_model
+from sensli.modules.wrappers import bare
+from sensli.surgery.history.history import Growth, History
+from sensli.surgery.insertion import undo
+from sensli.surgery.replaying import repeat
+from sensli.surgery.state.optim import Optimizers
+from sensli.surgery.state.rates import Schedulers
+
+
+def rewind(
+    model: nn.Module,
+    now: History,
+    wanted: History,
+    *,
+    optimizer: Optimizers = None,
+    scheduler: Schedulers = None,
+) -> None:
+    """Take the layers out that the wanted history does not have, and insert those that the model lacks.
+
+    ``now`` are the growths of the model, and becomes the wanted history. Weights are not brought back: load them afterwards.
+    """
+    shared = 0
+    while shared < min(len(now), len(wanted)) and _alike(now[shared], wanted[shared]):
+        shared += 1
+    if shared == len(now) == len(wanted):
+        return
+    gone, new = now[shared:], wanted[shared:]
+    _go(copied_model(bare(model)), gone, new)  # a history that does not fit must leave the model as it was
+    _go(model, gone, new, optimizer=optimizer, scheduler=scheduler)
+    for _ in gone:
+        now.pop()
+    for growth in new:
+        now.append(growth)
+
+
+def _go(model: nn.Module, gone: list[Growth], new: list[Growth], **followers: Any) -> None:
+    for growth in reversed(gone):
+        undo(model, growth, **followers)
+    for growth in new:
+        repeat(model, growth, **followers)
+
+
+def _alike(one: Growth, other: Growth) -> bool:
+    # As text: one of them may have been in a file, where a tuple comes back as a list.
+    return json.dumps(one.to_dict(), sort_keys=True) == json.dumps(other.to_dict(), sort_keys=True)

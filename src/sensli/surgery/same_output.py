@@ -1,0 +1,121 @@
+"""The output of a model must not move when a layer goes in: compared on a batch of the user's, with the same random numbers."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sensli.errors import BadExample, FunctionChanged
+from sensli.modules import random_state
+from sensli.modules.nearness import moved
+from sensli.modules.running import describe, device_of, run, tensors, to_device, undrawn, untouched
+from sensli.moves.sites import Site
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a model: what came out, and where the random numbers ended."""
+
+    tensors: list[Tensor]
+    drawn: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model gives for a batch before a layer goes in, in the mode it is in."""
+
+    given: Any
+    plain: Run
+    without_dropout: Run | None  # where random numbers were drawn
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Any) -> Outputs:
+        given = batch[0] if isinstance(batch, (tuple, list)) else batch
+        start = random_state.capture()
+        try:
+            plain = _run(model, given)
+            random = not random_state.same(plain.drawn, start)
+            return cls(given, plain, _run(model, given, dropout=False) if random else None)
+        except Exception as error:
+            raise BadExample(
+                f"check does not run through {type(model).__name__}: {type(error).__name__}: {error}. It must be an input, an (input, "
+                f"target) pair or a dict of keyword arguments, and the model was called with {describe(given)}. For several arguments give "
+                "check=((x, mask), None)."
+            ) from error
+
+    def check(self, model: nn.Module, layer: nn.Module, site: Site) -> None:
+        """Raise `FunctionChanged` if the model, with the new layer in it, gives something else."""
+        try:
+            now = _run(model, self.given, layer)
+            distance = _moved(self.plain, now)
+            # A model that draws in a loop over its blocks (LayerDrop) draws once more now, and every mask behind is another one. Only where
+            # the numbers drawn were the same is a difference the layer's doing.
+            other_masks = not random_state.same(self.plain.drawn, now.drawn)
+            if distance and other_masks and self.without_dropout is not None:
+                distance = _moved(self.without_dropout, _run(model, self.given, layer, dropout=False))
+        except Exception as error:
+            raise FunctionChanged(
+                f"after inserting {site} the model fails on check ({type(error).__name__}: {error}), so nothing was kept. "
+                "Choose another site."
+            ) from error
+        if distance:
+            noise = (
+                " Or it draws other random numbers with one more layer: model.eval() before insert leaves them out."
+                if other_masks
+                else ""
+            )
+            raise FunctionChanged(
+                f"inserting {site} moved the output by {distance:.1e} relative to its size, so nothing was kept. The place is not what "
+                f"find_sites saw (another input, another branch), or the arithmetic is not exact there; choose another site.{noise}"
+            )
+
+
+def _run(model: nn.Module, given: Any, layer: nn.Module | None = None, *, dropout: bool = True) -> Run:
+    """Run the model; what the new layer draws is drawn aside, so that everything else draws what it drew without it."""
+    mode = nullcontext() if dropout else _NoDropout()
+    handles = undrawn(layer) if layer is not None else []
+    try:
+        with untouched(model), torch.no_grad(), mode:
+            output = run(model, to_device(given, device_of(model)))
+            return Run([t.detach().clone() for t in tensors(output)], random_state.capture())
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.multi_head_attention_forward,
+}  # fmt: skip
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout as in eval mode, and everything else as it is; also where it is called as a function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.arguments["training"] = False
+            return func(*bound.args, **bound.kwargs)
+        if func is F.scaled_dot_product_attention:  # query, key, value, mask, dropout_p
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def _moved(before: Run, after: Run) -> float:
+    """By how much the outputs differ, relative to their size; 0 within rounding, in double precision to the bit."""
+    if [t.shape for t in before.tensors] != [t.shape for t in after.tensors]:
+        return float("inf")
+    exact = (torch.float64, torch.complex128)
+    pairs = zip(before.tensors, after.tensors, strict=True)
+    return max((moved(old, new, exact=old.dtype in exact) for old, new in pairs), default=0.0)

@@ -1,0 +1,172 @@
+"""A learning rate of its own for a new layer: a new group in the optimizer, and one more entry in everything a scheduler keeps per group.
+
+The new group is its neighbour's, with all rates times a factor, so it follows the neighbour's schedule at its own height. A floor that a
+scheduler keeps once for all groups (`eta_min`) stays the floor of all. First a plan that checks everything, then the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from sensli.errors import OptimizerError
+from sensli.modules import checks
+from sensli.surgery.state.optim import Group, Joining, Optimizers, as_optimizers, called, unwrapped
+from sensli.surgery.state.rates import GROUP_RATES, Schedulers, as_schedulers
+
+_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs")  # one per group, in units of a learning rate
+_OTHERS = ("lr_lambdas", "base_momentums", "max_momentums")  # one per group, in other units
+
+
+@dataclass(frozen=True)
+class OwnRate:
+    """The groups that a growth has added, by the number of their optimizer and their own; plain data, so that `undo` can follow."""
+
+    factor: float
+    groups: tuple[tuple[int, int], ...]
+    sources: tuple[int, ...]  # the neighbours' groups that these are like
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> OwnRate:
+        groups = tuple((pair[0], pair[1]) for pair in data["groups"])
+        return cls(data["factor"], groups, tuple(data.get("sources") or (0 for _ in groups)))
+
+    def check(self, optimizers: Optimizers, schedulers: Schedulers, own: list[Any]) -> None:
+        """Raise unless the groups are there and hold nothing but the growth's parameters."""
+        known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+        _refuse_undriven(known, drivers, "its own group cannot be taken out again")
+        for number, index in self.groups:
+            groups = known[number].param_groups if number < len(known) else []
+            held = groups[index]["params"] if index < len(groups) else None
+            if held is None or any(all(p is not each for each in own) for p in held):
+                raise OptimizerError(
+                    f"group {index} of optimizer {number} is not the one that the growth added for its own learning rate, or other "
+                    "parameters joined it since. Pass the same optimizers, in the same order, and take out what was added later."
+                )
+
+    def add(self, optimizers: Optimizers, schedulers: Schedulers) -> None:
+        """Add the groups, empty, to optimizers that were built anew, and to their schedulers; where they are already, do nothing."""
+        known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+        for (number, index), source in zip(self.groups, self.sources, strict=True):
+            if number < len(known) and index == len(known[number].param_groups):
+                _add_group(known[number], drivers, source, self.factor)
+
+    def remove(self, optimizers: Optimizers, schedulers: Schedulers) -> None:
+        """Take the groups out again, and the schedulers' entries for them."""
+        known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+        for number, index in reversed(self.groups):
+            del known[number].param_groups[index]
+            for scheduler in drivers:
+                if unwrapped(scheduler.optimizer) is known[number]:
+                    for name in (*_RATES, *_OTHERS):
+                        values = getattr(scheduler, name, None)
+                        if isinstance(values, list) and len(values) > index:
+                            setattr(scheduler, name, values[:index] + values[index + 1 :])
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRatePlan:
+    """New groups and what they are like; nothing has changed before `apply`."""
+
+    factor: float
+    joining: Joining  # into the groups of the neighbours, as it would be without
+    optimizers: tuple[Optimizer, ...]
+    schedulers: tuple[LRScheduler, ...]
+
+    def apply(self) -> OwnRate:
+        """Add the groups, let the newcomers join them, extend the schedulers."""
+        made: list[tuple[Group, Group]] = []  # the neighbours' group, the new one
+        added: list[tuple[int, int]] = []
+        sources: list[int] = []
+        for _, optimizer, source in self.joining.places:
+            if all(source is not known for known, _ in made):
+                index = next(i for i, group in enumerate(optimizer.param_groups) if group is source)
+                number = next(i for i, each in enumerate(self.optimizers) if each is optimizer)
+                added.append((number, len(optimizer.param_groups)))
+                sources.append(index)
+                made.append((source, _add_group(optimizer, self.schedulers, index, self.factor)))
+        places = tuple(
+            (newcomer, optimizer, next(new for known, new in made if known is source))
+            for newcomer, optimizer, source in self.joining.places
+        )
+        replace(self.joining, places=places).apply()
+        return OwnRate(self.factor, tuple(added), tuple(sources))
+
+
+def check_own_rate(optimizers: Optimizers, factor: float) -> float:
+    """The factor as a number; one that means nothing, or that there is no rate for, is refused."""
+    factor = checks.positive("own_rate", factor, 0.1, error=OptimizerError)
+    if not as_optimizers(optimizers):
+        raise OptimizerError("own_rate= needs optimizer=: the rate is the optimizer's, and none was given.")
+    return factor
+
+
+def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joining, factor: float) -> OwnRatePlan:
+    """Check that every scheduler can follow a new group."""
+    factor = check_own_rate(optimizers, factor)
+    known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+    _refuse_undriven(known, drivers, "the new layer cannot have a rate of its own")
+    for scheduler in drivers:
+        groups = len(unwrapped(scheduler.optimizer).param_groups)
+        for name, value in vars(scheduler).items():
+            ours = type(scheduler).__module__.startswith("torch.")
+            if not ours and isinstance(value, list) and len(value) == groups and name not in (*_RATES, *_OTHERS):
+                raise OptimizerError(
+                    f"{called(scheduler)}.{name} is as long a list as the optimizer has groups ({groups}); if it holds one entry each, "
+                    "a new group would break it, and what the new entry should be is not known here. Leave out own_rate=, so that the new "
+                    "layer joins its neighbour's group, or use a scheduler of torch."
+                )
+    return OwnRatePlan(factor, joining, known, drivers)
+
+
+def _refuse_undriven(optimizers: tuple[Optimizer, ...], schedulers: tuple[LRScheduler, ...], what: str) -> None:
+    driven = [unwrapped(scheduler.optimizer) for scheduler in schedulers]
+    for optimizer in optimizers:
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        if scheduled and all(optimizer is not each for each in driven):
+            raise OptimizerError(
+                f"{what} without the scheduler of {called(optimizer)}: its groups carry initial_lr, so a scheduler drives them, and it "
+                "keeps one entry per group. Pass scheduler=; if none is in use any more, delete initial_lr from the groups."
+            )
+
+
+def _add_group(optimizer: Optimizer, schedulers: tuple[LRScheduler, ...], source: int, factor: float) -> Group:
+    """An empty group like the source, with all rates times a factor, and the schedulers' entries for it."""
+    new = _group_like(optimizer.param_groups[source], factor)
+    for scheduler in schedulers:
+        if unwrapped(scheduler.optimizer) is optimizer:
+            _extend(scheduler, source, factor)
+    optimizer.param_groups.append(new)
+    return new
+
+
+def _group_like(source: Group, factor: float) -> Group:
+    group = {key: value for key, value in source.items() if key not in ("params", "param_names")}
+    for key in GROUP_RATES:
+        if group.get(key) is not None:
+            group[key] = _times(group[key], factor)
+    group["params"] = []
+    if "param_names" in source:
+        group["param_names"] = []
+    return group
+
+
+def _extend(scheduler: LRScheduler, index: int, factor: float) -> None:
+    for name in (*_RATES, *_OTHERS):
+        values = getattr(scheduler, name, None)
+        if isinstance(values, list) and index < len(values):
+            entry = values[index] if name in _OTHERS else _times(values[index], factor)
+            # A new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
+            setattr(scheduler, name, [*values, entry])
+
+
+def _times(rate: Any, factor: float) -> Any:
+    return rate.detach() * factor if isinstance(rate, Tensor) else rate * factor

@@ -1,0 +1,181 @@
+"""A learning-rate factor at an insertion: optimizer and scheduler together, first checked, then applied.
+
+The factor scales all that is measured in units of a learning rate: the rates of the groups, the base and
+peak rates of the schedulers, and their floors (`eta_min`, `min_lr`, and `eps`, the smallest change ReduceLROnPlateau
+makes). From then on every schedule of torch is the factor times what it would have been; a floor left in place would
+bend it. What a scheduler of one's own keeps under names that torch does not use is not known here and stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from sensli.errors import OptimizerError
+from sensli.modules import checks
+from sensli.surgery.state.optim import Optimizers, as_list, as_optimizers, called, unwrapped
+
+Schedulers: TypeAlias = LRScheduler | Sequence[LRScheduler] | None
+
+GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three come from OneCycleLR and SWALR
+_SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
+
+
+@dataclass(frozen=True)
+class RateChange:
+    """One rate, where it is kept, before and after: plain data, so that another process can revert it."""
+
+    holder: str  # "optimizer" or "scheduler"
+    index: int  # which of them; schedulers are counted with those nested in them, the outer one first
+    key: str  # a key of the group, or an attribute of the scheduler
+    group: int | None  # None where the scheduler keeps one value for all groups
+    old: float
+    new: float
+
+
+@dataclass(frozen=True)
+class RateScaling:
+    """All learning rates times a factor; values and no references, so it can be stored as JSON and reverted later."""
+
+    factor: float
+    changes: tuple[RateChange, ...] = ()
+
+    def apply(self, optimizers: Optimizers, schedulers: Schedulers = None) -> None:
+        holders = self._holders(optimizers, schedulers)
+        for change in self.changes:
+            _write(holders, change, change.new)
+
+    def revert(self, optimizers: Optimizers, schedulers: Schedulers = None) -> None:
+        """Where a rate still is what `apply` set, the old value to the bit; where a schedule moved it, divided."""
+        holders = self._holders(optimizers, schedulers)
+        # All are read before the first is written: one tensor may be the rate of several groups.
+        now = [_number(_read(holders, change)) for change in self.changes]
+        for change, value in zip(self.changes, now, strict=True):
+            _write(holders, change, change.old if value == change.new else value / self.factor)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor, "changes": [asdict(change) for change in self.changes]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RateScaling:
+        return cls(data["factor"], tuple(RateChange(**change) for change in data["changes"]))
+
+    def _holders(self, optimizers: Optimizers, schedulers: Schedulers) -> Holders:
+        holders: Holders = {"optimizer": as_optimizers(optimizers), "scheduler": as_schedulers(schedulers)}
+        for change in self.changes:
+            try:
+                _read(holders, change)
+            except (AttributeError, IndexError, KeyError, TypeError):
+                raise OptimizerError(
+                    f"{change.key} of {change.holder} {change.index} is not there, but it was scaled by {self.factor} "
+                    "with the other learning rates. Pass the same optimizers and schedulers, in the same order."
+                ) from None
+        return holders
+
+
+Holders: TypeAlias = dict[str, tuple[Any, ...]]
+
+
+def check_factor(factor: float) -> float:
+    """The factor as a number; one that means nothing is refused."""
+    return checks.positive("lr_scale", factor, 0.5, error=OptimizerError)
+
+
+def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: float) -> RateScaling:
+    """Check that the factor reaches every rate, and list what it changes; nothing has changed before `apply`."""
+    factor = check_factor(factor)
+    known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+    driven = [unwrapped(scheduler.optimizer) for scheduler in drivers]
+    for scheduler, optimizer in zip(drivers, driven, strict=True):
+        if not any(optimizer is each for each in known):
+            raise OptimizerError(
+                f"the {called(scheduler)} drives another optimizer ({called(optimizer)}) than those given, which it "
+                "could not follow. Pass the optimizer that the scheduler was made for."
+            )
+    if factor == 1:
+        return RateScaling(1.0)
+    for optimizer in known:
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        if scheduled and not any(optimizer is each for each in driven):
+            raise OptimizerError(
+                f"the rates of {called(optimizer)} cannot be scaled by {factor} without its scheduler: its groups "
+                "carry initial_lr, so a scheduler drives them, and many compute each rate anew from their own base "
+                "rates and would silently drop the factor. Pass scheduler=; if none is in use any more, delete "
+                "initial_lr from the groups."
+            )
+    return RateScaling(float(factor), tuple(_rate_changes(known, drivers, factor)))
+
+
+def _rate_changes(
+    optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], factor: float
+) -> Iterator[RateChange]:
+    def change(holder: str, index: int, key: str, group: int | None, value: Any) -> Iterator[RateChange]:
+        if value is not None:
+            new = _number(value) * factor
+            if isinstance(value, Tensor):  # what it will hold in its own precision: `revert` compares with that
+                new = _number(torch.tensor(new, dtype=value.dtype))
+            yield RateChange(holder, index, key, group, _number(value), new)
+
+    for index, optimizer in enumerate(optimizers):
+        for i, group in enumerate(optimizer.param_groups):
+            for key in GROUP_RATES:
+                yield from change("optimizer", index, key, i, group.get(key))
+    for index, scheduler in enumerate(schedulers):
+        for key in (*_SCHEDULER_RATES, *(("eps",) if isinstance(scheduler, ReduceLROnPlateau) else ())):
+            value = getattr(scheduler, key, None)
+            if isinstance(value, list):
+                for i, each in enumerate(value):
+                    yield from change("scheduler", index, key, i, each)
+            else:
+                yield from change("scheduler", index, key, None, value)
+
+
+def as_schedulers(given: Schedulers) -> tuple[LRScheduler, ...]:
+    """One scheduler, several, or none, each followed by those nested in it (SequentialLR, ChainedScheduler)."""
+    flat: list[LRScheduler] = []
+    for each in as_list(given):
+        scheduler = each
+        while not isinstance(scheduler, LRScheduler):
+            if not hasattr(scheduler, "scheduler"):
+                what = "a scheduler of torch.optim.lr_scheduler or a list of them"
+                checks.refuse("scheduler", what, each, OptimizerError)
+            scheduler = scheduler.scheduler
+        flat += [scheduler, *as_schedulers(getattr(scheduler, "_schedulers", None))]
+    return tuple(flat)
+
+
+def _number(value: Any) -> float:
+    # An int stays one, so that what comes back is what was there.
+    return value if type(value) in (int, float) else float(value)
+
+
+def _read(holders: Holders, change: RateChange) -> Any:
+    holder = holders[change.holder][change.index]
+    if change.holder == "optimizer":
+        return holder.param_groups[change.group][change.key]
+    value = getattr(holder, change.key)
+    return value if change.group is None else value[change.group]
+
+
+def _write(holders: Holders, change: RateChange, number: float) -> None:
+    holder, before = holders[change.holder][change.index], _read(holders, change)
+    if change.holder == "optimizer" and isinstance(before, Tensor):
+        with torch.no_grad():
+            before.fill_(number)  # in place: a captured graph reads this very tensor
+        return
+    value = torch.full_like(before, number) if isinstance(before, Tensor) else number
+    if change.holder == "optimizer":
+        holder.param_groups[change.group][change.key] = value
+    elif change.group is None:
+        setattr(holder, change.key, value)
+    else:
+        # A new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
+        values = list(getattr(holder, change.key))
+        values[change.group] = value
+        setattr(holder, change.key, values)
