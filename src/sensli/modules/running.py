@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -75,9 +76,8 @@ def widened(value: Any) -> Any:
 
 def device_of(model: nn.Module) -> torch.device | None:
     """The device of the model's first parameter or buffer."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return None
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return None if first is None else first.device
 
 
 @contextmanager
