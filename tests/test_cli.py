@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sensli.cli import demo
-from sensli.cli.main import main
+from sensli.cli.main import demo, main
 from sensli.growing.terminal import paint, progress
 
 MODEL = """

@@ -58,5 +58,8 @@ def test_every_room_says_what_it_is_for() -> None:
 def test_contributing_shows_the_rooms_as_they_are() -> None:
     shown = (ROOT / "CONTRIBUTING.md").read_text()
     block = shown.split("```\nerrors", 1)[1].split("```", 1)[0]
-    names = ["errors", *(line.split("/")[0].strip() for line in block.splitlines() if "/" in line and not line.startswith(" "))]
+    names = [
+        "errors",
+        *(line.split("/")[0].strip() for line in block.splitlines() if "/" in line and not line.startswith(" ")),
+    ]
     assert tuple(names) == ROOMS

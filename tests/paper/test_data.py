@@ -1,4 +1,4 @@
-"""The readers on small made-up files in the official layouts, downloads from a server that cuts the line, real data if there."""
+"""The readers on small made-up files in the official layouts, downloads from a server on this machine, real data if there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sensli.paper import data
-from sensli.paper.data import DataError, cifar10, fashion_mnist, fetching
+from sensli.paper.data import DataError, cifar10, fashion_mnist
 from sensli.paper.data.fetching import FetchError, fetch
 from sensli.paper.data.unpickling import UnsafePickle, read_batch
 
@@ -102,32 +102,23 @@ def test_a_folder_that_lacks_a_batch(tmp_path):
 
 @pytest.fixture
 def server():
-    """Serves `content` and cuts the connection after so many bytes, `cuts` times; remembers what was asked for."""
+    """Serves `content`, but breaks off after `cut` bytes or answers with `status`; counts the requests."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        content, cuts, asked, ranges = b"", [], [], True
+        content, cut, status, asked = b"", None, 200, 0
 
         def do_GET(self):
             cls = type(self)
-            wanted = self.headers.get("Range") if cls.ranges else None
-            cls.asked.append(wanted)
-            start = int(wanted[6:-1]) if wanted else 0
-            if start and start >= len(cls.content):
-                self.send_response(416)
-                self.send_header("Content-Range", f"bytes */{len(cls.content)}")
-                self.end_headers()
-                return
-            body = cls.content[start:]
-            self.send_response(206 if wanted else 200)
-            self.send_header("Content-Length", str(len(body)))
+            cls.asked += 1
+            self.send_response(cls.status)
+            self.send_header("Content-Length", str(len(cls.content)))
             self.end_headers()
-            self.wfile.write(body[: cls.cuts.pop(0)] if cls.cuts else body)
+            self.wfile.write(cls.content[: cls.cut])
             self.close_connection = True
 
         def log_message(self, *arguments):
             pass
 
-    Handler.cuts, Handler.asked = [], []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -137,38 +128,34 @@ def server():
         thread.join()
 
 
-def test_a_download_goes_on_after_a_cut(server, tmp_path):
-    server.content, server.cuts = bytes(range(256)) * 4000, [300_000, 500_000]
-    fetch(server.address, tmp_path / "file", pauses=(0,))
-    assert (tmp_path / "file").read_bytes() == server.content
-    assert server.asked == [None, "bytes=300000-", "bytes=800000-"]
-    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
-def test_a_download_goes_on_in_another_process(server, tmp_path):
-    server.content, server.cuts = b"abc" * 1000, [1000, 0, 0]
+def test_what_is_cut_or_altered_is_not_kept(server, tmp_path):
+    server.content = bytes(range(256)) * 4000
+    known, target = sha256(server.content), tmp_path / "new" / "file"
+    server.cut = 300_000
     with pytest.raises(FetchError):
-        fetch(server.address, tmp_path / "file", pauses=(0,))
-    assert (tmp_path / "file.part").stat().st_size == 1000
-    fetch(server.address, tmp_path / "file", pauses=(0,))
-    assert (tmp_path / "file").read_bytes() == server.content and server.asked[-1] == "bytes=1000-"
+        fetch(server.address, target, known)
+    server.content, server.cut = b"another file", None
+    with pytest.raises(FetchError, match="what arrived is not the published file"):
+        fetch(server.address, target, known)
+    server.status = 404
+    with pytest.raises(FetchError, match="the server says 404 Not Found"):
+        fetch(server.address, target, known)
+    assert list(target.parent.iterdir()) == []
+    server.content, server.status = bytes(range(256)) * 4000, 200
+    fetch(server.address, target, known)
+    assert list(target.parent.iterdir()) == [target] and target.read_bytes() == server.content
 
 
-def test_two_processes_do_not_write_the_same_part(server, tmp_path):
-    server.content = b"abc" * 1000
-    with fetching._only_one(tmp_path / "file.part"), pytest.raises(FetchError, match="another process is fetching"):
-        fetch(server.address, tmp_path / "file", pauses=())
-    fetch(server.address, tmp_path / "file", pauses=())
-    assert (tmp_path / "file").read_bytes() == server.content
-
-
-def test_a_link_in_the_place_of_the_part_is_not_followed(server, tmp_path):
+def test_a_link_in_the_place_of_the_file_is_not_followed(server, tmp_path):
     server.content = b"abc"
     (tmp_path / "victim").write_text("keep me")
-    (tmp_path / "file.part").symlink_to("victim")
-    with pytest.raises(FetchError, match=r"file\.part: Too many levels of symbolic links"):
-        fetch(server.address, tmp_path / "file", pauses=())
-    assert (tmp_path / "victim").read_text() == "keep me"
+    (tmp_path / "file").symlink_to("victim")
+    fetch(server.address, tmp_path / "file", sha256(b"abc"))
+    assert (tmp_path / "victim").read_text() == "keep me" and (tmp_path / "file").read_bytes() == b"abc"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
@@ -179,24 +166,18 @@ def test_a_disk_without_room_is_said_at_once_and_left_as_it_was(server, tmp_path
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
     try:
-        with pytest.raises(FetchError, match="file: File too large"):
-            fetch(server.address, tmp_path / "file")
+        with pytest.raises(FetchError, match="File too large"):
+            fetch(server.address, tmp_path / "file", sha256(server.content))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(tmp_path.iterdir()) == [] and len(server.asked) == 1
+    assert list(tmp_path.iterdir()) == [] and server.asked == 1
 
 
-def test_a_part_that_is_complete_already(server, tmp_path):
-    server.content = b"abc"
-    (tmp_path / "file.part").write_bytes(b"abc")
-    fetch(server.address, tmp_path / "file", pauses=())
-    assert (tmp_path / "file").read_bytes() == b"abc"
-
-
-def test_a_server_that_knows_no_ranges_starts_over(server, tmp_path):
-    server.content, server.cuts, server.ranges = b"abc" * 1000, [1000], False
-    fetch(server.address, tmp_path / "file", pauses=(0,))
-    assert (tmp_path / "file").read_bytes() == server.content
+def test_nothing_is_downloaded_where_that_is_forbidden(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("SENSLI_OFFLINE", "1")
+    with pytest.raises(FetchError, match="SENSLI_OFFLINE is set"):
+        fetch(server.address, tmp_path / "new" / "file", sha256(b""))
+    assert server.asked == 0 and list(tmp_path.iterdir()) == []
 
 
 def archive(contents: dict[str, bytes]) -> bytes:
@@ -214,18 +195,19 @@ def archive(contents: dict[str, bytes]) -> bytes:
 
 def test_cifar10_is_downloaded_checked_and_unpacked(server, tmp_path):
     contents = batches()
-    server.content, server.cuts = archive(contents), [2000]
-    found = cifar10.load(tmp_path / "new", address=server.address, sums=sums(contents))
+    server.content = archive(contents)
+    known = {"address": server.address, "sums": sums(contents)}
+    with pytest.raises(DataError, match=r"cannot be downloaded \(what arrived is not the published file"):
+        cifar10.load(tmp_path / "new", **known)
+    found = cifar10.load(tmp_path / "new", sha256=sha256(server.content), **known)
     assert len(found.train_y) == 25
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == sorted(f"{n}.bin" for n in NAMES)
     server.content = archive({**contents, "test_batch": b"other"})
     with pytest.raises(DataError, match="not the published file"):
-        cifar10.load(tmp_path / "bad", address=server.address, sums=sums(contents))
+        cifar10.load(tmp_path / "bad", sha256=sha256(server.content), **known)
 
 
-def test_without_network_one_line_says_what_to_put_where(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetching, "PAUSES", ())
-    monkeypatch.setattr(fetch, "__kwdefaults__", {"pauses": ()})
+def test_without_network_one_line_says_what_to_put_where(tmp_path):
     closed = "http://127.0.0.1:9/x"
     with pytest.raises(
         DataError, match=r"cannot be downloaded.*Put the folder cifar-10-batches-bin from .* there"

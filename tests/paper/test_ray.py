@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,12 +20,15 @@ import torch
 
 from paper.pictures import TINY, raw, tiny
 from paper.test_config import GOOD
+from sensli._version import __version__
 from sensli.paper import cli, data, runner
 from sensli.paper.config import Options, parse, plan
 from sensli.paper.data import DataError
 from sensli.paper.errors import PaperError
 from sensli.paper.machine import Machine
 from sensli.paper.on_ray import ray_place
+from sensli.paper.pieces import Order
+from sensli.paper.ray_worker import packed, work
 from sensli.paper.store import Store
 
 ray = pytest.importorskip("ray", reason="Ray is missing. Get it with: pip install 'sensli[ray]'")
@@ -181,8 +185,8 @@ def test_a_lost_worker_costs_little(tmp_path, whole, capsys):
     with at_the_first_state(store, kill) as machine:
         runner.run([one], store, machine, ray_place(save_every=0.0))
     out = capsys.readouterr().out
-    assert "LI: 2 runs: its worker was lost (WorkerCrashedError); doing it again" in out
-    assert "went on from where it was stopped" in out and "Lease ID" not in out
+    assert "LI: 2 runs: its worker was lost (WorkerCrashedError); running it again" in out
+    assert "went on from where it was stopped" in out
     same(one, store, whole)
     assert not list(tmp_path.rglob("unfinished*"))
 
@@ -230,25 +234,45 @@ def test_an_error_in_a_task_is_one_line(tmp_path):
         PaperError, match=r"before the first run, on \S+: ZeroDivisionError: .*test_ray.py, line \d+\)"
     ) as found:
         runner.run([planned(TINY)], store, Machine(Brought(tmp_path / "broken"), "cpu"), ray_place())
-    assert "\n" not in str(found.value) and "Traceback" in str(found.value.__cause__)
+    assert "\n" not in str(found.value) and f'File "{__file__}", line' in str(found.value.__cause__)
     missing = tiny(data={"name": "fashion_mnist", "train": 96, "validation": 32})
     text = rf"on \S+: Fashion-MNIST is not complete in {tmp_path}\S+ and cannot be downloaded \(nothing is downloaded where SENSLI_OFF"
     with pytest.raises(DataError, match=text):
         runner.run([planned(missing)], store, Machine(tmp_path, "cpu"), ray_place())
 
 
+def test_a_cancelled_training_ends(monkeypatch):
+    """Ray closes the stream of a task that it cancels; its process stays, and must not go on computing."""
+    monkeypatch.setenv("SENSLI_OFFLINE", "1")  # as the task does, for the rest of its process
+    slow = planned({**GOOD, "settings": {**GOOD["settings"], "epochs": 1_000_000}}).arms["small"]
+    order = Order(slow, 0, (0,), Machine(device="cpu"), None, None)
+    given = {"orders": [order], "threads": 1, "save_every": 1e9, "may_fetch": False}
+    before = set(threading.enumerate())
+    stream = work(__version__, packed(given))
+    assert next(stream) == ("share", 0.0)
+    assert set(threading.enumerate()) > before
+    stream.close()
+    within(100, lambda: set(threading.enumerate()) <= before)
+
+
+def test_another_version_on_a_machine_is_said():
+    with pytest.raises(PaperError, match=rf"on \S+: sensli is {__version__} there and 0\.0 here\. Install the same"):
+        next(work("0.0", b"not looked at"))
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["2", "--ray-address", "auto"], "--ray-address has a meaning with --on ray only"),
-        (["2", "--on", "ray", "--ray-address", "nonsense"], "--ray-address nonsense: not an address"),
+        (["2", "--on", "ray", "--ray-address", "nonsense"], "--ray-address must be HOST:PORT of the cluster's head"),
+        (["2", "--on", "ray", "--ray-address", "ray://127.0.0.1:9"], "cluster's head"),  # the client has no streams
         (
             ["2", "--on", "ray", "--ray-address", "127.0.0.1:9"],
-            "127.0.0.1:9: nobody answers there (Connection refused)",
+            "127.0.0.1:9: no answer (Connection refused)",
         ),
         (
             ["2", "--on", "ray", "--ray-cpus", "3"],
-            "--ray-cpus 3: the largest machine of this Ray has 2. Choose from 1 to 2.",
+            "--ray-cpus must be between 1 and 2, which the largest machine has, got 3.",
         ),
         (["5", "--on", "ray", "--device", "cuda"], "--device cuda: no machine of this Ray has a GPU"),
     ],

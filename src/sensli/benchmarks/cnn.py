@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sensli.benchmarks.figure import Figure
+from sensli.benchmarks.measuring import interleaved
+from sensli.benchmarks.networks import paper_cnn
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
 from sensli.paper import catalog, cnn, convnets, costs, pipeline
@@ -54,8 +54,8 @@ def pipeline_cost() -> list[Figure]:
         turn = (turn + BATCH) % (len(order) - BATCH)
         step(*images.augmented(order[turn : turn + BATCH], generator))
 
-    seconds = _interleaved({"bare": lambda: step(*fixed), "fed": fed}, ROUNDS)
-    alone = _interleaved({"data": lambda: images.augmented(order[:BATCH], generator)}, ROUNDS)["data"]
+    seconds = interleaved({"bare": lambda: step(*fixed), "fed": fed}, ROUNDS)
+    alone = interleaved({"data": lambda: images.augmented(order[:BATCH], generator)}, ROUNDS)["data"]
     how = f"paper's CNN, batch {BATCH}, {source}, median of {ROUNDS} interleaved rounds; the batch alone takes"
     return [
         Figure(
@@ -82,7 +82,7 @@ def look_cost() -> list[Figure]:
     order = torch.randperm(len(images))
     one, three = (images.batches(BATCH, order[: count * BATCH]) for count in (1, 3))
     halves = images.batches(BATCH // 2, order[: 2 * BATCH])
-    seconds = _interleaved(
+    seconds = interleaved(
         {
             "step": lambda: step(*images.batch(order[:BATCH])),
             "one": lambda: measure(model, sites, one, cross_entropy, norm="operator"),
@@ -149,8 +149,7 @@ def _command(one: Plan) -> str:
 
 
 def _steps(images: pipeline.Images) -> tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.nn.Module]:
-    network = plan(catalog.find("1"), TRAINS, Options()).arms["CNN LI"].network
-    model = convnets.build(network, FACTS["cifar10"], 0).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = paper_cnn()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -159,15 +158,3 @@ def _steps(images: pipeline.Images) -> tuple[Callable[[torch.Tensor, torch.Tenso
         optimizer.step()
 
     return step, model
-
-
-def _interleaved(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, taken in turn, so that a busy moment of the machine hits all alike."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds + 1):
-        for name, work in works.items():
-            began = time.perf_counter()
-            work()
-            if turn:  # the first round warms up
-                taken[name].append(time.perf_counter() - began)
-    return {name: statistics.median(times) for name, times in taken.items()}

@@ -8,23 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from sensli.moves.finding import find_sites
+from sensli.paper import catalog, convnets
+from sensli.paper.config import Options, plan
+from sensli.paper.data import FACTS
 from sensli.surgery.insertion import insert
 
 
 def paper_cnn() -> nn.Sequential:
     """The paper's CNN: three convolutions with pooling, two hidden layers; 2,674,816 parameters."""
-    layers: list[nn.Module] = []
-    for channels, filters in ((3, 64), (64, 128), (128, 256)):
-        layers += [nn.Conv2d(channels, filters, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    layers += [
-        nn.Flatten(),
-        nn.Linear(4096, 500),
-        nn.ReLU(),
-        nn.Linear(500, 500),
-        nn.ReLU(),
-        nn.Linear(500, 10, bias=False),
-    ]
-    return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    network = plan(catalog.find("1"), "stated", Options()).arms["CNN LI"].network
+    model = convnets.build(network, FACTS["cifar10"], seed=0)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def deep_network(hidden: int, width: int = 256) -> nn.Sequential:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from sensli.growing.terminal import Reach, paint_decision, progress, require_plo
 from sensli.modules.flops import count_flops
 from sensli.moves.finding import find_sites
 from sensli.page import Curve, Film, page_data, write_page
+from sensli.paper import spirals
 from sensli.surgery.history.history import History
 from sensli.text.strict_json import dumps as strict_json
 from sensli.text.tables import text_table
@@ -42,17 +42,6 @@ class Arm:
         self.film = Film(self.name)
 
 
-def spirals(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two spirals of 300 points each, split at random into 450 points to train and 150 to test."""
-    i = torch.arange(300)
-    angle, radius = 2 * math.pi * i / 300, 0.5 + i / 300
-    spiral = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
-    x, y = torch.cat([spiral, -spiral]), torch.cat([torch.ones(300), torch.zeros(300)]).long()
-    order = torch.randperm(600, generator=torch.Generator().manual_seed(seed))
-    train, test = order[:450], order[450:]
-    return x[train], y[train], x[test], y[test]
-
-
 def network(hidden: int, seed: int) -> nn.Sequential:
     """A ReLU network with so many hidden layers."""
     with torch.random.fork_rng(devices=[]):
@@ -69,7 +58,8 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
     picture, page, history = (out / name for name in ("demo.png", "growth.html", "history.json"))
     for path in (picture, page, history):
         check_writable(path)
-    x, y, x_test, y_test = spirals()
+    data = spirals.split()
+    x, y, x_test, y_test = data.train_x, data.train_y, data.test_x, data.test_y
     baseline, grown = Arm("baseline", network(HIDDEN, seed)), Arm("grown", network(HIDDEN, seed), LOOKS)
     if not as_json:
         print(

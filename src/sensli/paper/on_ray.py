@@ -1,26 +1,28 @@
 """The pieces of an experiment as Ray tasks, on one machine or many.
 
-Only this process writes to the store: results, progress and the states of unfinished trainings come back through Ray, so the
-machines need no common disk. A piece is the same as without Ray (a stack of thirty small networks takes hardly longer than
-one of five, so an arm is not split), and its numbers are the same to the bit on the same processor with as many threads.
+Only this process writes to the store: results, progress and the states of unfinished trainings come back as the stream that each
+task yields, so the machines need no common disk. A piece is the same as without Ray (a stack of thirty small networks takes hardly
+longer than one of five, so an arm is not split), and its numbers are the same to the bit on the same processor with as many threads.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
+from sensli._version import __version__
+from sensli.errors import SensliError
 from sensli.growing.terminal import Reach
-from sensli.paper.cluster import PATIENCE, Cluster, RayError, connected, one_line
+from sensli.paper.cluster import RayError, connected
 from sensli.paper.config import Settings
 from sensli.paper.engines import engine
 from sensli.paper.errors import BadExperiment, PaperError
 from sensli.paper.machine import Machine
-from sensli.paper.pieces import Piece, keep, order
-from sensli.paper.ray_tasks import Share, Tasks
-from sensli.paper.ray_worker import POLL, unpacked
+from sensli.paper.pieces import Order, Piece, keep, order
+from sensli.paper.ray_worker import News, one_line, packed, unpacked, work
 from sensli.paper.runner import Compute, Place
 from sensli.paper.store import Store
 
@@ -28,127 +30,151 @@ LOSSES = 3  # so often may the worker of one piece be lost
 SAVE_EVERY = 20.0  # seconds; a state travels, so less often than to a disk
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a task takes of its machine."""
+
+    machine: Machine
+    cpus: int
+    gpus: int = 0
+
+
 def ray_place(address: str | None = None, cpus: int | None = None, save_every: float = SAVE_EVERY) -> Place:
     """A place for `runner.run`: Ray at `address` (default: one on this machine), `cpus` for each task."""
 
     @contextmanager
-    def place(work: Sequence[Piece], machine: Machine) -> Iterator[Compute]:
-        with connected(address) as cluster:
-            tasks = Tasks(cluster, _shares(work, machine, cluster, cpus), save_every)
+    def place(pieces: Sequence[Piece], machine: Machine) -> Iterator[Compute]:
+        with connected(address) as (ray, ours):
+            tasks = _Tasks(ray, _shares(pieces, machine, ray, cpus), save_every)
             try:
-                tasks.check(work)
-                yield lambda store, reach: _Driver(tasks, store, work).compute(reach)
+                tasks.check(pieces, may_fetch=ours)
+                yield lambda store, reach: tasks.compute(pieces, store, reach)
+            except ray.exceptions.RayError as error:
+                raise RayError(f"Ray is gone ({one_line(error)}). Run the same command again to resume.") from None
             finally:
-                tasks.close()
+                tasks.cancel()
 
     return place
 
 
-def _shares(work: Sequence[Piece], machine: Machine, cluster: Cluster, cpus: int | None) -> Callable[[Settings], Share]:
+def _shares(pieces: Sequence[Piece], machine: Machine, ray: Any, cpus: int | None) -> Callable[[Settings], Share]:
     """The share of a task by its settings; all that cannot be had is refused here, since Ray would wait for it for ever."""
-    largest, graphics = cluster.largest("CPU"), cluster.total("GPU")
-    if cpus is not None and not 1 <= cpus <= largest:
-        raise BadExperiment(
-            f"--ray-cpus {cpus}: the largest machine of this Ray has {largest}. Choose from 1 to {largest}."
-        )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    largest = int(max((node.get("CPU", 0) for node in nodes), default=0))
+    total, graphics = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
     if largest < 1:
-        raise RayError(
-            "this Ray has no CPU to give. Start a machine with CPUs: ray start --address HOST:PORT --num-cpus N"
-        )
+        raise RayError("this Ray has no CPUs. Add a machine that has: ray start --address HOST:PORT --num-cpus N")
+    if cpus is not None and not 1 <= cpus <= largest:
+        raise BadExperiment(f"--ray-cpus must be between 1 and {largest}, which the largest machine has, got {cpus}.")
     if machine.device == "cuda" and not graphics:
         raise BadExperiment(
             "--device cuda: no machine of this Ray has a GPU. Leave the option out, or add a machine that has one."
         )
-    # All runs count, not only the missing ones: what goes on after a stop should go on with as many threads.
-    plans = {id(piece.plan): piece.plan for piece in work}.values()
+    # All runs count, not only the missing ones: what is resumed after a stop should have as many threads as before.
+    plans = {id(piece.plan): piece.plan for piece in pieces}.values()
     runs = sum(one.runs for one in plans for settings in one.arms.values() if engine(settings).AT_ONCE)
     data = machine.data.absolute() if machine.data else None
     on_gpu = graphics > 0 and machine.device in ("auto", "cuda")
-    device = "cuda" if on_gpu else machine.device
-    shared = graphics if on_gpu else max(runs, 1)
-    many = cpus or min(max(cluster.total("CPU") // shared, 1), largest)
-    alone = Share(Machine(data, device, machine.compile), many, int(on_gpu))
+    even = min(max(total // (graphics if on_gpu else max(runs, 1)), 1), largest)
+    alone = Share(Machine(data, "cuda" if on_gpu else machine.device, machine.compile), cpus or even, int(on_gpu))
     together = Share(Machine(data, "cpu", machine.compile), cpus or 1)
     return lambda settings: alone if engine(settings).AT_ONCE else together
 
 
-class _Driver:
-    """Which pieces wait, which are out, and what has come back."""
+class _Tasks:
+    """The tasks that are out, by the streams of their news."""
 
-    def __init__(self, tasks: Tasks, store: Store, work: Sequence[Piece]) -> None:
-        self.tasks, self.store, self.work = tasks, store, work
-        self.waiting = list(range(len(work)))
-        self.running: dict[Any, int] = {}  # by what Ray will answer
-        self.shares = [0.0 for _ in work]  # how much of each is done
-        self.begun: set[int] = set()
-        self.losses: Counter[int] = Counter()
+    def __init__(self, ray: Any, share: Callable[[Settings], Share], save_every: float) -> None:
+        self.ray, self.share, self.save_every = ray, share, save_every
+        # Ray would repeat a lost task from where it began; we do, from its last state.
+        self.task = ray.remote(max_retries=0, num_returns="streaming", scheduling_strategy="SPREAD")(work)
+        self.running: dict[Any, int] = {}
 
-    def compute(self, reach: Reach) -> None:
-        ray = self.tasks.ray
+    def send(self, number: int, orders: Sequence[Order], *, may_fetch: bool = False) -> Any:
+        share = self.share(orders[0].settings)
+        given = {"orders": orders, "threads": share.cpus, "save_every": self.save_every, "may_fetch": may_fetch}
+        options = {"num_cpus": share.cpus, "num_gpus": share.gpus, "name": "sensli"}
+        stream = self.task.options(**options).remote(__version__, packed(given))
+        self.running[stream] = number
+        return stream
+
+    def news(self, stream: Any, what: str) -> News:
+        """The next news of a task; what failed there is raised here, in one line."""
         try:
-            while self.waiting or self.running:
-                self._send()
-                ready, _ = ray.wait(list(self.running), num_returns=1, timeout=POLL)
-                self._collect()
-                for reference in ready:
-                    self._finish(reference, self.running.pop(reference))
-                self._tell(reach)
-        except ray.exceptions.RayError as error:
-            raise RayError(f"Ray is gone ({one_line(error)}). The same command goes on from here.") from None
-        except BaseException:  # an error or Ctrl-C: what the others have reached is kept
-            self._collect()
-            self._collect(PATIENCE)  # the first answer may have been asked for long ago
-            raise
+            news: News = self.ray.get(next(stream))
+            return news
+        except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, SensliError):
+                raise type(error.cause)(f"{what}, {error.cause}") from error
+            advice = f"Is sensli {__version__} installed on every machine?"
+            raise PaperError(f"{what}: the task failed ({one_line(error.cause or error)}). {advice}") from error
 
-    def _send(self) -> None:
-        """Everything that builds on no unfinished piece; Ray has the queue."""
-        unfinished = [self.work[number] for number in (*self.waiting, *self.running.values())]
-        for number in list(self.waiting):
-            piece = self.work[number]
-            if any(piece.needs(other) for other in unfinished):
-                continue
-            machine = self.tasks.share(piece.settings).machine
-            self.running[self.tasks.send(number, [order(piece, self.store, machine)])] = number
-            self.waiting.remove(number)
+    def check(self, pieces: Sequence[Piece], *, may_fetch: bool) -> None:
+        """Find out on one machine what is missing (a device, the images), before the first hour of work.
 
-    def _collect(self, wait: float = 0.0) -> None:
-        """Progress and states of what is out; what comes late, of a piece that has finished or was lost, is dropped."""
-        out = set(self.running.values())
-        for number, news in self.tasks.news(wait).items():
-            if number not in out:
-                continue
-            self.begun.add(number)
-            self.shares[number] = news.get("share", self.shares[number])
-            if "state" in news:
-                piece = self.work[number]
-                self.store.save_state(piece.plan, piece.arm, piece.runs, unpacked(news["state"]))
-
-    def _finish(self, reference: Any, number: int) -> None:
-        piece, ray = self.work[number], self.tasks.ray
-        self.begun.discard(number)
-        try:
-            done, host = self.tasks.answer(reference, str(piece))
-        except ray.exceptions.RayTaskError as error:
-            raise PaperError(f"{piece}: the task failed ({one_line(error.cause or error)}).") from error
-        except ray.exceptions.RayError as error:
-            self._lost(number, error)
+        Only this task may download: several on one machine would write the same file.
+        """
+        alone = dict.fromkeys(piece.settings for piece in pieces if engine(piece.settings).AT_ONCE)
+        if not alone:
             return
-        keep(piece, done, self.store, f" on {host}")
-        self.shares[number] = 1.0
+        orders = [Order(settings, 0, (), self.share(settings).machine, None, None) for settings in alone]
+        stream = self.send(-1, orders, may_fetch=may_fetch)
+        self.news(stream, "before the first run")  # without runs the end is the only news
+        del self.running[stream]
 
-    def _lost(self, number: int, error: Exception) -> None:
-        piece, reason = self.work[number], type(error).__name__
-        self.losses[number] += 1
-        if self.losses[number] >= LOSSES:
-            raise RayError(
-                f"{piece}: its worker was lost {LOSSES} times ({reason}: {one_line(error)}). If memory is short there, give each "
-                "task more CPUs with --ray-cpus, so that fewer run side by side."
-            ) from None
-        print(f"{piece}: its worker was lost ({reason}); doing it again")
-        self.shares[number] = 0.0
-        self.waiting.append(number)
+    def compute(self, pieces: Sequence[Piece], store: Store, reach: Reach) -> None:
+        waiting, losses = list(range(len(pieces))), Counter[int]()
+        shares: dict[int, float] = {}  # how much is done of what has begun
+        while waiting or self.running:
+            self._send(waiting, pieces, store)
+            ended = False
+            while not ended:
+                (stream,), _ = self.ray.wait(list(self.running))
+                number = self.running[stream]
+                piece = pieces[number]
+                try:
+                    kind, value = self.news(stream, str(piece))
+                except self.ray.exceptions.RayError as error:
+                    losses[number] += 1
+                    _lost(piece, losses[number], error)
+                    shares.pop(number, None)
+                    waiting.append(number)
+                    kind = "lost"
+                if kind == "share":
+                    shares[number] = value
+                elif kind == "state":
+                    store.save_state(piece.plan, piece.arm, piece.runs, unpacked(value))
+                elif kind == "done":
+                    done, host = unpacked(value)
+                    keep(piece, done, store, f" on {host}")
+                    shares[number] = 1.0
+                if ended := kind in ("done", "lost"):
+                    del self.running[stream]
+                begun = sum(number in shares for number in self.running.values())
+                rest = len(waiting) + len(self.running) - begun
+                reach(sum(share * pieces[n].cost for n, share in shares.items()), f"{begun} at work, {rest} waiting")
 
-    def _tell(self, reach: Reach) -> None:
-        total = sum(share * piece.cost for share, piece in zip(self.shares, self.work, strict=True))
-        rest = len(self.waiting) + len(self.running) - len(self.begun)
-        reach(total, f"{len(self.begun)} at work, {rest} waiting")
+    def _send(self, waiting: list[int], pieces: Sequence[Piece], store: Store) -> None:
+        """Everything that builds on no unfinished piece; Ray has the queue."""
+        unfinished = [pieces[number] for number in (*waiting, *self.running.values())]
+        for number in list(waiting):
+            piece = pieces[number]
+            if not any(piece.needs(other) for other in unfinished):
+                self.send(number, [order(piece, store, self.share(piece.settings).machine)])
+                waiting.remove(number)
+
+    def cancel(self) -> None:
+        """Nothing of ours goes on in a cluster that does."""
+        with suppress(Exception):  # the connection may be what was lost
+            for stream in self.running:
+                self.ray.cancel(stream)  # with force=True Ray ends this process if the task has just finished
+
+
+def _lost(piece: Piece, times: int, error: Exception) -> None:
+    reason = type(error).__name__
+    if times >= LOSSES:
+        raise RayError(
+            f"{piece}: its worker was lost {LOSSES} times ({reason}: {one_line(error)}). If memory is short there, give each "
+            "task more CPUs with --ray-cpus, so that fewer run side by side."
+        ) from None
+    print(f"{piece}: its worker was lost ({reason}); running it again")

@@ -1,63 +1,93 @@
-"""What a Ray task does on its machine: train what came, report meanwhile, and put an error into words."""
+"""What a Ray task does on its machine: train one order, and yield the progress, the states and the result as they come."""
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
+import platform
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
+from sensli._version import __version__
 from sensli.errors import SensliError
-from sensli.paper.cluster import one_line
 from sensli.paper.engines import engine
+from sensli.paper.errors import PaperError
 from sensli.paper.pieces import train
 
-POLL = 0.5  # seconds between two reports
+TELL_EVERY = 0.5  # seconds
+News = tuple[str, Any]  # ("share", how much is done), ("state", packed), ("done", packed), ("failed", the error)
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A training ended with an error; text, because not every error can travel."""
+def work(version: str, payload: bytes) -> Iterator[News]:
+    """Train an order, or only check it if it has no runs. An error is in words, names the machine and can travel."""
+    host = platform.node()
+    if version != __version__:  # before anything is unpacked
+        raise PaperError(
+            f"on {host}: sensli is {__version__} there and {version} here. Install the same version on every machine."
+        )
+    news: SimpleQueue[News] = SimpleQueue()
+    cancelled = threading.Event()
+    # The training calls back, a stream is asked: a thread stands between them.
+    threading.Thread(target=_train, args=(unpacked(payload), host, news, cancelled), daemon=True).start()
+    kind = ""
+    try:
+        while kind != "done":
+            with suppress(Empty):  # time to notice that Ray cancels this task: it does not wake what waits
+                kind, value = news.get(timeout=TELL_EVERY)
+                if kind == "failed":
+                    raise value
+                yield kind, value
+    finally:
+        cancelled.set()
 
-    kind: type[SensliError] | None
-    text: str
-    trace: str
 
-
-def work_on(payload: bytes, put: Callable[..., None]) -> bytes:
-    """Train an order, or only check it if it has no runs; `put(share=)` and `put(state=)` report meanwhile."""
-    given: dict[str, Any] = pickle.loads(payload)
-    torch.set_num_threads(given["threads"])
-    if not given["may_fetch"]:
-        os.environ["SENSLI_OFFLINE"] = "1"
+def _train(given: dict[str, Any], host: str, news: SimpleQueue[News], cancelled: threading.Event) -> None:
     told = 0.0
 
     def tell(share: float) -> None:
         nonlocal told
-        if time.monotonic() - told >= POLL:
+        if cancelled.is_set():
+            sys.exit()  # of this thread
+        if time.monotonic() - told >= TELL_EVERY:
             told = time.monotonic()
-            put(share=share)
+            news.put(("share", share))
 
-    result: Any = None
     try:
+        torch.set_num_threads(given["threads"])
+        if not given["may_fetch"]:
+            os.environ["SENSLI_OFFLINE"] = "1"
+        result = None
         for one in given["orders"]:
             engine(one.settings).ready(one.settings, one.machine)
             if one.runs:
                 tell(0.0)
-                result = train(one, lambda state: put(state=packed(state)), tell, save_every=given["save_every"])
+                result = train(
+                    one, lambda state: news.put(("state", packed(state))), tell, save_every=given["save_every"]
+                )
+        news.put(("done", packed((result, host))))
     except SensliError as error:
-        result = Failed(type(error), str(error), "")
-    except Exception as error:
+        news.put(("failed", type(error)(f"on {host}: {error}")))
+    except BaseException as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {one_line(error)} ({frame.filename}, line {frame.lineno})"
-        result = Failed(None, text, traceback.format_exc())
-    return packed(result)
+        text = f"on {host}: {type(error).__name__}: {one_line(error)} ({frame.filename}, line {frame.lineno})"
+        hint = "Run the same command without --on ray to see the whole traceback."
+        failure = PaperError(f"{text}. {hint}")
+        failure.__cause__ = error
+        news.put(("failed", failure))
+
+
+def one_line(error: object) -> str:
+    """The first lines of a longer text, as one."""
+    words = " ".join(str(error).split())
+    return words if len(words) <= 300 else words[:300].rsplit(" ", 1)[0] + " ..."
 
 
 def packed(content: Any) -> bytes:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from sensli.paper.data.fetching import FetchError, fetch
 from sensli.paper.data.images import DataError, Facts, Raw, check_sum, read
-from sensli.paper.data.unpickling import UnsafePickle, read_batch
+from sensli.paper.data.unpickling import PIXELS, UnsafePickle, read_batch
 from sensli.text.writing import write_bytes
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"  # of the archive
 BINARY, PICKLED = "cifar-10-batches-bin", "cifar-10-batches-py"
 FACTS = Facts(50_000, 10_000, 10, 3, 32, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
@@ -25,13 +26,12 @@ SUMS = {  # SHA-1 of the binary batches
     "data_batch_5": "26e2849e66a845b7f1e4614ae70f4889ae604628",
     "test_batch": "67eb016db431130d61cd03c7ad570b013799c88c",
 }
-PIXELS = 3 * 32 * 32
 
 
-def load(folder: Path, *, address: str = ADDRESS, sums: dict[str, str] = SUMS) -> Raw:
+def load(folder: Path, *, address: str = ADDRESS, sha256: str = SHA256, sums: dict[str, str] = SUMS) -> Raw:
     """All images; downloaded into `folder` first if neither layout is there."""
     if not any((folder / layout).is_dir() for layout in (BINARY, PICKLED)):
-        download(folder, address, sums)
+        download(folder, address, sha256, sums)
     batches = {name: _batch(folder, name, sha1) for name, sha1 in sums.items()}
     train = [batches[name] for name in batches if name != "test_batch"]
     train_x, train_y = (torch.cat([batch[i] for batch in train]) for i in (0, 1))
@@ -54,20 +54,17 @@ def _batch(folder: Path, name: str, sha1: str) -> tuple[Tensor, Tensor]:
 def _records(path: Path) -> bytes:
     """A pickled batch in the bytes of the binary layout."""
     try:
-        pixels, labels = read_batch(read(path))
+        return read_batch(read(path))
     except UnsafePickle as error:
         raise DataError(f"{path}: not an official batch: {error}. Use the files from {ADDRESS}.") from None
-    rows = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, PIXELS)
-    table = torch.cat((torch.tensor(labels, dtype=torch.uint8).view(-1, 1), rows), 1)
-    return table.numpy().tobytes()
 
 
-def download(folder: Path, address: str = ADDRESS, sums: dict[str, str] = SUMS) -> None:
+def download(folder: Path, address: str, sha256: str, sums: dict[str, str]) -> None:
     """Fetch the binary layout and unpack the batches, each checked before it is written."""
     archive = folder / "cifar-10-binary.tar.gz"
     try:
         if not archive.exists():
-            fetch(address, archive)
+            fetch(address, archive, sha256)
     except FetchError as error:
         raise DataError(
             f"CIFAR-10 is not in {folder} and cannot be downloaded ({error}). Put the folder {BINARY} from {address} there "

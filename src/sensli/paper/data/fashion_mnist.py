@@ -23,6 +23,12 @@ SUMS = {  # SHA-1 of the uncompressed files
     "t10k-images-idx3-ubyte": "880056926db704f9f713097915f99da346f5b1d1",
     "t10k-labels-idx1-ubyte": "958122e8b4b97fd4e71eca2d08ef754ed77c3ad9",
 }
+SHA256 = {  # of the compressed ones
+    "train-images-idx3-ubyte": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+    "train-labels-idx1-ubyte": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    "t10k-images-idx3-ubyte": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    "t10k-labels-idx1-ubyte": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+}
 
 
 def load(folder: Path, *, address: str = ADDRESS, sums: dict[str, str] = SUMS) -> Raw:
@@ -44,7 +50,7 @@ def _file(folder: Path, name: str) -> Path | None:
 def _download(folder: Path, name: str, address: str) -> Path:
     path = folder / f"{name}.gz"
     try:
-        fetch(f"{address}/{name}.gz", path)
+        fetch(f"{address}/{name}.gz", path, SHA256[name])
     except FetchError as error:
         raise DataError(
             f"Fashion-MNIST is not complete in {folder} and cannot be downloaded ({error}). Put the four files "
