@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sensli.cli.main import demo, main
+from sensli.cli import demo
+from sensli.cli.main import main
 from sensli.growing.terminal import paint, progress
 
 MODEL = """
