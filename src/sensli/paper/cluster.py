@@ -18,7 +18,7 @@ from sensli.paper.ray_worker import one_line
 
 PATIENCE = 10.0  # seconds for a machine to answer
 _LOCAL = {"RAY_USAGE_STATS_ENABLED": "0"}
-# Where the answer is not Ray's, these end the attempt after half a minute instead of a quarter of an hour.
+# Where the answer is not Ray's, these end the attempt after half a minute instead of minutes.
 _REMOTE = {"RAY_py_gcs_connect_timeout_s": "10", "RAY_NUM_REDIS_GET_RETRIES": "1"}
 
 
@@ -31,28 +31,32 @@ def connected(address: str | None) -> Iterator[tuple[Any, bool]]:
     """The module, and whether its Ray was started here. That one is shut down at the end; one that the caller had stays."""
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     _check(address)
+    with _environment(_LOCAL if address == "local" else _REMOTE):  # some of it is read when Ray is imported
+        ray = _module()
+        if ray.is_initialized():
+            yield ray, False
+            return
+        try:
+            _start(ray, address)
+            yield ray, address == "local"
+        finally:
+            ray.shutdown()
+
+
+def _module() -> Any:
     try:
-        ray = importlib.import_module("ray")
+        return importlib.import_module("ray")
     except ImportError as error:
         raise MissingExtra(
             f"--on ray needs Ray, which is not installed ({error}). Get it with: {how_to_get('ray')}"
         ) from None
-    if ray.is_initialized():
-        yield ray, False
-        return
-    try:
-        _start(ray, address)
-        yield ray, address == "local"
-    finally:
-        ray.shutdown()
 
 
 def _start(ray: Any, address: str) -> None:
     local = address == "local"
     options = {"include_dashboard": False} if local else {}
     try:
-        with _environment(_LOCAL if local else _REMOTE):
-            ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False, **options)
+        ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False, **options)
     except Exception as error:  # of many kinds, some of them bare RuntimeErrors
         where = "Ray on this machine" if local else f"--ray-address {address}"
         advice = "Run the command on a machine of the cluster, with the same versions of Ray and Python."

@@ -125,34 +125,34 @@ class _Tasks:
     def compute(self, pieces: Sequence[Piece], store: Store, reach: Reach) -> None:
         waiting, losses = list(range(len(pieces))), Counter[int]()
         shares: dict[int, float] = {}  # how much is done of what has begun
-        while waiting or self.running:
-            self._send(waiting, pieces, store)
-            ended = False
-            while not ended:
-                (stream,), _ = self.ray.wait(list(self.running))
-                number = self.running[stream]
-                piece = pieces[number]
-                try:
-                    kind, value = self.news(stream, str(piece))
-                except self.ray.exceptions.RayError as error:
-                    losses[number] += 1
-                    _lost(piece, losses[number], error)
-                    shares.pop(number, None)
-                    waiting.append(number)
-                    kind = "lost"
-                if kind == "share":
-                    shares[number] = value
-                elif kind == "state":
-                    store.save_state(piece.plan, piece.arm, piece.runs, unpacked(value))
-                elif kind == "done":
+        self._send(waiting, pieces, store)
+        while self.running:
+            (stream,), _ = self.ray.wait(list(self.running))
+            number = self.running[stream]
+            piece = pieces[number]
+            try:
+                kind, value = self.news(stream, str(piece))
+            except self.ray.exceptions.RayError as error:
+                losses[number] += 1
+                _lost(piece, losses[number], error)
+                kind, value = "lost", None
+            if kind == "share":
+                shares[number] = value
+            elif kind == "state":
+                store.save_state(piece.plan, piece.arm, piece.runs, unpacked(value))
+            else:
+                del self.running[stream]
+                if kind == "done":
                     done, host = unpacked(value)
                     keep(piece, done, store, f" on {host}")
                     shares[number] = 1.0
-                if ended := kind in ("done", "lost"):
-                    del self.running[stream]
-                begun = sum(number in shares for number in self.running.values())
-                rest = len(waiting) + len(self.running) - begun
-                reach(sum(share * pieces[n].cost for n, share in shares.items()), f"{begun} at work, {rest} waiting")
+                else:
+                    shares.pop(number, None)
+                    waiting.append(number)
+                self._send(waiting, pieces, store)
+            begun = sum(number in shares for number in self.running.values())
+            rest = len(waiting) + len(self.running) - begun
+            reach(sum(share * pieces[n].cost for n, share in shares.items()), f"{begun} at work, {rest} waiting")
 
     def _send(self, waiting: list[int], pieces: Sequence[Piece], store: Store) -> None:
         """Everything that builds on no unfinished piece; Ray has the queue."""
