@@ -49,10 +49,25 @@ def find_sites(
 ) -> Sites:
     """Find the places where an identity layer can be inserted without changing the function.
 
-    ``example`` is a tensor, a tuple of arguments or a dict of keyword arguments; it runs once through a copy of the model, which
-    is only read. ``layer`` is ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"`` or ``"auto"``; ``where`` a kind (``"conv"``,
-    ``"linear"``, ``"block"``) or a callable on `Site`; ``kernel_size`` that of new convolutions (default: the neighbour's if odd, else 3).
-    ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew, equally spread (``"fresh"``).
+    The example runs once through a copy of the model; the model itself is only read.
+
+    Args:
+        model: The network.
+        example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        layer: The form of the new layers: ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"``, or ``"auto"`` to choose
+            what fits each place (default: "auto").
+        where: Which sites to keep: a kind (``"conv"``, ``"linear"``, ``"block"``) or a function of a `Site` that returns a bool.
+            None keeps all of them.
+        kernel_size: The kernel size of new convolutions, an odd number. None takes the neighbour's if it is odd, otherwise 3.
+        init: How a twin gets the weights that need not be zero: ``"copy"`` takes those of its neighbour, ``"fresh"`` draws new
+            ones with the same spread (default: "copy").
+
+    Returns:
+        The sites in the order of the data flow, with the places that were skipped and why.
+
+    Raises:
+        BadExample: If the example does not run through the model.
+        UnsupportedModel: If the model as a whole cannot be read.
     """
     check_request(layer, where)
     checks.one_of("init", init, INITS)

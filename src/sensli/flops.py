@@ -52,12 +52,24 @@ Example = Tensor | tuple[Any, ...] | dict[str, Any]
 
 
 def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False) -> Flops:
-    """The floating-point operations of one forward pass of the example, per sample.
+    """Count the floating-point operations of one forward pass of the example, per sample.
 
-    example: a tensor, a tuple of arguments or a dict of keyword arguments; the leading dimension of its first tensor is the
-    number of samples. Two operations for each multiply-add of all matrix products and convolutions. With elementwise=True
-    also one for each element of a bias, an activation or another elementwise result, and one for each input element of a
-    pooling, reduction or normalisation. Views and copies are free. The model runs in eval mode and is left as it was.
+    Every multiply-add of a matrix product or a convolution counts as two operations; views and copies are free. The model
+    runs in eval mode and is left as it was.
+
+    Args:
+        model: The network.
+        example: A tensor, a tuple of arguments or a dict of keyword arguments. The leading dimension of its first tensor is the
+            number of samples.
+        elementwise: Whether to count also one operation for each element of a bias, an activation or another elementwise
+            result, and for each input element of a pooling, reduction or normalisation (default: False).
+
+    Returns:
+        The number of operations, an int that also knows which operations it could not count (``explain()``).
+
+    Raises:
+        BadExample: If the example does not run through the model.
+        UnsupportedModel: If the model has lazy layers that have not run yet.
     """
     checks.model("model", model)
     samples = _samples(checks.example("example", example))

@@ -20,7 +20,18 @@ from sensli.wrappers import bare
 
 
 def replay(model: nn.Module, history: History) -> nn.Module:
-    """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
+    """Grow a fresh model through the same insertions, so that the grown model's state dict fits.
+
+    Args:
+        model: A model as it was before its first growth. It is changed in place.
+        history: The growths to repeat.
+
+    Returns:
+        The same model, grown.
+
+    Raises:
+        HistoryError: If the model has grown already, or is not the one that the history began with.
+    """
     with Changing(model, "replay a history") as together:
         network, growths = bare(model), as_growths("history", history)
         together.agree_on({"the number of growths": len(growths)})

@@ -30,11 +30,17 @@ except ImportError as error:
 
 
 class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Grows the LightningModule at the end of epochs on which ``trigger`` fires; counts epochs from 1.
+    """Grows the LightningModule at the end of epochs on which the trigger fires; counts epochs from 1.
 
-    ``monitor`` names the metric for `triggers.Plateau`; ``batches`` limits how many training batches a look takes. Other arguments
-    are those of `sensli.Grower` (``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...). Metrics logged at each epoch's
-    end: ``sensli/growths``, ``sensli/parameters``, ``sensli/flops``, and after a look ``sensli/merit`` and ``sensli/ratio`` of the best.
+    Logs after each epoch ``sensli/growths``, ``sensli/parameters`` and ``sensli/flops``, and after a look ``sensli/merit`` and
+    ``sensli/ratio`` of the best site.
+
+    Args:
+        trigger: When to look, one of `sensli.triggers`.
+        monitor: The name of the logged metric that `triggers.Plateau` watches.
+        batches: The largest number of training batches to measure on. None uses all of them.
+        metrics: Whether to log (default: True).
+        **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
 
     def __init__(

@@ -145,12 +145,38 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
 
 
 class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
-    """A classifier that grows: one hidden layer of ``width`` units to begin with, at most ``max_layers``."""
+    """A classifier that grows its network during `fit`.
+
+    Args:
+        width: The number of units of each hidden layer (default: 100).
+        max_layers: The largest number of hidden layers; `fit` starts with one (default: 8).
+        learning_rate: The learning rate of AdamW (default: 3e-3).
+        weight_decay: The decoupled weight decay (default: 1e-4).
+        batch_size: The number of samples in a batch (default: 200).
+        max_epochs: The largest number of epochs (default: 2000).
+        validation_fraction: The share of the samples that is held out to decide when to grow and to stop (default: 0.1).
+        patience: The number of evaluations of the held-out part without an improvement before growing or stopping (default: 10).
+        tolerance: The smallest relative improvement that counts (default: 1e-3).
+        tau: The threshold of `sensli.Grower` (default: 0.0).
+        refit: Whether to train again on all samples, through the epochs and insertions that were best (default: True).
+        warm_start: Whether the next `fit` continues with the network of the last one (default: False).
+        random_state: The random seed, or a numpy RandomState.
+        verbose: Whether to print what happens (default: 0).
+    """
 
     classes_: Any
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingClassifier:
-        """Fit to samples X of shape (n, features) and labels y."""
+        """Fit the network.
+
+        Args:
+            X: The samples, of shape (n, features).
+            y: The labels, of shape (n,).
+            sample_weight: The weight of each sample. None weights all equally.
+
+        Returns:
+            The estimator itself.
+        """
         self._validate_params()
         first = not (self.warm_start and hasattr(self, "model_"))
         X, y = validate_data(self, X, y, dtype=np.float64, reset=first)
@@ -163,12 +189,20 @@ class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Any) -> Any:
-        """The probability of each class, in the order of ``classes_``."""
+        """The probability of each class, in the order of ``classes_``.
+
+        Args:
+            X: The samples, of shape (n, features).
+        """
         output = self._output(X)
         return softmax(output[:, : len(self.classes_)], dim=1).numpy()
 
     def predict(self, X: Any) -> Any:
-        """The most probable class of each sample."""
+        """The most probable class of each sample.
+
+        Args:
+            X: The samples, of shape (n, features).
+        """
         output = self._output(X)
         return self.classes_[output[:, : len(self.classes_)].argmax(1).numpy()]
 
@@ -180,10 +214,36 @@ class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
 
 
 class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
-    """A regressor that grows; targets are standardised inside, so their unit does not matter."""
+    """A regressor that grows its network during `fit`; targets are standardised inside, so their unit does not matter.
+
+    Args:
+        width: The number of units of each hidden layer (default: 100).
+        max_layers: The largest number of hidden layers; `fit` starts with one (default: 8).
+        learning_rate: The learning rate of AdamW (default: 3e-3).
+        weight_decay: The decoupled weight decay (default: 1e-4).
+        batch_size: The number of samples in a batch (default: 200).
+        max_epochs: The largest number of epochs (default: 2000).
+        validation_fraction: The share of the samples that is held out to decide when to grow and to stop (default: 0.1).
+        patience: The number of evaluations of the held-out part without an improvement before growing or stopping (default: 10).
+        tolerance: The smallest relative improvement that counts (default: 1e-3).
+        tau: The threshold of `sensli.Grower` (default: 0.0).
+        refit: Whether to train again on all samples, through the epochs and insertions that were best (default: True).
+        warm_start: Whether the next `fit` continues with the network of the last one (default: False).
+        random_state: The random seed, or a numpy RandomState.
+        verbose: Whether to print what happens (default: 0).
+    """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingRegressor:
-        """Fit to samples X of shape (n, features) and targets y of shape (n,) or (n, targets)."""
+        """Fit the network.
+
+        Args:
+            X: The samples, of shape (n, features).
+            y: The targets, of shape (n,) or (n, targets).
+            sample_weight: The weight of each sample. None weights all equally.
+
+        Returns:
+            The estimator itself.
+        """
         self._validate_params()
         first = not (self.warm_start and hasattr(self, "model_"))
         X, y = validate_data(self, X, y, dtype=np.float64, reset=first, multi_output=True, y_numeric=True)
@@ -198,7 +258,11 @@ class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any) -> Any:
-        """The predicted targets."""
+        """The predicted targets.
+
+        Args:
+            X: The samples, of shape (n, features).
+        """
         output = self._output(X)
         found = output.numpy() * self._y_scale + self._y_mean
         return found[:, 0] if self._flat else found

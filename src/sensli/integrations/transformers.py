@@ -32,13 +32,18 @@ except ImportError as error:
 
 
 class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Grows the Trainer's model at the end of epochs on which ``trigger`` fires; every ``train()`` counts its epochs from 1.
+    """Grows the Trainer's model at the end of epochs on which the trigger fires; every ``train()`` counts its epochs from 1.
 
-    ``monitor`` names the number for `triggers.Plateau`, such as ``"eval_loss"`` or ``"loss"``; ``batches`` limits how many training batches
-    a look takes. Other arguments are those of `sensli.Grower` (``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...).
-    Logged after each epoch: ``sensli/growths``, ``sensli/parameters``, ``sensli/flops``, and after a look ``sensli/merit`` and
-    ``sensli/ratio`` of the best. Checkpoints hold the file ``sensli.json``, from which ``resume_from_checkpoint`` grows the small model
-    again.
+    Logs after each epoch ``sensli/growths``, ``sensli/parameters`` and ``sensli/flops``, and after a look ``sensli/merit`` and
+    ``sensli/ratio`` of the best site. Checkpoints contain the file ``sensli.json``, from which ``resume_from_checkpoint`` grows
+    the small model again.
+
+    Args:
+        trigger: When to look, one of `sensli.triggers`.
+        monitor: The name of the logged number that `triggers.Plateau` watches, such as ``"eval_loss"`` or ``"loss"``.
+        batches: The largest number of training batches to measure on. None uses all of them.
+        metrics: Whether to log (default: True).
+        **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
 
     def __init__(
@@ -69,7 +74,15 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return self._history
 
     def attach(self, trainer: Trainer) -> None:
-        """Join a Trainer. ``Trainer(callbacks=[...])`` does it by itself; call it after ``trainer.add_callback(...)`` to resume."""
+        """Join a Trainer. ``Trainer(callbacks=[...])`` does this itself; call it after ``trainer.add_callback(...)`` to resume.
+
+        Args:
+            trainer: The Trainer.
+
+        Raises:
+            SensliError: If the callback belongs to another Trainer already.
+            UnsupportedModel: If the Trainer cannot grow its model, with the reason.
+        """
         checks.instance("trainer", trainer, Trainer, "a transformers.Trainer")
         if self.trainer is trainer:
             return
