@@ -39,7 +39,7 @@ class Flops(int):
         if not self.unknown:
             return f"{text}; every operation was known."
         names = ", ".join(f"{name} ({times} x)" for name, times in sorted(self.unknown.items()))
-        return f"{text}, not counting what there is no rule for: {names}."
+        return f"{text}, not counting operations without a rule: {names}."
 
     def __repr__(self) -> str:
         return f"Flops({int(self)}, unknown={self.unknown})" if self.unknown else f"Flops({int(self)})"
@@ -76,7 +76,7 @@ def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False
     checks.flag("elementwise", elementwise)
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise UnsupportedModel(
-            f"cannot count {type(model).__name__}: it has lazy layers, whose first run would fix their shapes. "
+            f"cannot count {type(model).__name__}: it has lazy layers, whose shapes the first run would fix. "
             "Run the model once yourself, then count."
         )
     counter = _Counter(elementwise)
@@ -95,10 +95,10 @@ def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False
 def _samples(example: Example) -> int:
     for tensor in tensors(example):
         if tensor.dim() and not tensor.shape[0]:
-            raise BadExample(f"the example holds no sample: its first tensor has the shape {tuple(tensor.shape)}.")
+            raise BadExample(f"the example contains no sample: its first tensor has the shape {tuple(tensor.shape)}.")
         return tensor.shape[0] if tensor.dim() else 1
     raise BadExample(
-        f"the example holds no tensor: {describe(example)}. Give a tensor, a tuple of arguments or a dict of them."
+        f"the example contains no tensor: {describe(example)}. Give a tensor, a tuple of arguments or a dict of them."
     )
 
 

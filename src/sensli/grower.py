@@ -232,7 +232,7 @@ class Grower:
                 tolerance=self._tolerance,
             )  # fmt: skip
         except ZeroMerits as nothing:
-            warnings.warn(f"call {self.calls}: nothing inserted, because {nothing}", stacklevel=4)
+            warnings.warn(f"call {self.calls}: nothing was inserted, because {nothing}", stacklevel=4)
             self._saw("all merits are zero", parameters=parameters)
             return None
         least = self._least_gain(abs(merits.loss or 0.0))
@@ -311,9 +311,7 @@ class Grower:
         sites = self._search.sites(together, self._optimizer, self._group)
         if not sites:
             asked = "" if self._where is None else f" for where={self._where!r}"
-            raise SensliError(
-                f"there is no place to grow{asked} in this {type(self.model).__name__}. {sites.explain()}"
-            )
+            raise SensliError(f"there is nowhere to grow{asked} in this {type(self.model).__name__}. {sites.explain()}")
         return sites
 
     def _is_small(self, site: Site, parameters: int) -> bool:
@@ -324,12 +322,12 @@ class Grower:
         smallest = min(sites, key=lambda site: site.parameters)
         after = parameters + smallest.parameters
         reason = (
-            f"every layer would take the model to more than max_factor = {self._max_factor:g} times its parameters; the smallest, "
+            f"every layer would bring the model to more than max_factor = {self._max_factor:g} times its parameters; the smallest, "
             f"{smallest}, {factor_text(parameters, after)}"
         )
         if not self._said_too_large:
             advice = f"Give Grower(max_factor={math.ceil(after / parameters)}) to allow it, or None for no limit."
-            warnings.warn(f"call {self.calls}: nothing inserted, because {reason}. {advice}", stacklevel=5)
+            warnings.warn(f"call {self.calls}: nothing was inserted, because {reason}. {advice}", stacklevel=5)
             self._said_too_large = True
         return reason
 
@@ -417,9 +415,7 @@ class Grower:
         for merit in merits:
             if choice is merit or choice is merit.site:
                 return [merit] if merit in worth else []
-        raise TypeError(
-            f"the selection returned {choice!r}; it must return one of the merits it was given, or its site."
-        )
+        raise TypeError(f"select must return one of the merits it was given, or its site, got {choice!r}.")
 
     def _moment(self, metric: float | None) -> Moment:
         return Moment(self.calls, metric, len(self.history), Sizes(bare(self.model), self._example))
@@ -446,7 +442,9 @@ class Grower:
         checks.instance("state", state, Mapping, "what Grower.state_dict() returned", error=HistoryError)
         missing_entries = {"calls", "history", "trigger", "generator"} - set(state)
         if missing_entries:
-            raise HistoryError(f"this is no state of a Grower: it lacks {sorted(missing_entries)}. Use an intact copy.")
+            raise HistoryError(
+                f"Not a state of a Grower: the keys {sorted(missing_entries)} are missing. Use an intact copy."
+            )
         try:
             history = History.from_dict(state["history"])
             calls, loss, generator = _numbers_of(state)
@@ -461,7 +459,7 @@ class Grower:
             self._trigger.load_state_dict(state["trigger"])
         except Exception as error:
             raise HistoryError(
-                f"the state belongs to another trigger than {self._trigger!r}. Make the Grower with the trigger it was saved with."
+                f"the state belongs to a trigger other than {self._trigger!r}. Make the Grower with the trigger it was saved with."
             ) from error
         self.calls, self.history, self._largest_loss = calls, history, loss
         self._generator.set_state(generator)

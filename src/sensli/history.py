@@ -211,13 +211,14 @@ class History(Sequence[Growth]):
         """
         if not isinstance(data, Mapping) or "growths" not in data:
             raise HistoryError(
-                "this is no history: the entry 'growths' is missing. Expected what History.to_dict() wrote, "
+                "Not a sensli history: the key 'growths' is missing. Expected what History.to_dict() returned, "
                 f"got {checks.shown(data)}."
             )
         version = data.get("format", FORMAT)
         if type(version) is not int or not 1 <= version <= FORMAT:
             raise HistoryError(
-                f"the history has format {brief(version)}, and {FORMAT} is the newest known here. Update sensli, or use an intact copy."
+                f"the history has format {brief(version)}, but {FORMAT} is the newest that this version knows. "
+                "Update sensli, or use an intact copy."
             )
         with _reading("the history"):
             record = Record.from_dict(lenient(data["record"])) if "record" in data else None
@@ -235,7 +236,7 @@ class History(Sequence[Growth]):
             return strict_json(self.to_dict(), indent=1)
         except (TypeError, ValueError) as error:
             raise HistoryError(
-                f"the history cannot be written as JSON: {error}. Keep numbers, texts, lists and dicts in the details of a growth."
+                f"the history cannot be written as JSON: {error}. Keep only numbers, strings, lists and dicts in the details of a growth."
             ) from error
 
     @classmethod
@@ -253,7 +254,7 @@ class History(Sequence[Growth]):
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise HistoryError(
-                f"the history is not valid JSON ({error}): cut short or altered. Use an intact copy."
+                f"the history is not valid JSON ({error}): the text is truncated or altered. Use an intact copy."
             ) from error
         return cls.from_dict(data)
 
@@ -311,7 +312,7 @@ def _check_growth(growth: Growth) -> None:
                 raise ValueError(f"{names} are not names of attributes that follow the number of blocks")
     own = growth.own_rate
     if own is not None and (len(own.groups) != len(own.sources) or min(sum(own.groups, own.sources), default=0) < 0):
-        raise ValueError(f"{own} does not tell which groups were added")
+        raise ValueError(f"{own} does not say which groups were added")
     check_types(
         _Shown(**{name: growth.details[name] for name in ("epoch", "merit", "ratio") if name in growth.details}),
         "details",

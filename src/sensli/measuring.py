@@ -94,7 +94,7 @@ def measure(
             caught = joined(together, taken.caught(), device_of(model), last=False)
         if caught.count == 0:
             raise MeasurementError(
-                "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
+                "the batches are empty: a loader without data, or an iterator that is already used up. Give a new one."
             )
         sizes = _filled(caught)
         values = [value_of(site, norm, sizes, remaining) for site in caught.sites]

@@ -154,7 +154,7 @@ class Merits(Sequence[Merit]):
                 )
         if all(merit.value == 0 for merit in self):
             raise ZeroMerits(
-                f"all {len(self)} merits are zero: the loss does not change with any of the places. Every unit before them is "
-                "dead on this data, the loss is flat (already zero), or it does not depend on the model's output."
+                f"all {len(self)} merits are zero: the loss does not change at any of the sites. Every unit before them is "
+                "dead on this data, or the loss is flat (already zero), or it does not depend on the model's output."
             )
         return self

@@ -63,12 +63,12 @@ class Probe:
         self._norm = choose(norm, [site.kind for site in sites])
         if is_sharded(self._model) and any(site.layer.twin is not None for site in sites):
             raise MeasurementError(
-                "a probe cannot run the twin of a sharded block, whose parameters are whole only inside of its own pass. Use measure(...), "
+                "a probe cannot run the twin of a sharded block, whose parameters are whole only during its own pass. Use measure(...), "
                 "which works on an unsharded copy."
             )
         if ratio and is_sharded(self._model):
             raise MeasurementError(
-                "the gradients of sharded weights pass by where a probe could see them, so there is no ratio. Give ratio=False, or use "
+                "a probe cannot see the gradients of sharded weights, so there is no ratio. Give ratio=False, or use "
                 "measure(...)."
             )
         self._sites = sites

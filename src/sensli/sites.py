@@ -137,7 +137,7 @@ class Site:
         found = self.anchor.find(model)
         if found is None:
             raise UnknownSite(
-                f"'{self}' is not a site of this {type(model).__name__}: the module it is named by is not part of the model. "
+                f"'{self}' is not a site of this {type(model).__name__}: the module that names it is not part of the model. "
                 "It belongs to another model or was removed or replaced since. Call find_sites on this model again."
             )
         return found

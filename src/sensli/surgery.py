@@ -183,7 +183,7 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
     if number != growth.number or path != growth.name:
         raise HistoryError(
             f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(model).__name__} is number "
-            f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
+            f"{number} ({path}), and later layers build on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
     as_schedulers(scheduler)

@@ -43,7 +43,7 @@ class Trigger:
             moment: The call, the metric and the model as it is.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} must define fires(self, moment): whether to look at this call."
+            f"{type(self).__name__} must define fires(self, moment): whether to look on this call."
         )
 
     def allows(self, site: Site, moment: Moment) -> bool:

@@ -76,7 +76,7 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         # Lightning calls no callback before it starts the processes, so this is said in each of them, before the first batch.
         if any("MultiProcessing" in kind.__name__ for kind in type(trainer.strategy.launcher).__mro__):
             raise UnsupportedModel(
-                "this strategy (ddp_spawn, ddp_fork, ddp_notebook) hands the trained weights back to the module of the main process, which "
+                "this strategy (ddp_spawn, ddp_fork, ddp_notebook) returns the trained weights to the module of the main process, which "
                 "has not grown. Use strategy='ddp' in a script."
             )
         given = pl_module.on_load_checkpoint

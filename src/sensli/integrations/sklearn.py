@@ -1,7 +1,7 @@
 """`GrowingClassifier` and `GrowingRegressor`: scikit-learn estimators with no architecture to choose.
 
 `fit` starts with one hidden layer, inserts layers where they are worth most while a held-out part improves, and stops by itself. Then
-it trains once more on all samples, through the epochs and insertions that proved best (``refit=False`` leaves that out).
+it trains again on all samples, through the epochs and insertions that proved best (``refit=False`` leaves that out).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
             if again:
                 self.model_ = start
                 self.model_[0] = _Standardize(*_moments(x, weight)).double()
-                say(f"once more on all {len(x)} samples: {' + '.join(map(str, fitted.way))} epochs")
+                say(f"again on all {len(x)} samples: {' + '.join(map(str, fitted.way))} epochs")
                 fit_again(self.model_, _data(x, y, weight), self._loss, plan, fitted)
         self.history_ = fitted.history
         self.validation_loss_ = fitted.loss
@@ -183,7 +183,7 @@ class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
         check_classification_targets(y)
         classes, index = np.unique(y, return_inverse=True)
         if not first and not np.array_equal(classes, self.classes_):
-            raise ValueError(f"warm_start=True goes on with the classes {self.classes_}, but y holds {classes}.")
+            raise ValueError(f"warm_start=True continues with the classes {self.classes_}, but y contains {classes}.")
         self.classes_ = classes
         self._fit(X, index, sample_weight, max(2, len(classes)), groups=index)
         return self
@@ -252,7 +252,9 @@ class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
             weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
             self._y_mean, self._y_scale = _moments(targets, weight)
         elif targets.shape[1] != len(self._y_mean):
-            raise ValueError(f"warm_start=True goes on with {len(self._y_mean)} targets, but y has {targets.shape[1]}.")
+            raise ValueError(
+                f"warm_start=True continues with {len(self._y_mean)} targets, but y has {targets.shape[1]}."
+            )
         self._flat = y.ndim == 1
         self._fit(X, (targets - self._y_mean) / self._y_scale, sample_weight, targets.shape[1])
         return self

@@ -98,7 +98,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         for method in around:
             if not hasattr(trainer, method.__name__):
                 raise UnsupportedModel(
-                    f"transformers {__version__} has no Trainer.{method.__name__}, around which checkpoints of a growing model are made. "
+                    f"transformers {__version__} has no Trainer.{method.__name__}, which checkpoints of a growing model need. "
                     "Use a version this release of sensli was tested with (5.22)."
                 )
         for method in around:
@@ -119,7 +119,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         trainer = self._trainer
         hf_trainer.check(trainer, self._monitor)  # once more: the arguments may have been changed since
         network = bare(trainer.model_wrapped)
-        # Growths stay with their model; another model (model_init=) begins anew.
+        # Growths stay with their model; another model (model_init=) starts without any.
         self._history = History(self._history if self._network is network else ())
         self._network, self._counted, self._waiting, self._facts = network, -1, False, Facts()
         self._trigger.load_state_dict(self._fresh)
@@ -189,7 +189,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             if self._monitor in logs:
                 return float(logs[self._monitor])
         known = ", ".join(sorted({name for logs in state.log_history for name in logs})) or "none"
-        raise SensliError(f"monitor={self._monitor!r} has not been logged when it was needed. Logged so far: {known}.")
+        raise SensliError(f"monitor={self._monitor!r} was not logged before it was needed. Logged so far: {known}.")
 
     def _has_come(self, state: Any) -> None:
         if self._waiting:
@@ -248,7 +248,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         homeless = hf_trainer.homeless(network, load_result.unexpected_keys)
         if homeless:
             raise CheckpointError(
-                f"the checkpoint holds weights that this model has no place for: {homeless[0]} ({len(homeless)} such). "
+                f"the checkpoint contains weights that this model does not have: {homeless[0]} ({len(homeless)} such). "
                 f"Its {hf_folder.FILE} is missing or belongs to another model. Give the Trainer the model that growing began "
                 "with, and the folder as it was saved."
             )

@@ -59,8 +59,8 @@ def page_data(
     record = checks.instance("history", history, History, "a History (for example grower.history)").record
     if not record:
         raise HistoryError(
-            "the history holds growths but no record of the training, so there is nothing to show. A Grower writes the record "
-            "by itself; a History made by hand or by an earlier version has none."
+            "the history contains growths but no record of the training, so there is nothing to show. A Grower writes the record "
+            "itself; a History made by hand or by an earlier version has none."
         )
     if not curves and record.metrics:
         calls, values = zip(*record.metrics, strict=True)

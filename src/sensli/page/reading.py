@@ -52,7 +52,7 @@ def read_history(path: str | os.PathLike[str]) -> History:
     found = _find(data)
     if found is None:
         raise HistoryError(
-            f"'{path}' holds no history. Give what History.save(path) wrote, or a checkpoint with grower.state_dict() in it."
+            f"'{path}' does not contain a history. Give what History.save(path) wrote, or a checkpoint with grower.state_dict() in it."
         )
     return History.from_dict(found)
 
