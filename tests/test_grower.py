@@ -232,7 +232,7 @@ def test_a_state_is_refused_where_it_does_not_belong():
     for target, given, text in [
         (plain, state, "has not grown as this state says.*replay"),
         (grown, state, "a trigger other than"),
-        (grown, damaged, r"lacks \['trigger'\]"),
+        (grown, damaged, r"the keys \['trigger'\] are missing"),
     ]:
         before = target.state_dict()
         with pytest.raises(HistoryError, match=text):
