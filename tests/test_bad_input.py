@@ -58,7 +58,7 @@ class Fails(nn.Module):
 
 MEASUREMENTS = {
     "no sites": (lambda m, s: measure(m, [], DATA, loss_fn), MeasurementError, "no sites to measure.*explain"),
-    "empty loader": (lambda m, s: measure(m, s, [], loss_fn), MeasurementError, "empty.*Give a fresh one"),
+    "empty loader": (lambda m, s: measure(m, s, [], loss_fn), MeasurementError, "empty.*Give a new one"),
     "exhausted": (lambda m, s: measure(m, s, iter(()), loss_fn), MeasurementError, "used up"),
     "vector loss": (
         lambda m, s: measure(m, s, DATA, lambda o, t: F.cross_entropy(o, t, reduction="none")),
@@ -90,7 +90,7 @@ MEASUREMENTS = {
     "no samples": (
         lambda m, s: measure(m, s, [EMPTY], lambda o, t: o.sum()),
         MeasurementError,
-        "holds no samples",
+        "contains no samples",
     ),
     "unknown norm": (
         lambda m, s: measure(m, s, DATA, loss_fn, norm="nuclear"),

@@ -88,7 +88,7 @@ def test_demo_trains_prints_and_draws(
     for word in ("baseline", "grown", "extended", "epoch 20: +Linear(10, 10) + ReLU after ", "test error"):
         assert word in out
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert f"the film of it: {tmp_path / 'out' / 'growth.html'}" in out
+    assert f"animation: {tmp_path / 'out' / 'growth.html'}" in out
     assert (tmp_path / "out" / "growth.html").read_text().startswith("<!doctype html>")
     assert "\x1b" not in out  # no colour where the output is no terminal
 

@@ -182,7 +182,7 @@ def ranks_that_differ() -> None:
     assert [name for name, _ in model.named_parameters()] == before
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))] if rank == 1 else model.parameters(), lr=0.1)
     message = raised(lambda: insert(model, sites[0], optimizer=foreign))
-    assert ("finds no group" in message) if rank == 1 else ("rank 1 failed: OptimizerError" in message), message
+    assert ("has no group" in message) if rank == 1 else ("rank 1 failed: OptimizerError" in message), message
     assert [name for name, _ in model.named_parameters()] == before
 
     # in and out again, still one synchronised model
@@ -295,8 +295,8 @@ def steps_that_fail(wrap: Any = DistributedDataParallel, make: Any = make_model)
         f"{failed}ZeroDivisionError", "ZeroDivisionError", loss=(lambda output, target: 1 / 0) if one else cross_entropy
     )
     case(
-        f"{failed}TypeError: the selection",
-        "the selection",
+        f"{failed}TypeError: select must return",
+        "select must return",
         select=lambda merits: "the best" if one else merits[0],
         count=1,
     )

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import sensli
-from sensli import triggers
+from sensli import norms, page, triggers
 from sensli.paper import config
+from sensli.surgery.history import record
 
 DOCS = Path(__file__).parent.parent / "docs"
 NAMED = re.compile(r"`+(\w+)=([^`]+?)`+[^.`|]*\bis the default")  # `tau=1`, the paper's threshold, is the default
@@ -113,10 +114,48 @@ def test_defaults_named_in_pages_and_docstrings() -> None:
         assert any(same(written, value) for value in values), f"{place}: {name}={written}, and the code has {values}"
 
 
-def test_values_after_the_word_default_are_those_of_the_signature() -> None:
-    """In a docstring: ``name`` ... (default: value) or default value."""
-    for one in public():
-        ours = arguments(one)
-        for name, written in re.findall(r"``?(\w+)``?[^;.()]*\(default:? ([\w.\"-]+)\)", inspect.getdoc(one) or ""):
-            if name in ours:
-                assert same(written, ours[name]), f"{one.__qualname__}: {name} is {ours[name]!r}, not {written}"
+def section(one: Callable[..., Any], title: str) -> dict[str, str]:
+    """The entries of one section of a docstring in Google style, by name."""
+    found = re.search(rf"^{title}:\n((?:    .*\n|\n)+)", (inspect.getdoc(one) or "") + "\n", re.M)
+    entries = re.split(r"^    (?=\S)", found.group(1) if found else "", flags=re.M)[1:]
+    return {name.strip(): " ".join(text.split()) for name, _, text in (entry.partition(":") for entry in entries)}
+
+
+def parameters(one: Callable[..., Any]) -> list[str]:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    known = inspect.signature(one).parameters.values()
+    return [stars.get(each.kind, "") + each.name for each in known if each.name not in ("self", "cls")]
+
+
+def documented() -> Iterator[Callable[..., Any]]:
+    """What the API page shows: all of it but errors, and methods that only answer another library's call."""
+    shown = [norms.squared_norm, norms.Geometry, record.Look, record.SiteMerit]
+    for one in [*public(), *shown, page.page_data, page.write_page, page.read_history]:
+        error = inspect.isclass(one) and issubclass(one, Exception)
+        if one.__module__.startswith("sensli") and one.__doc__ and not error:
+            yield one
+
+
+def test_every_argument_is_documented_in_the_order_of_the_signature() -> None:
+    """Classes that a user only receives list what can be read from them instead."""
+    checked = 0
+    for one in documented():
+        if section(one, "Attributes"):
+            fields = [field.name for field in dataclasses.fields(one)] if dataclasses.is_dataclass(one) else None
+            assert fields is None or list(section(one, "Attributes")) == fields, one.__qualname__
+        elif one.__name__ not in ("to_dict", "from_dict", "Trigger") and not one.__qualname__.startswith("_"):
+            assert list(section(one, "Args")) == parameters(one), f"{one.__module__}.{one.__qualname__}"
+        checked += 1
+    assert checked > 50
+
+
+def test_defaults_of_documented_arguments_are_those_of_the_signature() -> None:
+    """An argument that has a default other than None or an empty tuple names it: (default: value)."""
+    for one in documented():
+        ours = {name: value for name, value in arguments(one).items() if value is not None and value != ()}
+        told = {name: re.findall(r"\(default: (.+?)\)", text) for name, text in section(one, "Args").items()}
+        for name, written in told.items():
+            if isinstance(ours.get(name), (str, int, float)):
+                assert written and same(written[0], ours[name]), (
+                    f"{one.__qualname__}: {name} is {ours[name]!r}, not {written}"
+                )

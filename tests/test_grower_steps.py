@@ -309,7 +309,7 @@ def test_an_optimizer_of_another_model_is_refused_at_once() -> None:
         torch.optim.SGD(deep().parameters(), lr=0.1),
         [torch.optim.SGD(deep().parameters(), lr=0.1), torch.optim.Adam(fnn().parameters())],
     ):
-        with pytest.raises(OptimizerError, match="holds no parameter of this Sequential"):
+        with pytest.raises(OptimizerError, match="contains no parameter of this Sequential"):
             grower(model, optimizer)
     with pytest.raises(OptimizerError, match="LBFGS cannot follow"):
         grower(model, torch.optim.LBFGS(model.parameters()))
@@ -417,7 +417,7 @@ def test_a_layer_larger_than_the_rest_is_taken_only_where_it_is_asked_for() -> N
         assert growing.step(DATA, loss_fn) is None
     assert growing.step(DATA, loss_fn) is None  # said once
     assert told[1] == (
-        "epoch 2: nothing inserted | every layer would take the model to more than max_factor = 2 times its parameters; the smallest, "
+        "epoch 2: nothing inserted | every layer would bring the model to more than max_factor = 2 times its parameters; the smallest, "
         "Linear(12, 12) + ReLU after 1, 74 -> 230 parameters, x3.1"
     )
     for factor in (4, None):

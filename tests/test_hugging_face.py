@@ -305,7 +305,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"sensli\.json is damaged"):
         make(tmp_path / "x", grow(1, 2)).train(resume_from_checkpoint=str(folder))
     (folder / "sensli.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no place for.*sensli\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"does not have.*sensli\.json is missing"):
         make(tmp_path / "x", grow(1, 2)).train(resume_from_checkpoint=str(folder))
 
 
@@ -412,7 +412,7 @@ def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
     for options, text in (
         ({"tau": -1.0}, "tau must be .*, got -1.0"),
         ({"batches": 0}, "batches must be .*, got 0"),
-        ({"optimizer": None}, "the trainer's own"),
+        ({"optimizer": None}, "belongs to the trainer"),
     ):
         with pytest.raises((ValueError, TypeError), match=text):
             grow(1, **options)
@@ -424,12 +424,12 @@ def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
     trainer.args._n_gpu = 2
     with pytest.raises(UnsupportedModel, match="DataParallel"):
         trainer.train()
-    with pytest.raises(SensliError, match="no place to grow for where='conv'"):
+    with pytest.raises(SensliError, match="nowhere to grow for where='conv'"):
         make(tmp_path, grow(3, where="conv")).train()
     trainer = make(
         tmp_path, grow(1, monitor="eval_absent"), eval_strategy="epoch", eval_dataset=rows()[:8], save_strategy="no"
     )
-    with pytest.raises(SensliError, match=r"monitor='eval_absent' has not been logged.*eval_loss"):
+    with pytest.raises(SensliError, match=r"monitor='eval_absent' was not logged.*eval_loss"):
         trainer.train()
 
 
@@ -462,7 +462,7 @@ def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_pat
     def behind(site: Any) -> bool:
         return site.path == "transformer.h.1"
 
-    with pytest.raises(SensliError, match=r"(?s)no place to grow.*nothing would train a layer there.*group="):
+    with pytest.raises(SensliError, match=r"(?s)nowhere to grow.*nothing would train a layer there.*group="):
         frozen(grow(1, where=behind)).train()  # before the first epoch
     callback = grow(1, where=behind, group=0)
     trainer = frozen(callback)

@@ -166,7 +166,7 @@ def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_pat
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "default_root_dir": tmp_path,
     }  # fmt: skip
     callback = GrowthCallback(triggers.Every(1), tau=0.0)
-    with pytest.raises(SensliError, match=r"(?s)no place to grow.*nothing would train a layer there.*group="):
+    with pytest.raises(SensliError, match=r"(?s)nowhere to grow.*nothing would train a layer there.*group="):
         pl.Trainer(max_epochs=1, callbacks=[callback], **settings).fit(Frozen(), data())
     callback = GrowthCallback(triggers.Every(1), tau=0.0, group=0)
     module = Frozen()

@@ -360,13 +360,13 @@ def broken_plans() -> dict[str, tuple[Callable[[Net, AdamW], Any], str]]:
     return {
         "neighbour in none": (
             lambda net, opt: plan_joining(opt, [Newcomer("a.new", nn.Parameter(torch.zeros(2)), (), "a.old")]),
-            "a.new finds no group to join: no parameter of its neighbour a.old is in AdamW.*group=",
+            "a.new has no group to join: no parameter of its neighbour a.old is in AdamW.*group=",
         ),
         "one of many in none": (
             lambda net, opt: plan_joining(
                 opt, [*grow(net), Newcomer("late", nn.Parameter(torch.zeros(2)), (nn.Parameter(torch.zeros(2)),))]
             ),
-            "late finds no group",
+            "late has no group",
         ),
         "index too large": (
             lambda net, opt: plan_joining(opt, grow(net), group=2),
@@ -375,7 +375,7 @@ def broken_plans() -> dict[str, tuple[Callable[[Net, AdamW], Any], str]]:
         "negative index": (lambda net, opt: plan_joining(opt, grow(net), group=-1), "or its index .*, got -1"),
         "a copy of a group": (
             lambda net, opt: plan_joining(opt, grow(net), group=dict(opt.param_groups[0])),
-            "A copy of a group is another one",
+            "A copy of a group is a different group",
         ),
         "there already": (
             lambda net, opt: plan_joining(opt, [Newcomer("first.weight", net.first.weight, (net.last.weight,))]),

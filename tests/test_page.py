@@ -43,7 +43,7 @@ def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pyte
     [
         (b"", "neither JSON nor a file of torch.save"),
         (b"{", "cannot be read (JSONDecodeError"),
-        (b"{}", "holds no history"),
+        (b"{}", "does not contain a history"),
         (b"PK\x03\x04broken", "cannot be read"),
         (b'{"growths": []}', "no record of the training"),
         (b'{"growths": [3]}', "the history is damaged"),

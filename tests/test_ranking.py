@@ -104,7 +104,7 @@ def test_a_saved_model_on_a_text_and_on_tensors(folder: Path, capsys: pytest.Cap
         (["sites", "mymodel.py:make", "--batch", "mymodel.py"], "cannot be read as a batch"),
         (["sites", "mymodel.py:make", "--batch", "none.pt"], "none.pt"),
         (["sites", "mymodel.py:Reader", "--text", "mymodel.py", "--length", "100000"], "Give a longer text"),
-        (["sites", "mymodel.py:make", "--batch", "batch.pt", "--count", "0"], "whole numbers from 1"),
+        (["sites", "mymodel.py:make", "--batch", "batch.pt", "--count", "0"], "must be at least 1"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -66,7 +66,7 @@ def test_blocks_without_a_twin_say_why() -> None:
     )
     model, batch = build("mlp")
     assert reasons(model, example_of(batch), layer="twin") == {
-        "": "no stack of blocks was met by the example, so there is no place to choose"
+        "": "no stack of blocks was reached by the example, so there is nowhere to grow"
     }
     with pytest.raises(ValueError, match=r"init must be one of .*, got 'new'"):
         find_sites(model, example_of(batch), init="new")

@@ -81,7 +81,7 @@ def test_a_change_that_shows_in_training_mode_only_is_found(noise: nn.Module, mo
     model[1].register_forward_hook(lambda module, args, output: noise(output))
     model.eval(), noise.eval()
     model.train(), noise.train()
-    with untouched(model), pytest.raises(FunctionChanged, match="moved the output"):
+    with untouched(model), pytest.raises(FunctionChanged, match="changed the output"):
         insert(model, site, check=x)
     model.eval(), noise.eval()
     insert(model, site, check=x)

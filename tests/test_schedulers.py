@@ -376,7 +376,7 @@ def test_errors_leave_all_rates_as_they_were() -> None:
     before = state(optimizer, [scheduler, foreign])
     with pytest.raises(OptimizerError, match=r"SGD cannot be scaled by 0\.7 without its scheduler.*Pass scheduler="):
         plan_rate_scaling(optimizer, None, 0.7)
-    with pytest.raises(OptimizerError, match="StepLR drives another optimizer"):
+    with pytest.raises(OptimizerError, match="StepLR drives an optimizer"):
         plan_rate_scaling(optimizer, [scheduler, foreign], 0.7)
     with pytest.raises(OptimizerError, match="without its scheduler"):
         plan_rate_scaling([optimizer, other], scheduler, 0.7)
@@ -389,10 +389,10 @@ def test_errors_leave_all_rates_as_they_were() -> None:
     scaling = plan_rate_scaling(optimizer, scheduler, 0.7)
     scaling.apply(optimizer, scheduler)
     after = state(optimizer, [scheduler])
-    with pytest.raises(OptimizerError, match="base_lrs of scheduler 0 is not there"):
+    with pytest.raises(OptimizerError, match="base_lrs of scheduler 0 is missing"):
         scaling.revert(optimizer)
-    with pytest.raises(OptimizerError, match="lr of optimizer 0 is not there"):
+    with pytest.raises(OptimizerError, match="lr of optimizer 0 is missing"):
         scaling.revert(None, scheduler)
-    with pytest.raises(OptimizerError, match="base_lrs of scheduler 0 is not there"):
+    with pytest.raises(OptimizerError, match="base_lrs of scheduler 0 is missing"):
         scaling.revert(optimizer, ReduceLROnPlateau(optimizer))
     assert repr(state(optimizer, [scheduler])) == repr(after)

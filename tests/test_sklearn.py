@@ -81,7 +81,7 @@ def test_warm_start_goes_on_with_the_grown_network() -> None:
     model.fit(x, y)
     assert model.model_ is network
     assert model.validation_loss_ < first
-    with pytest.raises(ValueError, match="goes on with the classes"):
+    with pytest.raises(ValueError, match="continues with the classes"):
         model.fit(x[y < 5], y[y < 5])
 
 
@@ -100,7 +100,7 @@ def test_the_last_training_is_on_all_samples(capsys: pytest.CaptureFixture[str])
     settings: dict[str, Any] = {**SMALL, "max_epochs": 30, "random_state": 0}
     whole = GrowingClassifier(**settings, verbose=1).fit(x, y)
     part = GrowingClassifier(**settings, refit=False).fit(x, y)
-    assert f"once more on all {len(x)} samples" in capsys.readouterr().out
+    assert f"again on all {len(x)} samples" in capsys.readouterr().out
     assert whole.validation_loss_ == part.validation_loss_  # what decided is the same
     assert [str(growth.site) for growth in whole.history_] == [str(growth.site) for growth in part.history_]
     assert torch.allclose(whole.model_[0].mean, torch.from_numpy(x).mean(0))

@@ -350,7 +350,7 @@ def test_check_finds_a_function_that_changed_and_puts_everything_back():
     (site,) = find_sites(model, points())
     model.flip = True
     x, y = points(), labels()
-    with untouched(model, optimizer), pytest.raises(FunctionChanged, match="nothing was kept"):
+    with untouched(model, optimizer), pytest.raises(FunctionChanged, match="everything was put back"):
         insert(model, site, optimizer=optimizer, lr_scale=0.5, check=(x, y))
     model.flip = False
     insert(model, site, optimizer=optimizer, check=x)

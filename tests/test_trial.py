@@ -265,7 +265,7 @@ def test_forwards_that_ask_for_a_class_count_index_or_slice(forward: Callable[..
     assert len(sites) + len(reasons) >= 2
     if forward is by_class:  # behind the ReLUs nothing holds, behind the layers the residual form does
         assert places(sites) == [("after", "net.0"), ("after", "net.2")]
-        assert "asks for their class" in reasons["net.1"] and "net.1: the model's output moves by" in sites.explain()
+        assert "checks their class" in reasons["net.1"] and "net.1: the model's output changes by" in sites.explain()
 
 
 # --- what happens only in training ---

@@ -188,7 +188,7 @@ NOT_A_SCHEDULER = (
     Of("one that is none", lambda s: [s.scheduler, "x"], "'x'"),
 )  # fmt: skip
 ANOTHER_ONES = Of(
-    "of another optimizer", lambda s: StepLR(torch.optim.SGD(s.fresh.parameters()), 3), "another optimizer"
+    "of another optimizer", lambda s: StepLR(torch.optim.SGD(s.fresh.parameters()), 3), "other than those given"
 )
 NOT_AN_EXAMPLE = (None, 3, 1.5, True, (), [], {}, ("a", 2), {"x": 1}, nn.ReLU)
 NOT_SITES = (
@@ -265,7 +265,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("insert without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("insert without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("insert without an optimizer", "group"): (Of("0", lambda s: 0, "needs optimizer="),),
-    ("insert without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "another optimizer"),),
+    ("insert without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
     ("undo", "model"): NOT_A_MODEL,
     ("undo", "growth"): NOT_A_GROWTH,
     ("undo", "optimizer"): NOT_AN_OPTIMIZER,
@@ -295,7 +295,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "log"): (5, "print", True, [print], Writer),
     ("Grower without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
-    ("Grower without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "another optimizer"),),
+    ("Grower without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
     ("Grower.step", "batches"): (*NOT_BATCHES, *BAD_BATCHES),
     ("Grower.step", "loss_fn"): (*NOT_A_LOSS, Of("None", lambda s: None, "is missing"), *BAD_LOSSES),
     ("Grower.step", "metric"): ("0.5", [0.5], {"loss": 1}, True, 1j, torch.ones(2), nn.ReLU, np.ones(3)),
@@ -411,9 +411,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "lr_scale": TABLE["Grower", "lr_scale"],
     "own_rate": TABLE["Grower", "own_rate"],
     "seed": TABLE["Grower", "seed"],
-    "optimizer": (Of("one", lambda s: s.optimizer, "the trainer's own"),),
-    "scheduler": (Of("one", lambda s: s.scheduler, "the trainer's own"),),
-    "model": (Of("one", lambda s: s.model, "the trainer's own"),),
+    "optimizer": (Of("one", lambda s: s.optimizer, "belongs to the trainer"),),
+    "scheduler": (Of("one", lambda s: s.scheduler, "belongs to the trainer"),),
+    "model": (Of("one", lambda s: s.model, "belongs to the trainer"),),
 }
 
 

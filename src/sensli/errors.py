@@ -30,7 +30,7 @@ class UnknownSite(SensliError):
 
 
 class MeasurementError(SensliError):
-    """Merits could not be measured: no data, no gradient, a loss that is no number."""
+    """Merits could not be measured: no data, no gradient, a loss that is not a number."""
 
 
 class ZeroMerits(MeasurementError):

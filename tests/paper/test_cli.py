@@ -68,7 +68,7 @@ def test_what_was_run_is_what_is_stated_where_nothing_differs(call, capsys):
     [
         (["run", "99"], "no experiment '99'. Did you mean '9'? Known: 1, 2, 3, 4"),
         (["run", "5", "--preset", "lap"], "no preset 'lap'. Did you mean 'laptop'? Known: day, laptop, paper, smoke."),
-        (["run", "5", "--device", "cuda"], "--device cuda: not there"),
+        (["run", "5", "--device", "cuda"], "--device cuda is not available here. Available: "),
         (["run", "wakee"], "Did you mean 'wake'?"),
         (["run", "2", "--runs", "0"], "--runs must be at least 1"),
         (["run", "2", "--epochs-scale", "-1"], "--epochs-scale must be positive"),
@@ -92,7 +92,7 @@ def test_ctrl_c_is_no_traceback(call, capsys, monkeypatch):
 
     monkeypatch.setattr(cli.runner, "run", stop)
     assert call("run", "2") == 130
-    assert "goes on from here" in capsys.readouterr().err
+    assert "Run the same command again to resume" in capsys.readouterr().err
 
 
 def test_plugs_into_a_command_line(tmp_path, monkeypatch, capsys):

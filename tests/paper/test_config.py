@@ -69,7 +69,7 @@ def test_recipes_and_arms_are_laid_over_the_settings():
         ("settings/network/channels", [4], r"channels and repeats belong to kind 'cnn'"),
         ("settings/confidence", 2.0, r"confidence must be between 0 and 1"),
         ("settings/schedule", {"metric": "train"}, r"unknown metric 'train'"),
-        ("settings/schedule", {}, r"follows the validation images, of which there are none"),
+        ("settings/schedule", {}, r"the schedule needs validation images"),
         ("arms/small/from_start", True, r"from_start needs an arm above it"),
         ("figures", ["cost"], r"'cost' needs the engine 'cnn'"),
         ("figures", ["norms"], r"'norms' needs an arm that grows with record_norms"),

@@ -186,7 +186,7 @@ def test_a_lost_worker_costs_little(tmp_path, whole, capsys):
         runner.run([one], store, machine, ray_place(save_every=0.0))
     out = capsys.readouterr().out
     assert "LI: 2 runs: its worker was lost (WorkerCrashedError); running it again" in out
-    assert "went on from where it was stopped" in out
+    assert "resumed" in out
     same(one, store, whole)
     assert not list(tmp_path.rglob("unfinished*"))
 
@@ -200,7 +200,7 @@ def test_what_was_stopped_goes_on_without_ray(tmp_path, whole, capsys):
         runner.run([one], store, machine, ray_place(save_every=0.0))
     within(100, lambda: not descendants(os.getpid(), "ray::sensli"))
     runner.run([one], store)
-    assert "went on from where it was stopped" in capsys.readouterr().out
+    assert "resumed" in capsys.readouterr().out
     same(one, store, whole)
 
 

@@ -104,7 +104,7 @@ def test_a_stopped_run_goes_on_where_it_was(store, trained, monkeypatch, capsys)
     runner.run([one], store)
     assert [job.state is not None for job in trained] == [False, True, False]
     assert trained[1].state["epoch"] == 25
-    assert "went on from where it was stopped" in capsys.readouterr().out
+    assert "resumed" in capsys.readouterr().out
     fresh = stacked.train(Job(one.arms["LI"], one.seed, (0, 1, 2)))
     assert torch.equal(store.load(one, "LI").runs["train_loss"], fresh.runs["train_loss"])
     assert not list(store.root.rglob("unfinished*"))

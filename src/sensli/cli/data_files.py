@@ -30,19 +30,19 @@ def read_batches(path: Path) -> list[Any]:
         raise
     except Exception as error:
         raise BadExample(
-            f"'{path}' cannot be read as a batch: {type(error).__name__}: {storage.told(error)}. Give what torch.save wrote of tensors in "
-            "a dict or a tuple, or a .safetensors file."
+            f"'{path}' cannot be read as a batch: {type(error).__name__}: {storage.told(error)}. Give a dict or a tuple of tensors "
+            "written by torch.save, or a .safetensors file."
         ) from error
     batches = found if isinstance(found, list) else [found]
     if not batches:
-        raise BadExample(f"'{path}' holds an empty list. Give at least one batch.")
+        raise BadExample(f"'{path}' contains an empty list. Give at least one batch.")
     for batch in batches:
         if not _is_batch(batch):
             raise BadExample(
                 f"'{path}' holds {type(batch).__name__}, but a batch is a dict of keyword arguments or a pair (input, target), of tensors."
             )
     if len({type(batch) for batch in batches}) > 1:
-        raise BadExample(f"'{path}' holds dicts and pairs. Give batches of one kind.")
+        raise BadExample(f"'{path}' contains both dicts and pairs. Give batches of one kind.")
     return batches
 
 
@@ -83,8 +83,8 @@ def loss_for(batches: list[Any]) -> LossFunction | None:
         output = getattr(output, "logits", output)
         if not isinstance(output, Tensor):
             raise BadExample(
-                f"the model returns a {type(output).__name__}, and which of its values the target is for is not known here. Name a factory "
-                "whose model returns a tensor, or give dicts with labels, for the model's own loss."
+                f"the model returns a {type(output).__name__}, and it is not known which of its values the target belongs to. Name a "
+                "factory whose model returns a tensor, or give dicts with labels, for the model's own loss."
             )
         try:
             if target.is_floating_point():
@@ -93,7 +93,7 @@ def loss_for(batches: list[Any]) -> LossFunction | None:
         except (IndexError, RuntimeError, ValueError) as error:
             raise BadExample(
                 f"the target of shape {tuple(target.shape)}, {target.dtype}, does not fit the output of shape {tuple(output.shape)}: "
-                f"{error}. Give class numbers for classes, floats for numbers."
+                f"{error}. Give whole numbers for classes, floats for regression."
             ) from error
 
     return loss

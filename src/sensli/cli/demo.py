@@ -63,7 +63,7 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
     baseline, grown = Arm("baseline", network(HIDDEN, seed)), Arm("grown", network(HIDDEN, seed), LOOKS)
     if not as_json:
         print(
-            f"Two spirals, {len(x)} points. The growing network starts with {HIDDEN} hidden layers of {WIDTH} units; its places now:"
+            f"Two spirals, {len(x)} points. The growing network starts with {HIDDEN} hidden layers of {WIDTH} units; its sites now:"
         )
         print(find_sites(grown.model, x[:1]).explain(), end="\n\n")
     threads = torch.get_num_threads()
@@ -98,8 +98,8 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
         print(strict_json({"results": results, "looks": looks, "page": str(page), "picture": str(picture)}, indent=1))
         return
     print("\n" + text_table(header, rows))
-    print(f"\nthe film of it: {page}   (open it in a browser)\npicture: {picture}")
-    print("One run of many: another one with --seed. FLOPs count all training steps and all measurements.")
+    print(f"\nanimation: {page}   (open it in a browser)\npicture: {picture}")
+    print("This is one run of many; try another with --seed. FLOPs count all training steps and all measurements.")
 
 
 def _train(arm: Arm, x: Tensor, y: Tensor, reach: Reach, before: int, *, quiet: bool) -> None:

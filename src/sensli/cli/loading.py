@@ -25,7 +25,7 @@ def load_model(name: str) -> nn.Module:
     module_name, colon, factory_name = name.rpartition(":")
     if not colon or not module_name or not factory_name:
         raise UnsupportedModel(
-            f"'{name}' names no model: write MODULE:FACTORY, such as mymodels:make_cnn or path/to/file.py:Net."
+            f"'{name}' is not a model: write MODULE:FACTORY, such as mymodels:make_cnn or path/to/file.py:Net."
         )
     module = _import(module_name)
     factory = getattr(module, factory_name, None)
@@ -41,7 +41,7 @@ def load_model(name: str) -> nn.Module:
             f"calling {name} without arguments failed: {type(error).__name__}: {error}. Give a function that builds the model."
         ) from error
     if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"{name} gave {type(model).__name__}, not an nn.Module.")
+        raise UnsupportedModel(f"{name} returned {type(model).__name__}, not an nn.Module.")
     return model
 
 
@@ -49,7 +49,7 @@ def _from_directory(path: Path) -> nn.Module:
     """The model that ``save_pretrained`` wrote there; nothing is downloaded."""
     if not (path / "config.json").is_file():
         raise UnsupportedModel(
-            f"'{path}' is a directory without config.json, so it holds no model of the transformers library. Give one that "
+            f"'{path}' is a directory without config.json, so it does not contain a model of the transformers library. Give one that "
             "save_pretrained wrote, or MODULE:FACTORY."
         )
     try:
@@ -101,7 +101,7 @@ def parse_input(text: str) -> Tensor:
     found = re.fullmatch(r"(?:(\w+):)?([1-9][0-9]*(?:x[1-9][0-9]*)*)", text)
     dtype = getattr(torch, found.group(1) or "float32", None) if found else None
     if not found or not isinstance(dtype, torch.dtype):
-        raise BadExample(f"'{text}' is no input: write a shape such as 1x3x32x32, or with a type int64:1x128.")
+        raise BadExample(f"'{text}' is not an input: write a shape such as 1x3x32x32, or with a type int64:1x128.")
     shape = [int(size) for size in found.group(2).split("x")]
     try:
         if dtype.is_floating_point:
@@ -109,4 +109,6 @@ def parse_input(text: str) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         why = str(error).partition("\n")[0]
-        raise BadExample(f"an input '{text}' cannot be made: {why}. Give a smaller shape or another type.") from error
+        raise BadExample(
+            f"the input '{text}' cannot be created: {why}. Give a smaller shape or another type."
+        ) from error

@@ -25,10 +25,10 @@ _EXAMPLES = """\
 examples:
   sensli demo                                         three networks on two spirals, under a minute
   sensli sites mymodels:make_cnn --input 1x3x32x32    where your own model could grow
-  sensli report history.json                          the film of your own training, as one HTML file
+  sensli report history.json                          the animation of your own training, as one HTML file
   sensli paper run 2                                  an experiment of the paper, with table and figure
   sensli sites saved/model --text notes.txt           where a language model would gain most
-  sensli bench                                        the figures we promise, measured on this machine
+  sensli bench                                        the benchmarks, run on this machine
 """
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     if any("\0" in argument for argument in (sys.argv[1:] if arguments is None else arguments)):
-        parser.error("an argument holds a NUL character")
+        parser.error("an argument contains a NUL character")
     args = parser.parse_args(arguments)
     try:
         args.run(args)
@@ -84,9 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         default=Path("sensli-demo"),
-        help="folder for the film, the picture and the history (default: %(default)s)",
+        help="folder for the animation, the picture and the history (default: %(default)s)",
     )
-    demo.add_argument("--seed", type=_seed, default=1, help="of the initial weights (default: %(default)s)")
+    demo.add_argument("--seed", type=_seed, default=1, help="random seed of the initial weights (default: %(default)s)")
     demo.add_argument("--json", action="store_true", help="print results and decisions as JSON, and nothing else")
     demo.set_defaults(run=_demo)
 
@@ -94,14 +94,14 @@ def _parser() -> argparse.ArgumentParser:
         "sites",
         help="list where your own model could grow, and with data, where it would help most",
         description="List the places of a model where a layer could go, what it would cost, and what was skipped and why. With data, rank "
-        "them by what a layer there would be worth, beside the choices people make without measuring. The model is only read.",
+        "them by what a layer there would be worth, and compare with the choices people make without measuring. The model is only read.",
         epilog="example: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128; "
         "sensli sites path/to/saved/model --text notes.txt --count 4",
     )
     sites.add_argument(
         "model",
         metavar="MODEL",
-        help="MODULE:FACTORY, a module or .py file and a function or class in it that gives the model; or a directory that "
+        help="MODULE:FACTORY, a module or .py file and a function or class in it that returns the model; or a directory that "
         "save_pretrained of the transformers library wrote",
     )
     data = sites.add_mutually_exclusive_group(required=True)
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "--input",
         metavar="SHAPE",
         action="append",
-        help="such as 1x3x32x32; repeat for several arguments; lists, does not rank",
+        help="the shape of the input, such as 1x3x32x32; repeat for several arguments; lists the sites without ranking them",
     )
     data.add_argument(
         "--batch",
@@ -121,11 +121,13 @@ def _parser() -> argparse.ArgumentParser:
         "--text",
         metavar="FILE",
         type=Path,
-        help="a text, read with the tokenizer in the model's directory or byte by byte",
+        help="a text file, read with the tokenizer in the model's directory or byte by byte",
     )
-    sites.add_argument("--length", type=int, default=128, help="tokens in a window of the text (default: %(default)s)")
     sites.add_argument(
-        "--count", type=int, default=1, help="layers to be placed, for the choices (default: %(default)s)"
+        "--length", type=int, default=128, help="number of tokens in a window of the text (default: %(default)s)"
+    )
+    sites.add_argument(
+        "--count", type=int, default=1, help="number of layers to place, for the comparison (default: %(default)s)"
     )
     sites.add_argument(
         "--layer", choices=("auto", *FORMS), default="auto", help="the form of the new layer (default: %(default)s)"
@@ -136,16 +138,16 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser(
         "report",
-        help="write the film of a training as one HTML file",
+        help="write the animation of a training as one HTML file",
         description="Write the growth page of a training: the network, every decision with all merits, the metric. "
         "The file is what grower.history.save(path) wrote, or a checkpoint "
         "(of save_checkpoint, or of torch.save with grower.state_dict() in it).",
         epilog="example: sensli report history.json --out growth.html",
     )
     report.add_argument("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON or a checkpoint")
-    report.add_argument("--out", type=Path, help="where to write the page (default: beside the file, ending in .html)")
+    report.add_argument("--out", type=Path, help="where to write the page (default: next to the file, ending in .html)")
     report.add_argument("--title", default="A network grows", help="the heading of the page (default: %(default)s)")
-    report.add_argument("--metric", default="metric", help="what the metric is, such as 'validation loss'")
+    report.add_argument("--metric", default="metric", help="what the metric is called, such as 'validation loss'")
     report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
     report.set_defaults(run=_report)
 
@@ -153,8 +155,8 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser(
         "bench",
-        help="measure the figures we promise on this machine",
-        description="Measure the promised figures as ratios within one run, print them as a table and write them as JSON.",
+        help="run the benchmarks on this machine",
+        description="Measure the published figures as ratios within one run, print them as a table and write them as JSON.",
         epilog="example: SENSLI_DATA=~/data sensli bench --only measure probe",
     )
     bench.add_argument("--only", nargs="+", metavar="NAME", help="run only these benchmarks")
@@ -187,7 +189,7 @@ def _sites(args: argparse.Namespace) -> None:
     from sensli.moves.finding import find_sites
 
     if args.count < 1 or args.length < 1:
-        raise SensliError(f"--count and --length must be whole numbers from 1, got {args.count} and {args.length}.")
+        raise SensliError(f"--count and --length must be at least 1, got {args.count} and {args.length}.")
     model = load_model(args.model)
     if args.input:
         example = tuple(parse_input(text) for text in args.input)
@@ -230,7 +232,7 @@ def _report(args: argparse.Namespace) -> None:
         return
     for look in history.record.looks:
         print(paint_decision(look))
-    print(f"the film of it: {page}   (open it in a browser)")
+    print(f"animation: {page}   (open it in a browser)")
 
 
 def _bench(args: argparse.Namespace) -> None:

@@ -39,7 +39,7 @@ def check(wrapper: DistributedDataParallel) -> None:
             raise UnsupportedModel(f"this DistributedDataParallel cannot follow a growth: {what}.")
     if not wrapper.require_backward_grad_sync:
         raise UnsupportedModel(
-            "this DistributedDataParallel is inside of no_sync(), so gradients are being accumulated, and a growth would drop them. "
+            "this DistributedDataParallel is inside no_sync(): gradients are being accumulated, and a growth would drop them. "
             "Grow after optimizer.step()."
         )
 

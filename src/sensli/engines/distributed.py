@@ -120,7 +120,7 @@ def gather(group: Any, value: Any, what: str) -> list[Any]:
         dist.all_gather_object(answers, value, group=group)
     except RuntimeError as error:
         raise _known(
-            f"could not {what}, because another process of the job is gone or does not answer ({error}). "
+            f"could not {what}, because another process of the job has ended or does not answer ({error}). "
             "Start the job again from its last checkpoint."
         ) from error
     return answers

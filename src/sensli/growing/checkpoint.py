@@ -34,7 +34,16 @@ from sensli.surgery.state.saved_state import check_optimizer_state, check_schedu
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load_checkpoint` brought back; None where no factory was given or nothing was saved."""
+    """What `load_checkpoint` restored; None where no factory was given or nothing was saved.
+
+    Attributes:
+        model: The grown network, wrapped if ``wrap`` was given.
+        optimizer: What ``make_optimizer`` returned, with its state.
+        scheduler: What ``make_scheduler`` returned, with its state.
+        grower: What ``make_grower`` returned, with its state.
+        history: The growths of the model.
+        extra: What was saved as ``extra``.
+    """
 
     model: Any
     optimizer: Any = None
@@ -54,11 +63,22 @@ def save_checkpoint(
     history: History | None = None,
     extra: Any = None,
 ) -> None:
-    """Write all that training needs to go on as if nothing had happened, in one file that is replaced only when complete.
+    """Write all that is needed to resume training to one file, which is replaced only when the new one is complete.
 
-    ``optimizer`` and ``scheduler`` may be several; ``history`` is for models grown by `insert` without a `Grower`; ``extra`` is the
-    user's own: numbers, strings, tensors, nested in lists and dicts. Random states of torch, Python and numpy are included.
-    Call it between two steps (gradients are not saved), and with several processes on all of them: rank 0 writes.
+    The random states of torch, Python and numpy are included; gradients are not, so call it between two steps. With several
+    processes call it on all of them; rank 0 writes.
+
+    Args:
+        path: The file to write.
+        model: The network, or its wrapper.
+        optimizer: The optimizer or optimizers.
+        scheduler: The scheduler or schedulers.
+        grower: The `Grower` of the model, if there is one.
+        history: The growths of a model that was grown by `insert` without a `Grower`.
+        extra: Anything of your own: numbers, strings and tensors, nested in lists and dicts.
+
+    Raises:
+        CheckpointError: If the checkpoint cannot be written. An earlier file is left as it was.
     """
     together = Together(model, "save a checkpoint")
     with together:
@@ -110,13 +130,26 @@ def load_checkpoint(
     wrap: Callable[[nn.Module], Any] | None = None,
     random: bool = True,
 ) -> Checkpoint:
-    """Rebuild what `save_checkpoint` saw, from the factories that the training script has anyway.
+    """Rebuild what `save_checkpoint` saved, using the factories that a training script has anyway.
 
-    ``make_model()`` builds the network that growing began with; ``make_optimizer(model)``, ``make_scheduler(optimizer)`` and
-    ``make_grower(model, optimizer, scheduler)`` are called on the grown one. ``wrap(model)``, such as ``DistributedDataParallel`` or a
-    function that calls ``fully_shard``, comes after the weights and before the optimizer. ``random=False`` leaves the random states alone.
-    With several processes and ``wrap``, call it on all of them: what fails on one fails on all. A file that cannot be used is refused with
-    the reason, and the random states are as before.
+    With several processes and ``wrap``, call it on all of them: a failure on one is raised on all. A file that cannot be used
+    is refused with the reason, and the random states stay as they were.
+
+    Args:
+        path: The file that `save_checkpoint` wrote.
+        make_model: ``make_model()`` builds the network as it was before its first growth.
+        make_optimizer: ``make_optimizer(model)``, called with the grown model.
+        make_scheduler: ``make_scheduler(optimizer)``.
+        make_grower: ``make_grower(model, optimizer, scheduler)``.
+        wrap: ``wrap(model)``, such as ``DistributedDataParallel`` or a function that calls ``fully_shard``; called after the
+            weights are loaded and before the optimizer is made.
+        random: Whether to restore the random states (default: True).
+
+    Returns:
+        The model and everything that a factory was given for.
+
+    Raises:
+        CheckpointError: If the file cannot be used, or does not fit what the factories make.
     """
     what = "load a checkpoint"
     before = random_state.capture()

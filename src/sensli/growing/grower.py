@@ -48,21 +48,44 @@ NO_OPTIMIZER = (
 
 
 class Grower:
-    """Grows a model between epochs: call `step` once per epoch, and train on whether it grew or not.
+    """Grows a model between epochs: call `step` once per epoch, and continue training whether it grew or not.
 
-    At a call on which ``trigger`` fires, the merits of all sites are measured; a layer is inserted if its merit is at least
-    ``tau`` times the mean over the existing weights. ``select`` names which: ``"largest"``, or as controls ``"smallest"``
-    and ``"random"`` (whether to insert is then still the largest merit's decision), or a callable on `Merits`; ``count``
-    layers at once at most. ``lr_scale`` multiplies the learning rates after each growth; ``own_rate`` gives every new layer a group of its
-    own, with that many times its neighbours' rate. ``group`` is the group that new parameters join where their neighbours are in none, as
-    in `insert`; without it such places (a frozen part that the optimizer does not hold) are skipped.
-    ``max_factor``: a layer that would take the model to more than so many times its parameters is left out; by default one that is larger
-    than all the rest. None allows every layer. ``floor`` holds growth back on a solved problem: once the loss has fallen to a thousandth of
-    the largest that a look has seen, a change of the new weights by 1 must lower it, to first order, by this share of the largest; 0 turns
-    it off.
-    ``log`` is told every decision, also not to insert: a callable on `Look` (``print`` gives one line each), or a TensorBoard writer.
-    ``averaged`` is a `torch.optim.swa_utils.AveragedModel` of the model (or several) that grows with it. ``model`` may be wrapped in
-    DistributedDataParallel: then all processes call `step`, each with its own batches, and all insert the same layer.
+    On a call on which the trigger fires, the merits of all sites are measured, and a layer is inserted if its merit is at least
+    ``tau`` times the mean over the existing weights. A model may be wrapped in DistributedDataParallel: then all processes call
+    `step`, each with its own batches, and all insert the same layer.
+
+    Args:
+        model: The network to grow, or its wrapper.
+        optimizer: The optimizer or optimizers that train the model. Without one nothing trains the new layers.
+        example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        trigger: When to look, one of `sensli.growing.triggers`, for example ``Every(10) & AtMost(3)``.
+        tau: The threshold: insert only if the merit is at least this many times the mean over the existing weights
+            (default: 1.0).
+        norm: The norm of the gradient, as in `measure` (default: "auto").
+        select: Which site to take: ``"largest"`` merit; as controls ``"smallest"`` or ``"random"``, for which the largest merit
+            still decides whether to insert at all; or a function of `Merits` that returns one of them (default: "largest").
+        count: The largest number of layers to insert at once (default: 1).
+        layer: The form of the new layers, as in `find_sites` (default: "auto").
+        where: Which sites to consider, as in `find_sites`. None considers all of them.
+        confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
+        tolerance: With ``confidence``: the share of the best merit that may be missed, as in `measure` (default: 0.0).
+        lr_scale: Multiplies all learning rates after each growth (default: 1.0).
+        own_rate: A factor: each new layer gets separate parameter groups with this many times its neighbours' learning rate.
+        group: The parameter group that new parameters join if their neighbours are in none, as in `insert`. Without it such
+            places (a frozen part that the optimizer does not hold) are skipped.
+        max_factor: A layer that would bring the model to more than this many times its parameters is left out. None allows
+            every layer (default: 2.0).
+        floor: Stops growth on a solved problem: once the loss has fallen to a thousandth of the largest one measured so far, a
+            change of the new weights by 1 must lower it, to first order, by this share of the largest. 0 turns it off
+            (default: 1e-7).
+        scheduler: The learning-rate scheduler or schedulers of the optimizer.
+        averaged: A `torch.optim.swa_utils.AveragedModel` of the model, or several, that grow with it.
+        seed: The random seed of ``select="random"`` (default: 0).
+        log: Receives every decision, including those not to insert: a function of a `Look` (``print`` gives one line each), or a
+            TensorBoard writer.
+
+    Raises:
+        ValueError: If an argument is wrong; the message names it. A wrong type raises `WrongType`, which is a ValueError too.
     """
 
     def __init__(
@@ -147,10 +170,18 @@ class Grower:
     def step(
         self, batches: Iterable[Any], loss_fn: LossFunction | None = None, *, metric: float | None = None
     ) -> Growth | None:
-        """Count one epoch; look, decide and insert if the trigger fires.
+        """Count one epoch; if the trigger fires, measure, decide and insert.
 
-        Returns the growth (with ``count`` > 1 the first choice; `history` has all), or None if nothing was inserted. A call that
-        raises does not count, and leaves the model and all that follows it as they were; with several processes on all of them.
+        A call that raises does not count, and leaves the model and all that follows it as they were; with several processes, on
+        all of them.
+
+        Args:
+            batches: The data to measure on: yields ``(input, target)`` pairs or dicts of keyword arguments.
+            loss_fn: The mean loss of a batch, as in `measure`. None uses ``output.loss``.
+            metric: The number that `triggers.Plateau` watches, for example the validation loss.
+
+        Returns:
+            The growth (with ``count`` > 1 the first one; `history` has all), or None if nothing was inserted.
         """
         put_back: Callable[[], None] | None = None
         try:
@@ -201,7 +232,7 @@ class Grower:
                 tolerance=self._tolerance,
             )  # fmt: skip
         except ZeroMerits as nothing:
-            warnings.warn(f"call {self.calls}: nothing inserted, because {nothing}", stacklevel=4)
+            warnings.warn(f"call {self.calls}: nothing was inserted, because {nothing}", stacklevel=4)
             self._saw("all merits are zero", parameters=parameters)
             return None
         least = self._least_gain(abs(merits.loss or 0.0))
@@ -262,7 +293,14 @@ class Grower:
         return put_back
 
     def sites(self) -> Sites:
-        """The places where the model could grow now. Raises where there is none; before training, to know it early."""
+        """The sites at which the model could grow now. Call it before training to learn early that there are none.
+
+        Returns:
+            The sites in the order of the data flow.
+
+        Raises:
+            SensliError: If there are none.
+        """
         # One rank may ask alone, unless the parameters have to be put together for it.
         with Together(self.model if is_sharded(bare(self.model)) else None, "find sites") as together:
             sites = self._sites(together)
@@ -273,9 +311,7 @@ class Grower:
         sites = self._search.sites(together, self._optimizer, self._group)
         if not sites:
             asked = "" if self._where is None else f" for where={self._where!r}"
-            raise SensliError(
-                f"there is no place to grow{asked} in this {type(self.model).__name__}. {sites.explain()}"
-            )
+            raise SensliError(f"there is nowhere to grow{asked} in this {type(self.model).__name__}. {sites.explain()}")
         return sites
 
     def _is_small(self, site: Site, parameters: int) -> bool:
@@ -286,12 +322,12 @@ class Grower:
         smallest = min(sites, key=lambda site: site.parameters)
         after = parameters + smallest.parameters
         reason = (
-            f"every layer would take the model to more than max_factor = {self._max_factor:g} times its parameters; the smallest, "
+            f"every layer would bring the model to more than max_factor = {self._max_factor:g} times its parameters; the smallest, "
             f"{smallest}, {factor_text(parameters, after)}"
         )
         if not self._said_too_large:
             advice = f"Give Grower(max_factor={math.ceil(after / parameters)}) to allow it, or None for no limit."
-            warnings.warn(f"call {self.calls}: nothing inserted, because {reason}. {advice}", stacklevel=5)
+            warnings.warn(f"call {self.calls}: nothing was inserted, because {reason}. {advice}", stacklevel=5)
             self._said_too_large = True
         return reason
 
@@ -379,15 +415,13 @@ class Grower:
         for merit in merits:
             if choice is merit or choice is merit.site:
                 return [merit] if merit in worth else []
-        raise TypeError(
-            f"the selection returned {choice!r}; it must return one of the merits it was given, or its site."
-        )
+        raise TypeError(f"select must return one of the merits it was given, or its site, got {choice!r}.")
 
     def _moment(self, metric: float | None) -> Moment:
         return Moment(self.calls, metric, len(self.history), Sizes(bare(self.model), self._example))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data for a checkpoint: calls, history, trigger, random choices. The model's tensors are the user's to save."""
+        """Plain data for a checkpoint: calls, history, trigger, random choices. Save the model's tensors yourself."""
         return {
             "calls": self.calls,
             "history": self.history.to_dict(),
@@ -397,11 +431,20 @@ class Grower:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint. The model must have been grown by `replay` of the same history before."""
+        """Continue from a checkpoint. The model must have been grown by `replay` of the same history before.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            HistoryError: If the state is damaged, or belongs to another model or trigger. Nothing was changed.
+        """
         checks.instance("state", state, Mapping, "what Grower.state_dict() returned", error=HistoryError)
         missing_entries = {"calls", "history", "trigger", "generator"} - set(state)
         if missing_entries:
-            raise HistoryError(f"this is no state of a Grower: it lacks {sorted(missing_entries)}. Use an intact copy.")
+            raise HistoryError(
+                f"Not a state of a Grower: the keys {sorted(missing_entries)} are missing. Use an intact copy."
+            )
         try:
             history = History.from_dict(state["history"])
             calls, loss, generator = _numbers_of(state)
@@ -416,7 +459,7 @@ class Grower:
             self._trigger.load_state_dict(state["trigger"])
         except Exception as error:
             raise HistoryError(
-                f"the state belongs to another trigger than {self._trigger!r}. Make the Grower with the trigger it was saved with."
+                f"the state belongs to a trigger other than {self._trigger!r}. Make the Grower with the trigger it was saved with."
             ) from error
         self.calls, self.history, self._largest_loss = calls, history, loss
         self._generator.set_state(generator)

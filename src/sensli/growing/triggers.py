@@ -13,7 +13,15 @@ from sensli.moves.sites import Site
 
 @dataclass(frozen=True)
 class Moment:
-    """What a trigger may ask about: the call, the metric, and the model as it is."""
+    """What a trigger can ask about: the call, the metric, and the model as it is.
+
+    Attributes:
+        call: The number of this call of `Grower.step`, counted from 1.
+        metric: The metric given to `Grower.step`, or None.
+        growths: How many growths there have been.
+        sizes: ``"parameters"``, ``"flops"`` (of one forward pass, per sample) and ``"depth"`` (layers with weights); counted only
+            when asked for.
+    """
 
     call: int  # 1 at the first `Grower.step`
     metric: float | None = None
@@ -23,30 +31,49 @@ class Moment:
 
 
 class Trigger:
-    """The base of all triggers: `fires` says whether to look now, `allows` whether a site may be taken."""
+    """The base of all triggers: `fires` says whether to look now, `allows` whether a site may be taken.
+
+    Combine triggers with ``&`` and ``|``. To write one, define `fires`, and `state_dict` and `load_state_dict` if it has a state.
+    """
 
     def fires(self, moment: Moment) -> bool:
-        """Whether to look at this call. Asked exactly once per call."""
+        """Whether to look on this call. Asked exactly once per call.
+
+        Args:
+            moment: The call, the metric and the model as it is.
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} must define fires(self, moment): whether to look at this call."
+            f"{type(self).__name__} must define fires(self, moment): whether to look on this call."
         )
 
     def allows(self, site: Site, moment: Moment) -> bool:
-        """Whether the limits leave room for this site's layer."""
+        """Whether the limits leave room for this site's layer.
+
+        Args:
+            site: The site that might be taken.
+            moment: The call, the metric and the model as it is.
+        """
         return True
 
     def looked(self) -> None:
-        """Told when the whole trigger fired, of which this may be a part, so that a look follows."""
+        """Called when the combined trigger has fired and a look follows."""
 
     def grown(self) -> None:
-        """Told after an insertion."""
+        """Called after an insertion."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be kept for a resume, and to be put back when a step fails."""
+        """What must be saved to resume, and restored when a step fails."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`. Raises before anything changes if the state is not one of this trigger."""
+        """The inverse of `state_dict`.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: If the state is not one of this trigger. Nothing was changed.
+        """
         if state:
             raise ValueError(f"{self!r} has no state, got {state!r}.")
 
@@ -134,7 +161,11 @@ class _Either(_Pair):
 
 
 class At(Trigger):
-    """Fires on the given calls: ``At(50, 100)`` or ``At([50, 100])``."""
+    """Fires on the given calls: ``At(50, 100)`` or ``At([50, 100])``.
+
+    Args:
+        *calls: The calls of `Grower.step`, counted from 1, or one sequence of them.
+    """
 
     def __init__(self, *calls: int | Iterable[int]) -> None:
         given = calls[0] if len(calls) == 1 and isinstance(calls[0], (list, tuple, range, set, frozenset)) else calls
@@ -150,7 +181,11 @@ class At(Trigger):
 
 
 class Every(Trigger):
-    """Fires on every n-th call: ``Every(50)`` on 50, 100, ..."""
+    """Fires on every n-th call: ``Every(50)`` on 50, 100, ...
+
+    Args:
+        calls: The number of calls from one look to the next.
+    """
 
     def __init__(self, calls: int) -> None:
         self.calls = checks.whole("calls in Every(calls)", calls, 10)
@@ -163,7 +198,13 @@ class Every(Trigger):
 
 
 class Plateau(Trigger):
-    """Fires when ``metric`` has not improved by ``threshold`` (relative) for ``patience`` calls; starts counting again after a look."""
+    """Fires when the metric has not improved for some calls; starts counting again after a look.
+
+    Args:
+        patience: The number of calls without an improvement (default: 10).
+        mode: Whether a smaller metric is better (``"min"``) or a larger one (``"max"``) (default: "min").
+        threshold: The smallest relative change that counts as an improvement (default: 1e-4).
+    """
 
     def __init__(self, patience: int = 10, *, mode: str = "min", threshold: float = 1e-4) -> None:
         self.patience = checks.whole("patience", patience, 10)
@@ -204,7 +245,11 @@ class Plateau(Trigger):
 
 
 class AtMost(Trigger):
-    """Fires as long as there were fewer growths: a limit to combine with others, ``Every(10) & AtMost(3)``."""
+    """Fires while there have been fewer growths than this: a limit to combine with others, ``Every(10) & AtMost(3)``.
+
+    Args:
+        growths: The largest number of growths.
+    """
 
     def __init__(self, growths: int) -> None:
         self.growths = checks.whole("growths in AtMost(growths)", growths, 3)
@@ -220,7 +265,15 @@ class AtMost(Trigger):
 
 
 class Budget(Trigger):
-    """Fires as long as there is room, and lets only layers through that fit: ``Budget(parameters=1_000_000)``."""
+    """Fires while the model is below its limits, and allows only layers that fit: ``Budget(parameters=1_000_000)``.
+
+    At least one limit is needed; a limit of None is not checked.
+
+    Args:
+        parameters: The largest number of parameters.
+        flops: The largest number of FLOPs of one forward pass, per sample.
+        depth: The largest number of layers with weights.
+    """
 
     def __init__(self, *, parameters: int | None = None, flops: int | None = None, depth: int | None = None) -> None:
         # Sizes are whole, so a limit such as 1e6 or 10.5 is the whole number below it.

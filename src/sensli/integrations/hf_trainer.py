@@ -41,12 +41,12 @@ def check(trainer: Trainer, monitor: str | None) -> None:
     for present, what in (
         (
             trainer.is_deepspeed_enabled,
-            "DeepSpeed has moved the parameters into buffers of its own that a new layer is not part of. Use plain torchrun",
+            "DeepSpeed has moved the parameters into separate buffers that a new layer is not part of. Use plain torchrun",
         ),
         (
             trainer.is_fsdp_enabled or args.fsdp,
-            "with fsdp= weights are loaded and optimizers built after sharding, when a checkpoint's layers can no longer go in. Use plain "
-            "torchrun; or fully_shard and sensli.Grower in a loop of your own",
+            "with fsdp= weights are loaded and optimizers built after sharding, when a checkpoint's layers can no longer be inserted. Use "
+            "plain torchrun; or fully_shard and sensli.Grower in your own loop",
         ),
         (
             args.n_gpu > 1,
@@ -58,8 +58,8 @@ def check(trainer: Trainer, monitor: str | None) -> None:
         ),
         (
             args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),
-            "gradient checkpointing with use_reentrant=True gives gradients by loss.backward() only, which a measurement may not call. Set "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}",
+            "gradient checkpointing with use_reentrant=True gives gradients only through loss.backward(), which a measurement must not "
+            "call. Set gradient_checkpointing_kwargs={'use_reentrant': False}",
         ),
         (
             trainer.is_model_parallel or max(sizes) > 1 or getattr(trainer, "is_distributed_loading_by_transformers", False),
@@ -173,7 +173,7 @@ def _weight(inputs: Any, items: Any) -> Tensor:
     for tensor in tensors(dict(inputs)):
         if tensor.dim() > 0:
             return tensor
-    raise SensliError(f"a training batch holds no tensor, only {', '.join(map(str, inputs)) or 'nothing'}.")
+    raise SensliError(f"a training batch contains no tensor, only {', '.join(map(str, inputs)) or 'nothing'}.")
 
 
 def example_of(trainer: Trainer, loader: Any) -> dict[str, Any] | tuple[Any, ...]:
@@ -192,7 +192,7 @@ def example_of(trainer: Trainer, loader: Any) -> dict[str, Any] | tuple[Any, ...
     finally:
         hook.remove()
     if not calls:
-        raise SensliError("the training data hold no batch, so there is nothing to measure on.")
+        raise SensliError("the training data contain no batch, so there is nothing to measure on.")
     args, kwargs = calls[0]
     kwargs = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
     named = dict(zip(inspect.signature(network.forward).parameters, args, strict=False))

@@ -30,11 +30,17 @@ except ImportError as error:
 
 
 class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Grows the LightningModule at the end of epochs on which ``trigger`` fires; counts epochs from 1.
+    """Grows the LightningModule at the end of epochs on which the trigger fires; counts epochs from 1.
 
-    ``monitor`` names the metric for `triggers.Plateau`; ``batches`` limits how many training batches a look takes. Other arguments
-    are those of `sensli.Grower` (``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...). Metrics logged at each epoch's
-    end: ``sensli/growths``, ``sensli/parameters``, ``sensli/flops``, and after a look ``sensli/merit`` and ``sensli/ratio`` of the best.
+    Logs after each epoch ``sensli/growths``, ``sensli/parameters`` and ``sensli/flops``, and after a look ``sensli/merit`` and
+    ``sensli/ratio`` of the best site.
+
+    Args:
+        trigger: When to look, one of `sensli.growing.triggers`.
+        monitor: The name of the logged metric that `triggers.Plateau` watches.
+        batches: The largest number of training batches to measure on. None uses all of them.
+        metrics: Whether to log (default: True).
+        **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         # Lightning calls no callback before it starts the processes, so this is said in each of them, before the first batch.
         if any("MultiProcessing" in kind.__name__ for kind in type(trainer.strategy.launcher).__mro__):
             raise UnsupportedModel(
-                "this strategy (ddp_spawn, ddp_fork, ddp_notebook) hands the trained weights back to the module of the main process, which "
+                "this strategy (ddp_spawn, ddp_fork, ddp_notebook) returns the trained weights to the module of the main process, which "
                 "has not grown. Use strategy='ddp' in a script."
             )
         given = pl_module.on_load_checkpoint

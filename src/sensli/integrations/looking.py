@@ -28,7 +28,7 @@ def check_options(
     checks.flag("metrics", metrics)
     for name in ("model", "optimizer", "scheduler"):
         if name in options:
-            raise TypeError(f"{name}= is the trainer's own: leave it out, the callback takes it from there.")
+            raise TypeError(f"{name}= belongs to the trainer: leave it out, the callback takes it from there.")
     # What is to be checked does not depend on the model, except for what belongs to the model and the optimizer that come.
     later = ("averaged", "group")
     known = {"example": torch.zeros(1), **{name: value for name, value in options.items() if name not in later}}

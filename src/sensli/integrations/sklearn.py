@@ -1,7 +1,7 @@
 """`GrowingClassifier` and `GrowingRegressor`: scikit-learn estimators with no architecture to choose.
 
 `fit` starts with one hidden layer, inserts layers where they are worth most while a held-out part improves, and stops by itself. Then
-it trains once more on all samples, through the epochs and insertions that proved best (``refit=False`` leaves that out).
+it trains again on all samples, through the epochs and insertions that proved best (``refit=False`` leaves that out).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
             if again:
                 self.model_ = start
                 self.model_[0] = _Standardize(*_moments(x, weight)).double()
-                say(f"once more on all {len(x)} samples: {' + '.join(map(str, fitted.way))} epochs")
+                say(f"again on all {len(x)} samples: {' + '.join(map(str, fitted.way))} epochs")
                 fit_again(self.model_, _data(x, y, weight), self._loss, plan, fitted)
         self.history_ = fitted.history
         self.validation_loss_ = fitted.loss
@@ -145,30 +145,64 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
 
 
 class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
-    """A classifier that grows: one hidden layer of ``width`` units to begin with, at most ``max_layers``."""
+    """A classifier that grows its network during `fit`.
+
+    Args:
+        width: The number of units of each hidden layer (default: 100).
+        max_layers: The largest number of hidden layers; `fit` starts with one (default: 8).
+        learning_rate: The learning rate of AdamW (default: 3e-3).
+        weight_decay: The decoupled weight decay (default: 1e-4).
+        batch_size: The number of samples in a batch (default: 200).
+        max_epochs: The largest number of epochs (default: 2000).
+        validation_fraction: The share of the samples that is held out to decide when to grow and to stop (default: 0.1).
+        patience: The number of evaluations of the held-out part without an improvement before growing or stopping (default: 10).
+        tolerance: The smallest relative improvement that counts (default: 1e-3).
+        tau: The threshold of `sensli.Grower` (default: 0.0).
+        refit: Whether to train again on all samples, through the epochs and insertions that were best (default: True).
+        warm_start: Whether the next `fit` continues with the network of the last one (default: False).
+        random_state: The random seed, or a numpy RandomState.
+        verbose: Whether to print what happens (default: 0).
+    """
 
     classes_: Any
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingClassifier:
-        """Fit to samples X of shape (n, features) and labels y."""
+        """Fit the network.
+
+        Args:
+            X: The samples, of shape (n, features).
+            y: The labels, of shape (n,).
+            sample_weight: The weight of each sample. None weights all equally.
+
+        Returns:
+            The estimator itself.
+        """
         self._validate_params()
         first = not (self.warm_start and hasattr(self, "model_"))
         X, y = validate_data(self, X, y, dtype=np.float64, reset=first)
         check_classification_targets(y)
         classes, index = np.unique(y, return_inverse=True)
         if not first and not np.array_equal(classes, self.classes_):
-            raise ValueError(f"warm_start=True goes on with the classes {self.classes_}, but y holds {classes}.")
+            raise ValueError(f"warm_start=True continues with the classes {self.classes_}, but y contains {classes}.")
         self.classes_ = classes
         self._fit(X, index, sample_weight, max(2, len(classes)), groups=index)
         return self
 
     def predict_proba(self, X: Any) -> Any:
-        """The probability of each class, in the order of ``classes_``."""
+        """The probability of each class, in the order of ``classes_``.
+
+        Args:
+            X: The samples, of shape (n, features).
+        """
         output = self._output(X)
         return softmax(output[:, : len(self.classes_)], dim=1).numpy()
 
     def predict(self, X: Any) -> Any:
-        """The most probable class of each sample."""
+        """The most probable class of each sample.
+
+        Args:
+            X: The samples, of shape (n, features).
+        """
         output = self._output(X)
         return self.classes_[output[:, : len(self.classes_)].argmax(1).numpy()]
 
@@ -180,10 +214,36 @@ class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
 
 
 class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
-    """A regressor that grows; targets are standardised inside, so their unit does not matter."""
+    """A regressor that grows its network during `fit`; targets are standardised inside, so their unit does not matter.
+
+    Args:
+        width: The number of units of each hidden layer (default: 100).
+        max_layers: The largest number of hidden layers; `fit` starts with one (default: 8).
+        learning_rate: The learning rate of AdamW (default: 3e-3).
+        weight_decay: The decoupled weight decay (default: 1e-4).
+        batch_size: The number of samples in a batch (default: 200).
+        max_epochs: The largest number of epochs (default: 2000).
+        validation_fraction: The share of the samples that is held out to decide when to grow and to stop (default: 0.1).
+        patience: The number of evaluations of the held-out part without an improvement before growing or stopping (default: 10).
+        tolerance: The smallest relative improvement that counts (default: 1e-3).
+        tau: The threshold of `sensli.Grower` (default: 0.0).
+        refit: Whether to train again on all samples, through the epochs and insertions that were best (default: True).
+        warm_start: Whether the next `fit` continues with the network of the last one (default: False).
+        random_state: The random seed, or a numpy RandomState.
+        verbose: Whether to print what happens (default: 0).
+    """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingRegressor:
-        """Fit to samples X of shape (n, features) and targets y of shape (n,) or (n, targets)."""
+        """Fit the network.
+
+        Args:
+            X: The samples, of shape (n, features).
+            y: The targets, of shape (n,) or (n, targets).
+            sample_weight: The weight of each sample. None weights all equally.
+
+        Returns:
+            The estimator itself.
+        """
         self._validate_params()
         first = not (self.warm_start and hasattr(self, "model_"))
         X, y = validate_data(self, X, y, dtype=np.float64, reset=first, multi_output=True, y_numeric=True)
@@ -192,13 +252,19 @@ class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
             weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
             self._y_mean, self._y_scale = _moments(targets, weight)
         elif targets.shape[1] != len(self._y_mean):
-            raise ValueError(f"warm_start=True goes on with {len(self._y_mean)} targets, but y has {targets.shape[1]}.")
+            raise ValueError(
+                f"warm_start=True continues with {len(self._y_mean)} targets, but y has {targets.shape[1]}."
+            )
         self._flat = y.ndim == 1
         self._fit(X, (targets - self._y_mean) / self._y_scale, sample_weight, targets.shape[1])
         return self
 
     def predict(self, X: Any) -> Any:
-        """The predicted targets."""
+        """The predicted targets.
+
+        Args:
+            X: The samples, of shape (n, features).
+        """
         output = self._output(X)
         found = output.numpy() * self._y_scale + self._y_mean
         return found[:, 0] if self._flat else found

@@ -32,13 +32,18 @@ except ImportError as error:
 
 
 class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Grows the Trainer's model at the end of epochs on which ``trigger`` fires; every ``train()`` counts its epochs from 1.
+    """Grows the Trainer's model at the end of epochs on which the trigger fires; every ``train()`` counts its epochs from 1.
 
-    ``monitor`` names the number for `triggers.Plateau`, such as ``"eval_loss"`` or ``"loss"``; ``batches`` limits how many training batches
-    a look takes. Other arguments are those of `sensli.Grower` (``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...).
-    Logged after each epoch: ``sensli/growths``, ``sensli/parameters``, ``sensli/flops``, and after a look ``sensli/merit`` and
-    ``sensli/ratio`` of the best. Checkpoints hold the file ``sensli.json``, from which ``resume_from_checkpoint`` grows the small model
-    again.
+    Logs after each epoch ``sensli/growths``, ``sensli/parameters`` and ``sensli/flops``, and after a look ``sensli/merit`` and
+    ``sensli/ratio`` of the best site. Checkpoints contain the file ``sensli.json``, from which ``resume_from_checkpoint`` grows
+    the small model again.
+
+    Args:
+        trigger: When to look, one of `sensli.growing.triggers`.
+        monitor: The name of the logged number that `triggers.Plateau` watches, such as ``"eval_loss"`` or ``"loss"``.
+        batches: The largest number of training batches to measure on. None uses all of them.
+        metrics: Whether to log (default: True).
+        **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
 
     def __init__(
@@ -69,7 +74,15 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return self._history
 
     def attach(self, trainer: Trainer) -> None:
-        """Join a Trainer. ``Trainer(callbacks=[...])`` does it by itself; call it after ``trainer.add_callback(...)`` to resume."""
+        """Join a Trainer. ``Trainer(callbacks=[...])`` does this itself; call it after ``trainer.add_callback(...)`` to resume.
+
+        Args:
+            trainer: The Trainer.
+
+        Raises:
+            SensliError: If the callback belongs to another Trainer already.
+            UnsupportedModel: If the Trainer cannot grow its model, with the reason.
+        """
         checks.instance("trainer", trainer, Trainer, "a transformers.Trainer")
         if self.trainer is trainer:
             return
@@ -85,7 +98,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         for method in around:
             if not hasattr(trainer, method.__name__):
                 raise UnsupportedModel(
-                    f"transformers {__version__} has no Trainer.{method.__name__}, around which checkpoints of a growing model are made. "
+                    f"transformers {__version__} has no Trainer.{method.__name__}, which checkpoints of a growing model need. "
                     "Use a version this release of sensli was tested with (5.22)."
                 )
         for method in around:
@@ -106,7 +119,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         trainer = self._trainer
         hf_trainer.check(trainer, self._monitor)  # once more: the arguments may have been changed since
         network = bare(trainer.model_wrapped)
-        # Growths stay with their model; another model (model_init=) begins anew.
+        # Growths stay with their model; another model (model_init=) starts without any.
         self._history = History(self._history if self._network is network else ())
         self._network, self._counted, self._waiting, self._facts = network, -1, False, Facts()
         self._trigger.load_state_dict(self._fresh)
@@ -176,7 +189,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             if self._monitor in logs:
                 return float(logs[self._monitor])
         known = ", ".join(sorted({name for logs in state.log_history for name in logs})) or "none"
-        raise SensliError(f"monitor={self._monitor!r} has not been logged when it was needed. Logged so far: {known}.")
+        raise SensliError(f"monitor={self._monitor!r} was not logged before it was needed. Logged so far: {known}.")
 
     def _has_come(self, state: Any) -> None:
         if self._waiting:
@@ -235,7 +248,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         homeless = hf_trainer.homeless(network, load_result.unexpected_keys)
         if homeless:
             raise CheckpointError(
-                f"the checkpoint holds weights that this model has no place for: {homeless[0]} ({len(homeless)} such). "
+                f"the checkpoint contains weights that this model does not have: {homeless[0]} ({len(homeless)} such). "
                 f"Its {hf_folder.FILE} is missing or belongs to another model. Give the Trainer the model that growing began "
                 "with, and the folder as it was saved."
             )

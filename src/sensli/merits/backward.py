@@ -40,7 +40,7 @@ def backward(
         catch.others, wanted = bool(others), wanted + others
     if not wanted or not loss.requires_grad:
         raise MeasurementError(
-            f"the loss of batch {index} does not depend on any site: no gradient comes back. Check that loss_fn uses the model's output "
+            f"the loss of batch {index} does not depend on any site: no gradient arrives. Check that loss_fn uses the model's output "
             "and that nothing detaches it."
         )
     try:
@@ -49,7 +49,7 @@ def backward(
         if "use_reentrant" not in str(error):
             raise
         raise MeasurementError(
-            "the model checkpoints activations with use_reentrant=True, which allows no gradients but by loss.backward(). Set "
+            "the model checkpoints activations with use_reentrant=True, which allows gradients only through loss.backward(). Set "
             "use_reentrant=False, or use Probe around your own step."
         ) from error
     by_parameter = {id(p): g for p, g in zip(wanted, gradients, strict=True)}
@@ -76,8 +76,8 @@ def _size(given: Any, batch: Any) -> int:
                 break
             return int(tensor.shape[0])
     raise MeasurementError(
-        f"a batch ({describe(batch)}) holds no samples: its first tensor with a dimension has none, or there is no such tensor. "
-        "Leave it out."
+        f"a batch ({describe(batch)}) contains no samples: its first tensor with a dimension is empty, or there is no such tensor. "
+        "Leave the batch out."
     )
 
 
@@ -96,7 +96,7 @@ def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) ->
         )
     if not torch.isfinite(loss):
         raise MeasurementError(
-            f"the loss of batch {index} is {loss.item()}: training has diverged or the batch holds bad values, "
-            "so merits mean nothing. Lower the learning rate or look at the data."
+            f"the loss of batch {index} is {loss.item()}: training has diverged or the batch contains bad values, "
+            "so merits would be meaningless. Lower the learning rate or check the data."
         )
     return loss

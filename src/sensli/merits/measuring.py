@@ -40,11 +40,29 @@ def measure(
 ) -> Merits:
     """Measure the merit of every site over the data: the squared norm of the gradient of the mean loss.
 
-    ``batches`` yields ``(input, target)`` pairs, or dicts of keyword arguments; ``loss_fn(output, target)`` is the mean loss of a batch
-    (for dicts ``loss_fn(output, batch)``, by default ``output.loss``). Every batch counts with its size. The model runs in the mode it
-    is in; its buffers, gradients and the random state are put back. ``ratio=False`` saves the gradients of the existing weights.
-    ``confidence`` stops as soon as the best site is clear at that level: better than every other one, or with ``tolerance`` at least
-    ``1 - tolerance`` times as good. Where several places are worth about the same, a tolerance such as 0.1 spares the search for the best.
+    The model runs in the mode it is in (train or eval). Its buffers, gradients and the random state are restored afterwards.
+
+    Args:
+        model: The network the sites were found in.
+        sites: The sites to measure, or merits, which stand for their sites.
+        batches: Yields ``(input, target)`` pairs or dicts of keyword arguments. Each batch is weighted by its size.
+        loss_fn: ``loss_fn(output, target)``, the mean loss of a batch; for dicts ``loss_fn(output, batch)``. None uses
+            ``output.loss``.
+        norm: The norm of the gradient: ``"frobenius"``, ``"mean_square"``, ``"operator"``, ``"operator_l2"``,
+            ``"operator_l1"``, or ``"auto"``: operator if every site is a convolution, otherwise Frobenius (default: "auto").
+        ratio: Whether to compare each merit with the mean over the existing weights. False saves computing their gradients
+            (default: True).
+        max_batches: The largest number of batches to use. None uses all of them.
+        confidence: Stop as soon as the best site is clear at this level, between 0 and 1. None measures all batches exactly.
+        tolerance: With ``confidence``: it is enough that the best site is at least ``1 - tolerance`` times as good as every
+            other. Where several sites are worth about the same, a value such as 0.1 saves batches (default: 0.0).
+
+    Returns:
+        The merits in the order of the sites; they print as a table, best first.
+
+    Raises:
+        MeasurementError: If there are no data, no gradient reaches the sites, or the loss is not a finite number.
+        ZeroMerits: If all merits are zero.
     """
     together = Together(model, "measure the merits")
     with together:
@@ -77,7 +95,7 @@ def measure(
             caught = joined(together, taken.caught(), device_of(model), last=False)
         if caught.count == 0:
             raise MeasurementError(
-                "the batches are empty: a loader without data, or an iterator that was used up before. Give a fresh one."
+                "the batches are empty: a loader without data, or an iterator that is already used up. Give a new one."
             )
         sizes = _filled(caught)
         values = [value_of(site, norm, sizes, remaining) for site in caught.sites]

@@ -18,7 +18,15 @@ _HEADER = ["site", "merit", "ratio", "+parameters", "+FLOPs", "dead units"]
 
 @dataclass(frozen=True)
 class Merit:
-    """What a layer at a site would be worth: the squared norm of the gradient of the mean loss."""
+    """What a layer at a site would be worth: the squared norm of the gradient of the mean loss.
+
+    Attributes:
+        site: The site.
+        value: The squared norm.
+        ratio: The merit divided by the mean over the existing weights, which is compared with the threshold tau. None if it was
+            not measured.
+        dead: The share of the new layer's units that were zero on all the data, or None.
+    """
 
     site: Site
     value: float
@@ -45,7 +53,17 @@ def as_sites(name: str, value: Iterable[Site | Merit]) -> tuple[Site, ...]:
 
 
 class Merits(Sequence[Merit]):
-    """The merits of sites in the order they were given; prints as a table, best first."""
+    """The merits of sites in the order in which the sites were given; prints as a table, best first.
+
+    Attributes:
+        norm: The name of the norm.
+        batches: How many batches were used.
+        samples: How many samples were used, if known.
+        loss: The mean loss over the data. None if a probe did not see it.
+        confidence: The confidence level that was asked for, or None.
+        tolerance: The share of the best merit that may be missed.
+        clear: Whether the best site was clear at that level before the data ended. None without a level.
+    """
 
     def __init__(
         self,
@@ -80,7 +98,7 @@ class Merits(Sequence[Merit]):
 
     @property
     def ranked(self) -> list[Merit]:
-        """From the largest to the smallest; of equal ones the first in the data flow comes first."""
+        """The merits from largest to smallest; among equal ones the first in the data flow comes first."""
         return sorted(self._merits, key=lambda merit: -merit.value)
 
     @property
@@ -136,7 +154,7 @@ class Merits(Sequence[Merit]):
                 )
         if all(merit.value == 0 for merit in self):
             raise ZeroMerits(
-                f"all {len(self)} merits are zero: the loss does not change with any of the places. Every unit before them is "
-                "dead on this data, the loss is flat (already zero), or it does not depend on the model's output."
+                f"all {len(self)} merits are zero: the loss does not change at any of the sites. Every unit before them is "
+                "dead on this data, or the loss is flat (already zero), or it does not depend on the model's output."
             )
         return self

@@ -31,15 +31,21 @@ _EXACT_WORK = 2**20
 def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -> float:  # noqa: B008 (frozen)
     """The squared norm of a gradient, by name.
 
-    gradient: c_out x c_in x k... for a convolution (geometry.size given), else a matrix, rows x all the rest.
     With || || the operator norm and A_o the map to the single output o (a row, or all channels to channel o):
 
         frobenius    sum G^2                mean_square  sum G^2 / number of entries
         operator     ||A||^2                operator_l2  sum_o ||A_o||^2              operator_l1  (sum_o ||A_o||)^2
 
     A convolution is the circular one on the actual map. With stride s it keeps every s-th output; a map that is not a
-    multiple of the stride counts as the next multiple. Half precision is computed in float32. A gradient that is not
-    finite gives nan.
+    multiple of the stride counts as the next multiple. Half precision is computed in float32.
+
+    Args:
+        gradient: c_out x c_in x k... for a convolution (``geometry.size`` given), otherwise a matrix, rows x all the rest.
+        norm: The name of the norm, one of those above.
+        geometry: How the weight acts (default: a matrix).
+
+    Returns:
+        The squared norm; nan if the gradient is not finite.
     """
     checks.one_of("norm", norm, NORMS)
     checks.instance("gradient", gradient, Tensor, "a tensor")

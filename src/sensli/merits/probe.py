@@ -25,15 +25,21 @@ from sensli.moves.sites import Site
 
 
 class Probe:
-    """The merits that `measure` gives, from the user's own step, without a pass of their own.
+    """Measures the same merits as `measure` during your own training step, without an extra pass.
 
-    Inside the context every backward pass of the model adds to the merits what it adds to the gradients, so accumulation over
-    several batches means the same as for ``.grad``. Nothing of the step changes. ``scaler`` is the `torch.amp.GradScaler` that scales the
-    loss of the step: the merits are those of the loss itself. ::
+    Inside the context every backward pass of the model adds to the merits what it adds to the gradients, so accumulating over
+    several batches means the same as for ``.grad``. The step itself does not change.
 
         with Probe(model, sites) as probe:
             loss_fn(model(x), y).backward()
         merits = probe.merits()
+
+    Args:
+        model: The network the sites were found in.
+        sites: The sites to measure, or merits, which stand for their sites.
+        norm: The norm of the gradient, as in `measure` (default: "auto").
+        ratio: Whether to compare each merit with the mean over the existing weights (default: True).
+        scaler: The `torch.amp.GradScaler` that scales the loss of the step, so that the merits are those of the unscaled loss.
     """
 
     def __init__(
@@ -58,12 +64,12 @@ class Probe:
         self._norm = choose(norm, [site.kind for site in sites])
         if is_sharded(self._model) and any(site.layer.twin is not None for site in sites):
             raise MeasurementError(
-                "a probe cannot run the twin of a sharded block, whose parameters are whole only inside of its own pass. Use measure(...), "
+                "a probe cannot run the twin of a sharded block, whose parameters are whole only during its own pass. Use measure(...), "
                 "which works on an unsharded copy."
             )
         if ratio and is_sharded(self._model):
             raise MeasurementError(
-                "the gradients of sharded weights pass by where a probe could see them, so there is no ratio. Give ratio=False, or use "
+                "a probe cannot see the gradients of sharded weights, so there is no ratio. Give ratio=False, or use "
                 "measure(...)."
             )
         self._sites = sites
@@ -100,7 +106,14 @@ class Probe:
         return hook
 
     def merits(self) -> Merits:
-        """The merits of all backward passes since the probe was made; with several processes, all of them must ask for it."""
+        """The merits of all backward passes since the probe was made; with several processes, all of them must call this.
+
+        Returns:
+            The merits in the order of the sites.
+
+        Raises:
+            MeasurementError: If no backward pass of the model was seen.
+        """
         with self._together as together:
             if self._catch.caught == 0:
                 raise MeasurementError(

@@ -39,7 +39,7 @@ class Flops(int):
         if not self.unknown:
             return f"{text}; every operation was known."
         names = ", ".join(f"{name} ({times} x)" for name, times in sorted(self.unknown.items()))
-        return f"{text}, not counting what there is no rule for: {names}."
+        return f"{text}, not counting operations without a rule: {names}."
 
     def __repr__(self) -> str:
         return f"Flops({int(self)}, unknown={self.unknown})" if self.unknown else f"Flops({int(self)})"
@@ -52,19 +52,31 @@ Example = Tensor | tuple[Any, ...] | dict[str, Any]
 
 
 def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False) -> Flops:
-    """The floating-point operations of one forward pass of the example, per sample.
+    """Count the floating-point operations of one forward pass of the example, per sample.
 
-    example: a tensor, a tuple of arguments or a dict of keyword arguments; the leading dimension of its first tensor is the
-    number of samples. Two operations for each multiply-add of all matrix products and convolutions. With elementwise=True
-    also one for each element of a bias, an activation or another elementwise result, and one for each input element of a
-    pooling, reduction or normalisation. Views and copies are free. The model runs in eval mode and is left as it was.
+    Every multiply-add of a matrix product or a convolution counts as two operations; views and copies are free. The model
+    runs in eval mode and is left as it was.
+
+    Args:
+        model: The network.
+        example: A tensor, a tuple of arguments or a dict of keyword arguments. The leading dimension of its first tensor is the
+            number of samples.
+        elementwise: Whether to count also one operation for each element of a bias, an activation or another elementwise
+            result, and for each input element of a pooling, reduction or normalisation (default: False).
+
+    Returns:
+        The number of operations, an int that also knows which operations it could not count (``explain()``).
+
+    Raises:
+        BadExample: If the example does not run through the model.
+        UnsupportedModel: If the model has lazy layers that have not run yet.
     """
     checks.model("model", model)
     samples = _samples(checks.example("example", example))
     checks.flag("elementwise", elementwise)
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise UnsupportedModel(
-            f"cannot count {type(model).__name__}: it has lazy layers, whose first run would fix their shapes. "
+            f"cannot count {type(model).__name__}: it has lazy layers, whose shapes the first run would fix. "
             "Run the model once yourself, then count."
         )
     counter = _Counter(elementwise)
@@ -83,10 +95,10 @@ def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False
 def _samples(example: Example) -> int:
     for tensor in tensors(example):
         if tensor.dim() and not tensor.shape[0]:
-            raise BadExample(f"the example holds no sample: its first tensor has the shape {tuple(tensor.shape)}.")
+            raise BadExample(f"the example contains no sample: its first tensor has the shape {tuple(tensor.shape)}.")
         return tensor.shape[0] if tensor.dim() else 1
     raise BadExample(
-        f"the example holds no tensor: {describe(example)}. Give a tensor, a tuple of arguments or a dict of them."
+        f"the example contains no tensor: {describe(example)}. Give a tensor, a tuple of arguments or a dict of them."
     )
 
 

@@ -22,7 +22,7 @@ def build_layer(
     like = _example_parameter(model, [*neighbours, anchor])
     if like is not None and like.is_meta:
         raise UnsupportedModel(
-            f"{type(model).__name__} is on the meta device: it has shapes and no values, so an identity layer would have none either. "
+            f"{type(model).__name__} is on the meta device: it has shapes but no values, so an identity layer would have none either. "
             "Load the weights first, then insert."
         )
     if site.layer.twin is not None:

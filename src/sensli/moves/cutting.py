@@ -39,7 +39,7 @@ class Cut:
 def plan_cut(model: nn.Module, site: Site, path: str) -> Cut:
     if path == "":
         raise HistoryError(
-            "a layer cannot go around the whole model, because the caller holds it; use a site inside it."
+            "a layer cannot wrap the whole model, because the caller holds the model itself. Use a site inside it."
         )
     parent_path, _, key = path.rpartition(".")
     chained, twin = site.chained, site.layer.twin is not None

@@ -50,15 +50,32 @@ def find_sites(
 ) -> Sites:
     """Find the places where an identity layer can be inserted without changing the function.
 
-    ``example`` is a tensor, a tuple of arguments or a dict of keyword arguments; it runs once through a copy of the model, which
-    is only read. ``layer`` is ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"`` or ``"auto"``; ``where`` a kind (``"conv"``,
-    ``"linear"``, ``"block"``) or a callable on `Site`; ``kernel_size`` that of new convolutions (default: the neighbour's if odd, else 3).
-    ``init``: whether the maps of a twin that need not be zero are its neighbour's (``"copy"``) or drawn anew, equally spread (``"fresh"``).
+    The example runs once through a copy of the model; the model itself is only read.
+
+    Args:
+        model: The network.
+        example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        layer: The form of the new layers: ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"``, or ``"auto"`` to choose
+            what fits each place (default: "auto").
+        where: Which sites to keep: a kind (``"conv"``, ``"linear"``, ``"block"``) or a function of a `Site` that returns a bool.
+            None keeps all of them.
+        kernel_size: The kernel size of new convolutions, an odd number. None takes the neighbour's if it is odd, otherwise 3.
+        init: How a twin gets the weights that need not be zero: ``"copy"`` takes those of its neighbour, ``"fresh"`` draws new
+            ones with the same spread (default: "copy").
+
+    Returns:
+        The sites in the order of the data flow, with the places that were skipped and why.
+
+    Raises:
+        BadExample: If the example does not run through the model.
+        UnsupportedModel: If the model as a whole cannot be read.
     """
     check_request(layer, where)
     checks.one_of("init", init, INITS)
     if kernel_size is not None:
-        kernel_size = checks.odd("kernel_size", kernel_size, 3, "a new convolution keeps the size of its map")
+        kernel_size = checks.odd(
+            "kernel_size", kernel_size, 3, "a new convolution must keep the size of its feature map"
+        )
     model = bare(model)
     checks.example("example", example)
     with torch.inference_mode(False):
@@ -135,7 +152,7 @@ class _Finder:
             self._confirm(trial)
         if not self.found and not self.skipped:
             what = "no stack of blocks" if self.layer == "twin" else "no activation and no layer with weights"
-            self.skipped[""] = f"{what} was met by the example, so there is no place to choose"
+            self.skipped[""] = f"{what} was reached by the example, so there is nowhere to grow"
         self.found.sort(key=lambda candidate: candidate.moment)
         return [each.site for each in self.found], [Skipped(path, reason) for path, reason in self.skipped.items()]
 
@@ -155,7 +172,7 @@ class _Finder:
             elif attempts >= _ATTEMPTS:
                 for each in group:
                     reason = verdict.together or verdict.wrong.get(
-                        group.index(each), "another place beside it is not sound"
+                        group.index(each), "a neighbouring place failed the trial"
                     )
                     self.skipped[each.call.path] = f"{reason}, when tried together with other places"
             elif verdict.wrong:
@@ -202,7 +219,7 @@ class _Finder:
                 self.skipped[path] = "is quantised: its weights are whole numbers, and no gradient passes"
             elif isinstance(module, LAYERS) and calls > 1 and not self.around.in_block(path):
                 self.skipped[path] = (
-                    f"is used {calls} times in one forward pass, so a layer beside it would not be one place"
+                    f"is used {calls} times in one forward pass, so a layer next to it would not be in a single place"
                 )
 
     def _visit_stack(self, stack: Stack, *, twins: bool) -> None:
@@ -233,17 +250,17 @@ class _Finder:
             calls = self.flow.calls_of(path)
             if len(calls) != 1:
                 times = f"is called {len(calls)} times in one forward pass" if calls else "is not called by the example"
-                self.skipped[path] = f"{times}, so a layer there would not be one place"
+                self.skipped[path] = f"{times}, so a layer there would not be in a single place"
                 continue
             call = calls[0]
             if self.around.has_other_names(call):
-                self.skipped[path] = "stands in the model under several names, so a layer there would not be one place"
+                self.skipped[path] = "has several names in the model, so a layer there would not be in a single place"
             elif call.output is None:
                 self.skipped[path] = f"returns {call.returned}, not a tensor"
             elif not self.around.weights_follow(call):
-                self.skipped[path] = "is behind the last layer with weights: what comes out is the model's output"
+                self.skipped[path] = "comes after the last layer with weights: its output is the model's output"
             elif call.output.node is not None and not self._has_parameters(call.output.node):
-                self.skipped[path] = "stands before the first layer with weights: what comes out is the model's input"
+                self.skipped[path] = "comes before the first layer with weights: its output is the model's input"
             elif call.output.node not in self.taken:
                 self._try(call, "after", call.output, known)
 
@@ -260,7 +277,7 @@ class _Finder:
                 continue
             if len(self.flow.calls_of(call.path)) != 1 or self.around.has_other_names(call):
                 self.skipped[call.path] = (
-                    "is used several times in one forward pass, so a layer before it would not be one place"
+                    "is used several times in one forward pass, so a layer before it would not be in a single place"
                 )
                 continue
             maker = self._maker_before(source, call)

@@ -157,7 +157,7 @@ class Layer:
         """The module, an identity on its domain. Draws no random number. A twin is built from its ``source`` in the model ``outside``."""
         if self.twin is not None:
             if source is None:
-                raise ValueError(f"{self} is a copy of a block: give source=, the block that it stands beside.")
+                raise ValueError(f"{self} is a copy of a block: give source=, the block next to it.")
             return self.twin.build(source, outside)
 
         device = torch.get_default_device() if device is None else device  # skip_init would leave it on "meta"

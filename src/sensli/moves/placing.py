@@ -77,7 +77,7 @@ class Placing:
         if activation == RELU and not normed and self.layer in ("auto", "relu"):
             layer = replace(self._plan("relu", call, call.output, near, activation), leading=True)
         elif self.layer == "relu":
-            raise Refused(f"its output goes into {activation.name}, which is no ReLU")
+            raise Refused(f"its output goes into {activation.name}, which is not a ReLU")
         else:
             form = "residual" if self.layer == "auto" else self.layer
             layer = self._plan(form, call, call.output, near, activation)
@@ -90,12 +90,10 @@ class Placing:
                 "no gradient arrives there (the forward pass detaches it, or the output does not depend on it)"
             )
         if side == "before" and not block and not call.positional:
-            raise Refused(
-                "takes its input by keyword or in a nest, and a layer before it needs it as the first argument"
-            )
+            raise Refused("takes its input by keyword or nested, but a layer before it needs it as the first argument")
         if self.around.in_encoder_layer(call.path):
             raise Refused(
-                "stands inside torch's TransformerEncoderLayer, which in eval mode reads the weights without calling the modules"
+                "is inside torch's TransformerEncoderLayer, which in eval mode reads the weights without calling the modules"
             )
         if "parametrizations" in call.path.split(".") or is_weight(seen.node):
             raise Refused("computes a weight, not an activation: its values do not depend on the input")
@@ -147,7 +145,7 @@ class Placing:
         if self.layer == "relu" and not from_relu:
             behind = activation.name if activation else "this"
             raise Refused(
-                f'is not idempotent: an identity layer + ReLU behind {behind} would change the function; use layer="residual"'
+                f'is not idempotent: an identity layer + ReLU after {behind} would change the function; use layer="residual"'
             )
         return self.layer
 
@@ -155,7 +153,7 @@ class Placing:
         shape = tuple(seen.tensor.shape)
         if len(shape) < 2 or not seen.tensor.is_floating_point():
             raise Refused(
-                f"its values have shape {shape} and type {seen.tensor.dtype}: no batch of floating-point features"
+                f"its values have shape {shape} and type {seen.tensor.dtype}: not a batch of floating-point features"
             )
         # A matrix of samples and features leaves no choice, whatever its features were before they were flattened.
         scores = len(shape) == 2 and is_score(seen.node, shape)
@@ -163,15 +161,15 @@ class Placing:
         if lies is None and call.path in self.around.blocks and call.result is not None:
             lies = channels(call.result.node, shape)  # a block maps a space into itself
         if lies is None:
-            raise Refused(f"it cannot be told along which dimension of its shape {shape} the features lie")
+            raise Refused(f"it is unclear which dimension of its shape {shape} holds the features")
         if lies.dim not in (1, len(shape) - 1):
-            raise Refused(f"its features lie along dimension {lies.dim} of {len(shape)}, neither second nor last")
+            raise Refused(f"its features are in dimension {lies.dim} of {len(shape)}, neither second nor last")
         conv = lies.dim == 1 and (lies.first or len(shape) > 2) and 3 <= len(shape) <= 5
         s = RELU if form == "relu" else (activation or functional(seen.node) or self.around.activation_in(call) or TANH)
         if not conv:
             if lies.dim != len(shape) - 1:
                 raise Refused(
-                    f"its features lie along dimension {lies.dim} of shape {shape}, where no layer of ours acts"
+                    f"its features are in dimension {lies.dim} of shape {shape}, where none of the layer forms can act"
                 )
             # torch's slopes per channel lie along the second dimension, which are the features only in a matrix
             norm = int(form == "residual" and len(shape) == 2 and behind_batch_norm(seen.node))

@@ -72,7 +72,20 @@ def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
 
 @dataclass(frozen=True)
 class Site:
-    """A place, "after" or "before" a module, and the layer that would go there. Prints as one unique line."""
+    """A place, "after" or "before" a module, and the layer that would go there. Prints as one unique line.
+
+    Attributes:
+        anchor: The module that names the place.
+        side: ``"after"`` or ``"before"``.
+        layer: The layer that would be inserted.
+        shape: The shape of the activation there, for one sample of the example.
+        neighbours: The nearest modules with parameters; new parameters join their optimizer groups.
+        chained: Whether the layer goes into an ``nn.Sequential`` that is called as a whole.
+        overwritten: Whether a later operation overwrites the activation in place.
+        slot: Which argument of the anchor the value is, for a site before it and for twins.
+        first_part: Whether the value is the first element of a tuple that the anchor returns.
+        place: Where in an ``nn.ModuleList`` the layer goes, and what must follow; None elsewhere.
+    """
 
     anchor: Ref
     side: str  # "after" or "before"
@@ -90,7 +103,7 @@ class Site:
 
     @property
     def path(self) -> str:
-        """The path of the module that the place is named by."""
+        """The path of the module that names the place."""
         return self.anchor.path
 
     @property
@@ -110,11 +123,21 @@ class Site:
         return self.layer.flops(math.prod(positions))
 
     def find(self, model: nn.Module) -> tuple[str, nn.Module]:
-        """The anchor's path and module in this model, or an error that says why it is not there."""
+        """Find the anchor in a model.
+
+        Args:
+            model: The network.
+
+        Returns:
+            The anchor's path and module.
+
+        Raises:
+            UnknownSite: If the anchor is not part of this model.
+        """
         found = self.anchor.find(model)
         if found is None:
             raise UnknownSite(
-                f"'{self}' is not a site of this {type(model).__name__}: the module it is named by is not part of the model. "
+                f"'{self}' is not a site of this {type(model).__name__}: the module that names it is not part of the model. "
                 "It belongs to another model or was removed or replaced since. Call find_sites on this model again."
             )
         return found
@@ -165,7 +188,12 @@ class Skipped:
 
 
 class Sites(Sequence[Site]):
-    """The sites of a model in the order of the data flow, and the places that were skipped."""
+    """The sites of a model in the order of the data flow, and the places that were skipped.
+
+    Attributes:
+        skipped: The places where no layer can go, each with its path and the reason.
+        model_name: The name of the model's class.
+    """
 
     def __init__(self, sites: Sequence[Site], skipped: Sequence[Skipped] = (), *, model_name: str = "model") -> None:
         self._sites = tuple(sites)
@@ -206,7 +234,7 @@ class Sites(Sequence[Site]):
         return html_table(["site", "+parameters", "+FLOPs"], rows, caption=repr(self))
 
     def explain(self) -> str:
-        """All places in words: what could go where and what it would cost, and what was skipped and why."""
+        """Every place in words: what could go there and what it would cost, or why it was skipped."""
         lines = [f"{self._model_name}: {_count(len(self), 'site')}, {_count(len(self.skipped), 'place')} skipped"]
         lines += [f"  {site}   (+{site.parameters:,} parameters, +{site.flops:,} FLOPs)" for site in self]
         if self.skipped:

@@ -311,7 +311,7 @@ class Trial:
         return self._layers[site, real, number]
 
 
-_WHY = "the forward pass counts, indexes or slices its modules, or asks for their class"
+_WHY = "the forward pass counts, indexes or slices its modules, or checks their class"
 _NO_GRADIENT = "a layer there would get no gradient"
 _OTHER_GRADIENT = (
     "its values are read elsewhere too: the gradient that could be measured is not the one that a layer there would get"
@@ -401,7 +401,7 @@ def _difference(before: Any, after: Any, in_list: bool) -> str:
         else:
             distance = moved(one.detach(), other.detach())
             if distance:
-                return f"the model's output moves by {distance:.1e}"
+                return f"the model's output changes by {distance:.1e}"
     return ""
 
 

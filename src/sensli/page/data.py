@@ -38,16 +38,29 @@ def page_data(
     results: Sequence[dict[str, Any]] = (),
     points: Sequence[tuple[float, float, int]] = (),
 ) -> dict[str, Any]:
-    """What the page needs for a history.
+    """Collect what the page shows of a history.
 
-    ``curves`` default to the metric of the record; ``films`` hold the decision boundary and the weights of small networks on the plane,
-    ``points`` the data behind it; ``results`` are rows of a closing table (the same keys in each).
+    Args:
+        history: The history of a `Grower`.
+        title: The title of the page (default: "A network grows").
+        intro: A paragraph below the title (default: "").
+        measure: What the metric is called (default: "metric").
+        curves: The lines of the chart. Without any, the metric of the record.
+        films: The decision boundary and the weights of small networks on the plane, call by call.
+        results: The rows of a table at the end, with the same keys in each.
+        points: The data on the plane, as (x, y, class).
+
+    Returns:
+        Plain data for `write_page`.
+
+    Raises:
+        HistoryError: If the history has no record of the training.
     """
     record = checks.instance("history", history, History, "a History (for example grower.history)").record
     if not record:
         raise HistoryError(
-            "the history holds growths but no record of the training, so there is nothing to show. A Grower writes the record "
-            "by itself; a History made by hand or by an earlier version has none."
+            "the history contains growths but no record of the training, so there is nothing to show. A Grower writes the record "
+            "itself; a History made by hand or by an earlier version has none."
         )
     if not curves and record.metrics:
         calls, values = zip(*record.metrics, strict=True)

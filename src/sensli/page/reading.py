@@ -19,7 +19,17 @@ _ZIP = b"PK\x03\x04"  # what torch.save writes begins so
 
 
 def read_history(path: str | os.PathLike[str]) -> History:
-    """Read a file that `History.save`, `save_checkpoint`, `json.dump` or `torch.save` wrote. Runs no code from it."""
+    """Read the history from a file that `History.save`, `save_checkpoint`, `json.dump` or `torch.save` wrote. Runs no code from it.
+
+    Args:
+        path: The file to read.
+
+    Returns:
+        The history.
+
+    Raises:
+        HistoryError: If the file cannot be read or does not hold a history.
+    """
     path = checks.path("path", path, error=HistoryError)
     try:
         content = path.read_bytes()
@@ -43,7 +53,7 @@ def read_history(path: str | os.PathLike[str]) -> History:
     found = _find(data)
     if found is None:
         raise HistoryError(
-            f"'{path}' holds no history. Give what History.save(path) wrote, or a checkpoint with grower.state_dict() in it."
+            f"'{path}' does not contain a history. Give what History.save(path) wrote, or a checkpoint with grower.state_dict() in it."
         )
     return History.from_dict(found)
 

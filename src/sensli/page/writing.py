@@ -19,7 +19,15 @@ SCRIPTS = ("tools.js", "network.js", "panels.js", "film.js")  # in this order: e
 
 
 def write_page(path: str | os.PathLike[str], data: dict[str, Any]) -> Path:
-    """Write the page; an earlier one is replaced only when the new one is complete. Returns the path."""
+    """Write the page; an earlier one is replaced only when the new one is complete.
+
+    Args:
+        path: The file to write.
+        data: What `page_data` returned.
+
+    Returns:
+        The path.
+    """
     checks.instance("data", data, dict, "what page_data(history) returned")
     target = checks.path("path", path, error=SensliError)
     write_bytes(target, render(data).encode("utf-8", "replace"))  # a title may hold what is not text

@@ -43,7 +43,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         one.add_argument(
             "--out", type=Path, default=RESULTS, metavar="DIR", help=f"results folder (default: {RESULTS})"
         )
-        one.add_argument("--seed", type=int, default=0, metavar="S", help="all random numbers hang on it (default: 0)")
+        one.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
         one.add_argument("--runs", type=int, metavar="N", help="runs per arm (default: the paper's)")
         scale = "scales epochs and insertion times together (default: 1)"
         one.add_argument("--epochs-scale", type=float, default=1.0, metavar="F", help=scale)
@@ -54,10 +54,14 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         one.add_argument("--bf16", action="store_true", help="CNN experiments in bfloat16, where the device can do it")
         return one
 
-    command("list", "All experiments: what they show, what they cost, what is already computed.", "")
+    command("list", "List all experiments: what they show, what they cost, what is already computed.", "")
     for name, text, example in (
-        ("run", "Compute what is missing, then show it. A stopped run goes on where it was.", " 2 --as run --runs 10"),
-        ("show", "Figures and tables from stored results.", " 2"),
+        (
+            "run",
+            "Compute what is missing, then show it. An interrupted run resumes where it stopped.",
+            " 2 --as run --runs 10",
+        ),
+        ("show", "Show figures and tables from stored results.", " 2"),
     ):
         one = command(name, text, example)
         targets = (
@@ -68,18 +72,18 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         recipe = "'stated' or 'run' (as the authors' scripts ran it), or another recipe (default: all of them)"
         one.add_argument("--as", dest="recipe", metavar="RECIPE", help=recipe)
         if name == "run":
-            where = "where CIFAR-10 lies, or is downloaded to (default: SENSLI_DATA, else data)"
+            where = "folder of CIFAR-10, or where to download it to (default: SENSLI_DATA, otherwise data)"
             one.add_argument("--data", type=Path, metavar="DIR", help=where)
             one.add_argument("--device", choices=DEVICES, default="auto", help="of the CNN experiments (default: auto)")
             one.add_argument("--compile", action="store_true", help="torch.compile the CNNs")
             places = "'here' (one after another in this process, the default) or 'ray' (side by side as Ray tasks)"
             one.add_argument("--on", choices=("here", "ray"), default="here", help=f"where to compute: {places}")
-            head = "with --on ray: HOST:PORT of a cluster's head, or 'auto' (default: RAY_ADDRESS, else a Ray on this machine)"
+            head = "with --on ray: HOST:PORT of a cluster's head, or 'auto' (default: RAY_ADDRESS, otherwise a Ray on this machine)"
             one.add_argument("--ray-address", metavar="ADDRESS", help=head)
             cpus = "with --on ray: CPUs and threads of each task (default: 1 for spirals, an even share for CNNs)"
             one.add_argument("--ray-cpus", type=int, metavar="N", help=cpus)
-    report = command("report", "The claims one by one, with verdicts, as Markdown and HTML.", " --to page")
-    report.add_argument("--to", type=Path, metavar="DIR", help="where the report goes (default: report in the results)")
+    report = command("report", "Write the claims, each with its verdict, as Markdown and HTML.", " --to page")
+    report.add_argument("--to", type=Path, metavar="DIR", help="folder for the report (default: report in the results)")
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -94,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"sensli paper: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("sensli paper: stopped. The same command goes on from here.", file=sys.stderr)
+        print("sensli paper: interrupted. Run the same command again to resume.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `sensli paper show 2 | head`
         return 0
@@ -194,9 +198,7 @@ def _place(args: argparse.Namespace) -> runner.Place:
         return ray_place(args.ray_address, args.ray_cpus)
     for name in ("ray_address", "ray_cpus"):
         if getattr(args, name) is not None:
-            raise BadExperiment(
-                f"--{name.replace('_', '-')} has a meaning with --on ray only. Add --on ray, or leave it out."
-            )
+            raise BadExperiment(f"--{name.replace('_', '-')} needs --on ray. Add --on ray, or leave it out.")
     return runner.here
 
 

@@ -162,7 +162,7 @@ class Settings:
             f"tolerance must be at least 0 and below 1, with a confidence; not {self.tolerance}.",
         )
         held_out = self.schedule is None or self.schedule.metric == "test" or self.data.validation > 0
-        _need(held_out, "the schedule follows the validation images, of which there are none: set data.validation.")
+        _need(held_out, "the schedule needs validation images: set data.validation to at least 1.")
         inside = all(0 < time < self.epochs for time in times)
         _need(inside, f"insert_at must lie between 1 and {self.epochs - 1} (epochs - 1), not {times}.")
 

@@ -33,7 +33,7 @@ def grown(network: Network, places: Sequence[int]) -> list[int]:
                 stages[stage] += 1
                 break
         else:
-            raise ValueError(f"there is no place {place} in a network with {stages} convolutions per stage")
+            raise ValueError(f"place {place} does not exist in a network with {stages} convolutions per stage")
     return stages
 
 

@@ -44,7 +44,7 @@ class Machine:
             return torch.device(next(name for name in ("cuda", "mps", "cpu") if there[name]))
         if not there.get(self.device, False):
             found = ", ".join(name for name, is_there in there.items() if is_there)
-            raise BadExperiment(f"--device {self.device}: not there. This machine and this torch have: {found}.")
+            raise BadExperiment(f"--device {self.device} is not available here. Available: {found}.")
         return torch.device(self.device)
 
 

@@ -110,5 +110,5 @@ def train(given: Order, save: Callable[[dict[str, Any]], None], tell: Callable[[
 def keep(piece: Piece, done: Done, store: Store, where: str = "") -> None:
     """Store what a training gave, and say so in one line."""
     store.save(piece.plan, piece.arm, piece.runs, done.outcome, done.seconds, done.origin)
-    went_on = ", went on from where it was stopped" if done.went_on else ""
+    went_on = ", resumed" if done.went_on else ""
     print(f"{piece}, {done.seconds:.1f} s{where}{went_on}")

@@ -31,7 +31,7 @@ def check(settings: Settings) -> None:
     if settings.data.name != "spirals":
         raise BadExperiment(f"the stacked engine trains on 'spirals', not on {settings.data.name!r}.")
     if settings.data.train >= 2 * POINTS:
-        raise BadExperiment(f"data, train: {settings.data.train} of {2 * POINTS} points leave none for the test.")
+        raise BadExperiment(f"data, train: {settings.data.train} of {2 * POINTS} points leave none for testing.")
     optimizer = settings.optimizer
     if optimizer.name != "sgd" or optimizer.momentum or optimizer.weight_decay:
         raise BadExperiment(f"the stacked engine has plain 'sgd' (no momentum, no weight decay), not {optimizer}.")

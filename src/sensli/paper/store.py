@@ -56,7 +56,7 @@ class Part:
         for name in ("runs", "axes"):
             its = content.get(name)
             if not isinstance(its, dict) or not all(isinstance(value, Tensor) for value in its.values()):
-                raise Damaged(f"{name!r} does not hold tensors")
+                raise Damaged(f"{name!r} does not contain tensors")
         if any(
             value.ndim < 2 or len(value) != len(self.runs) or value.is_complex() for value in content["runs"].values()
         ):
@@ -140,7 +140,7 @@ class Store:
             runs = {name: torch.stack([rows[run][0][name][rows[run][1]] for run in range(plan.runs)]) for name in first}
         except (KeyError, RuntimeError) as error:
             raise StoreError(
-                f"{self.folder(plan, arm)}: its files hold other records than each other ({error}). Delete the folder and run again."
+                f"{self.folder(plan, arm)}: its files contain different records ({error}). Delete the folder and run again."
             ) from None
         return Result(arm, plan.arms[arm], runs, axes, seconds, parts[0].facts)
 

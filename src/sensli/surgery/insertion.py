@@ -37,14 +37,32 @@ def insert(
     freeze_rest: bool = False,
     own_rate: float | None = None,
 ) -> Growth:
-    """Insert the site's layer into the model in place; the function does not change, and training goes on. A merit stands for its site.
+    """Insert the site's layer into the model in place; the function does not change, and training can continue.
 
-    The new parameters join the optimizer's groups of their neighbours (``group`` decides where those are in none); moments and
-    schedule stay. ``lr_scale`` multiplies all learning rates from then on. ``check`` is a batch on which the output must not move, in the
-    mode the model is in and with the same random numbers; if it does, everything is put back and `FunctionChanged` is raised. As in
-    `measure` a pair is ``(input, target)``, of which the input is used: a model with several arguments takes
-    ``check=((x, mask), None)`` or a dict of keyword arguments. ``freeze_rest`` lets only the new
-    layer train from then on. ``own_rate`` is a factor to the neighbours' learning rate for the new layer, which then has its own groups.
+    The new parameters join the optimizer's groups of their neighbours; moments and schedule are kept. A refused or failed
+    insertion leaves the model, the optimizer and the scheduler as they were.
+
+    Args:
+        model: The network, or its DistributedDataParallel wrapper.
+        site: The site to grow at, or a merit, which stands for its site.
+        optimizer: The optimizer or optimizers that train the model.
+        scheduler: The learning-rate scheduler or schedulers of the optimizer.
+        lr_scale: Multiplies all learning rates from now on (default: 1.0).
+        check: A batch on which the output must not change, in the mode the model is in and with the same random numbers. As in
+            `measure` a pair is ``(input, target)``, of which the input is used; for a model with several arguments give
+            ``((x, mask), None)`` or a dict of keyword arguments.
+        group: The parameter group (its index or the group itself) that the new parameters join if their neighbours are in none.
+        freeze_rest: Whether only the new layer trains from now on (default: False).
+        own_rate: A factor: the new layer gets separate parameter groups with this many times its neighbours' learning rate.
+
+    Returns:
+        The record of the insertion, which `undo` and `replay` take.
+
+    Raises:
+        UnknownSite: If the site belongs to another model, or its place is gone.
+        UnsupportedSite: If the layer cannot be inserted there without changing the function.
+        OptimizerError: If the optimizer or the scheduler cannot follow.
+        FunctionChanged: If the output on ``check`` changed. Everything was put back.
     """
     with Changing(model, f"insert {site}") as together:
         network, site = bare(model), as_site("site", site)
@@ -134,9 +152,19 @@ def _freeze(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
 
 
 def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> None:
-    """Take the layer of the last growth out again, and its parameters out of the optimizer.
+    """Remove the layer of the last growth, and its parameters from the optimizer.
 
-    If no step was taken since, model and optimizer are to the bit what they were. Otherwise the function changes as it must.
+    If no training step was taken since, the model and the optimizer are to the bit what they were. Otherwise the function
+    changes, because the layer is no longer an identity.
+
+    Args:
+        model: The network that has grown, or its DistributedDataParallel wrapper.
+        growth: The last growth of the model.
+        optimizer: The optimizer or optimizers that followed the growth.
+        scheduler: The scheduler or schedulers that followed the growth.
+
+    Raises:
+        HistoryError: If it is not the last growth of this model.
     """
     with Changing(model, f"undo {getattr(growth, 'name', 'a growth')}") as together:
         network = bare(model)
@@ -155,7 +183,7 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
     if number != growth.number or path != growth.name:
         raise HistoryError(
             f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(model).__name__} is number "
-            f"{number} ({path}), and later layers stand on earlier ones. Undo in reverse order."
+            f"{number} ({path}), and later layers build on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
     as_schedulers(scheduler)

@@ -20,7 +20,18 @@ from sensli.surgery.state.rates import Schedulers
 
 
 def replay(model: nn.Module, history: History) -> nn.Module:
-    """Grow a fresh model through the same insertions, so that the grown model's state dict fits. Returns the model."""
+    """Grow a fresh model through the same insertions, so that the grown model's state dict fits.
+
+    Args:
+        model: A model as it was before its first growth. It is changed in place.
+        history: The growths to repeat.
+
+    Returns:
+        The same model, grown.
+
+    Raises:
+        HistoryError: If the model has grown already, or is not the one that the history began with.
+    """
     with Changing(model, "replay a history") as together:
         network, growths = bare(model), as_growths("history", history)
         together.agree_on({"the number of growths": len(growths)})
@@ -30,7 +41,7 @@ def replay(model: nn.Module, history: History) -> nn.Module:
 
 def _replay(model: nn.Module, history: Sequence[Growth]) -> None:
     if any(True for _ in inserted(model)):
-        raise HistoryError(f"this {type(model).__name__} has grown already; replay starts from a fresh model.")
+        raise HistoryError(f"this {type(model).__name__} has grown already; replay needs a fresh model.")
     trial = copied_model(model)  # a history that does not fit must leave the model as it was
     for target in (trial, model):
         for growth in history:
@@ -64,14 +75,14 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
 def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
     if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
         raise HistoryError(
-            f"growth {growth.number} comes out as {again} {list(again.parameters)} instead of {growth.name} "
-            f"{list(growth.parameters)}: the factory builds another architecture than the history began with, or a growth is "
+            f"growth {growth.number} became {again} {list(again.parameters)} instead of {growth.name} "
+            f"{list(growth.parameters)}: the factory builds a different architecture from the one the history began with, or a growth is "
             "missing from the history."
         )
     for name, shape in growth.beside.items():
         if again.beside.get(name) != shape:
             raise HistoryError(
                 f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
-                f"shape {shape}, here {again.beside.get(name, 'there is none')}. The factory must build the architecture that "
+                f"shape {shape}, here {again.beside.get(name, 'it is missing')}. The factory must build the architecture that "
                 "the history began with."
             )

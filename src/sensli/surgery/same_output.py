@@ -62,18 +62,18 @@ class Outputs:
                 distance = _moved(self.without_dropout, _run(model, self.given, layer, dropout=False))
         except Exception as error:
             raise FunctionChanged(
-                f"after inserting {site} the model fails on check ({type(error).__name__}: {error}), so nothing was kept. "
+                f"after inserting {site} the model fails on check ({type(error).__name__}: {error}), so everything was put back. "
                 "Choose another site."
             ) from error
         if distance:
             noise = (
-                " Or it draws other random numbers with one more layer: model.eval() before insert leaves them out."
+                " Or it draws different random numbers with one more layer: call model.eval() before insert to avoid them."
                 if other_masks
                 else ""
             )
             raise FunctionChanged(
-                f"inserting {site} moved the output by {distance:.1e} relative to its size, so nothing was kept. The place is not what "
-                f"find_sites saw (another input, another branch), or the arithmetic is not exact there; choose another site.{noise}"
+                f"inserting {site} changed the output by {distance:.1e} relative to its size, so everything was put back. The place is not "
+                f"what find_sites saw (another input, another branch), or the arithmetic is not exact there; choose another site.{noise}"
             )
 
 

@@ -71,7 +71,7 @@ def _aside(path: str | os.PathLike[str], error: type[Exception]) -> Iterator[tup
                 part.unlink()
     except OSError as cause:
         raise error(
-            f"{path} cannot be written: {cause.strerror or cause}. Choose another place; an earlier file there is as it was."
+            f"{path} cannot be written: {cause.strerror or cause}. Choose another place. An earlier file there was not changed."
         ) from cause
 
 

@@ -130,8 +130,8 @@ def _check(model: nn.Module) -> None:
     )
     if on_meta is not None:
         raise UnsupportedModel(
-            f"'{on_meta}' of {type(model).__name__} is on the meta device: it has a shape and no values, so there is nothing to run or "
-            "to measure. Load the weights first (model.to_empty(device='cpu') gives memory, load_state_dict values)."
+            f"'{on_meta}' of {type(model).__name__} is on the meta device: it has a shape but no values, so there is nothing to run or "
+            "to measure. Load the weights first (model.to_empty(device='cpu') allocates memory, load_state_dict fills it)."
         )
 
 

@@ -34,7 +34,7 @@ class TwinFinder:
     def find(self, flow: Flow, call: Call, seen: Seen, *, chained: bool) -> tuple[Layer, ListPlace | None]:
         """The layer and, where it goes into a list, what must follow. Raises `NoTwin` with the reason."""
         if isinstance(call.module, (ResidualLayer, ParametricLayer)):
-            raise NoTwin("is a layer that was inserted, which is no block of the model's own")
+            raise NoTwin("is an inserted layer, not an original block of the model")
         kind = signature(call.module)
         twin = self._twin(flow, call, seen, kind)
         place = None if chained else self._place(call, twin)
@@ -53,9 +53,7 @@ class TwinFinder:
             if place is None:
                 self._check_unnumbered(call, twin)
             if place is None and not chained:
-                raise NoTwin(
-                    "stands in a list that cannot take another block: a trial with one more changed the output"
-                )
+                raise NoTwin("is in a list that cannot take another block: a trial with one more changed the output")
         except NoTwin as refusal:
             self._refused[kind] = str(refusal)
             raise
@@ -92,11 +90,11 @@ class TwinFinder:
         if numbers:
             raise NoTwin(
                 f"has its own number ({'.'.join(filter(None, numbers[0]))}), which a cache may use as a key, and no trial confirmed that "
-                "its container can take another block and number all of them again: the twin would share the entry of its neighbour"
+                "its container can take another block and renumber all of them: the twin would share the entry of its neighbour"
             )
         if twin.remembers:
             raise NoTwin(
-                "takes an object with a memory, such as a key-value cache, and no trial confirmed that its list can take another block: "
+                "takes a stateful object, such as a key-value cache, and no trial confirmed that its list can take another block: "
                 "the twin would share the entry of its neighbour"
             )
 

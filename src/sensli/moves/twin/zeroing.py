@@ -50,7 +50,7 @@ def twin_like(call: Call, known: Twin) -> Twin:
     assert call.given is not None and call.slot is not None
     others = with_value(call.args, call.kwargs, call.slot, None)
     if is_plain(others) == known.remembers:
-        raise NoTwin("takes other arguments than the blocks that are alike it")
+        raise NoTwin("takes different arguments from the other blocks of the stack")
     return replace(known, parameters=_kept(call.module, known), flops=_flops(call))
 
 
@@ -114,17 +114,12 @@ class _Trial:
         """A second call must give what the first gave, or nothing here means anything."""
         if given.overwritten or result.overwritten:
             if self.remembers:
-                raise NoTwin(
-                    "works in place on its input and takes an object with a memory, so its call cannot be repeated"
-                )
+                raise NoTwin("works in place on its input and takes a stateful object, so its call cannot be repeated")
             return
         again = self.run(given.tensor.detach())
         # Not to the bit: some kernels depend on how memory is aligned.
         if again is None or not torch.allclose(again, result.tensor, rtol=1e-4, atol=1e-5):
-            raise NoTwin(
-                "gives another output when it is called again with the same arguments (a cache, a counter or noise takes part), so a "
-                "copy of it cannot be tried"
-            )
+            raise NoTwin("is not deterministic (two calls with the same input differ), so a twin cannot be verified")
 
     def _make_general(self, generator: torch.Generator) -> None:
         """No parameter may be zero or one by chance of its initialisation: what is trained later would not be."""

@@ -35,7 +35,20 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Growth:
-    """One insertion: where, what, and the names that changed."""
+    """One insertion: where, what, and the names that changed.
+
+    Attributes:
+        site: The site, with the path that its anchor had at that moment.
+        number: 1 for the first growth of a model.
+        name: The path of the new module.
+        parameters: The names of the new parameters.
+        renames: Old to new, for parameter names that the container could not keep.
+        beside: The shapes of the neighbours' parameters.
+        rates: What ``lr_scale`` changed, or None.
+        own_rate: The separate parameter groups that were added, or None.
+        frozen: The names of the parameters that were frozen by this growth.
+        details: Why it was chosen: epoch, merit, ratio.
+    """
 
     site: Site  # with the path that the anchor had at that moment
     number: int  # 1 for the first growth of a model
@@ -118,7 +131,12 @@ def _as_growth(name: str, value: object) -> Growth:
 
 
 class History(Sequence[Growth]):
-    """The growths of a model, oldest first, and in `record` what a `Grower` saw on its way."""
+    """The growths of a model, oldest first, and in `record` what a `Grower` saw along the way.
+
+    Args:
+        growths: The growths, oldest first (default: none).
+        record: The looks and metrics of the training. None starts an empty one.
+    """
 
     def __init__(self, growths: Iterable[Growth] = (), *, record: Record | None = None) -> None:
         self._growths = as_growths("growths", growths)
@@ -165,11 +183,15 @@ class History(Sequence[Growth]):
         return html_table(header, rows, caption=repr(self))
 
     def append(self, growth: Growth) -> None:
-        """Add the newest growth."""
+        """Add the newest growth.
+
+        Args:
+            growth: What `insert` returned.
+        """
         self._growths.append(_as_growth("growth", growth))
 
     def pop(self) -> Growth:
-        """Take the newest growth off, after `undo`."""
+        """Remove and return the newest growth; use it after `undo`."""
         return self._growths.pop()
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,16 +201,24 @@ class History(Sequence[Growth]):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> History:
-        """The inverse of `to_dict`; a text that is no history is refused with the reason."""
+        """The inverse of `to_dict`.
+
+        Args:
+            data: What `to_dict` returned.
+
+        Raises:
+            HistoryError: If the data do not describe a history.
+        """
         if not isinstance(data, Mapping) or "growths" not in data:
             raise HistoryError(
-                "this is no history: the entry 'growths' is missing. Expected what History.to_dict() wrote, "
+                "Not a sensli history: the key 'growths' is missing. Expected what History.to_dict() returned, "
                 f"got {checks.shown(data)}."
             )
         version = data.get("format", FORMAT)
         if type(version) is not int or not 1 <= version <= FORMAT:
             raise HistoryError(
-                f"the history has format {brief(version)}, and {FORMAT} is the newest known here. Update sensli, or use an intact copy."
+                f"the history has format {brief(version)}, but {FORMAT} is the newest that this version knows. "
+                "Update sensli, or use an intact copy."
             )
         with _reading("the history"):
             record = Record.from_dict(lenient(data["record"])) if "record" in data else None
@@ -201,33 +231,54 @@ class History(Sequence[Growth]):
             return cls(growths, record=record)
 
     def to_json(self) -> str:
-        """The history as JSON text; infinities and NaN are written so that every reader takes them."""
+        """The history as JSON text; infinities and NaN are written in a way that every JSON reader accepts."""
         try:
             return strict_json(self.to_dict(), indent=1)
         except (TypeError, ValueError) as error:
             raise HistoryError(
-                f"the history cannot be written as JSON: {error}. Keep numbers, texts, lists and dicts in the details of a growth."
+                f"the history cannot be written as JSON: {error}. Keep only numbers, strings, lists and dicts in the details of a growth."
             ) from error
 
     @classmethod
     def from_json(cls, text: str) -> History:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`.
+
+        Args:
+            text: What `to_json` returned.
+
+        Raises:
+            HistoryError: If the text is not a history.
+        """
         checks.instance("text", text, (str, bytes), "the text that History.to_json() returned")
         try:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise HistoryError(
-                f"the history is not valid JSON ({error}): cut short or altered. Use an intact copy."
+                f"the history is not valid JSON ({error}): the text is truncated or altered. Use an intact copy."
             ) from error
         return cls.from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to a file; an earlier one is replaced only when the new one is complete."""
+        """Write the history to a file; an earlier one is replaced only when the new one is complete.
+
+        Args:
+            path: The file to write.
+
+        Raises:
+            HistoryError: If the file cannot be written.
+        """
         write_bytes(checks.path("path", path), self.to_json().encode(), HistoryError)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
-        """Read from a file that `save` wrote."""
+        """Read the history from a file that `save` wrote.
+
+        Args:
+            path: The file to read.
+
+        Raises:
+            HistoryError: If the file cannot be read or does not hold a history.
+        """
         path = checks.path("path", path)
         try:
             text = path.read_text("utf-8")
@@ -261,7 +312,7 @@ def _check_growth(growth: Growth) -> None:
                 raise ValueError(f"{names} are not names of attributes that follow the number of blocks")
     own = growth.own_rate
     if own is not None and (len(own.groups) != len(own.sources) or min(sum(own.groups, own.sources), default=0) < 0):
-        raise ValueError(f"{own} does not tell which groups were added")
+        raise ValueError(f"{own} does not say which groups were added")
     check_types(
         _Shown(**{name: growth.details[name] for name in ("epoch", "merit", "ratio") if name in growth.details}),
         "details",

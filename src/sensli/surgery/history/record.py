@@ -18,7 +18,18 @@ LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at
 
 @dataclass(frozen=True)
 class SiteMerit:
-    """One line of the table of a look, as plain data."""
+    """One row of a look's table, as plain data.
+
+    Attributes:
+        site: The site as text.
+        path: The path of the module that names the place.
+        side: ``"after"`` or ``"before"``.
+        value: The merit.
+        ratio: The merit divided by the mean over the existing weights, or None.
+        dead: The share of units that were zero on all the data, or None.
+        parameters: The parameters that the layer would add.
+        flops: The FLOPs per sample that the layer would add.
+    """
 
     site: str
     path: str
@@ -31,6 +42,11 @@ class SiteMerit:
 
     @classmethod
     def of(cls, merit: Merit) -> SiteMerit:
+        """A merit as plain data.
+
+        Args:
+            merit: The merit of a site.
+        """
         site = merit.site
         return cls(
             str(site), site.path, site.side, merit.value, merit.ratio, merit.dead, site.parameters, site.flops
@@ -39,7 +55,22 @@ class SiteMerit:
 
 @dataclass(frozen=True)
 class Look:
-    """One look at all sites and what came of it. Prints as one line per decision."""
+    """One look at all sites and the decision. Prints one line for each layer inserted, or one that says why none was.
+
+    Attributes:
+        call: The number of the call of `Grower.step`.
+        tau: The threshold.
+        select: How the site was selected.
+        reason: One sentence: why this layer, or why none.
+        norm: The norm of the merits.
+        batches: How many batches were used.
+        samples: How many samples were used, if known.
+        merits: All merits, best first.
+        inserted: The numbers of the growths.
+        chosen: The indices of the merits that were inserted, in the same order.
+        parameters: The parameters of the model before the look.
+        flops: The FLOPs of the model before the look, per sample; counted only if something was inserted.
+    """
 
     call: int
     tau: float
@@ -56,7 +87,13 @@ class Look:
 
     @classmethod
     def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
-        """A look from what was measured, if anything was, and from the merits whose layers went in."""
+        """Make a look from what was measured, if anything was, and from the merits whose layers were inserted.
+
+        Args:
+            merits: What was measured, or None.
+            taken: The merits whose layers were inserted.
+            **facts: The other attributes.
+        """
         if merits is None:
             return cls(**facts)
         ranked = merits.ranked
@@ -104,7 +141,15 @@ class Look:
 
 @dataclass
 class Record:
-    """The looks, the metrics and the layers of one training, oldest first."""
+    """The looks, the metrics and the layers of one training run, oldest first.
+
+    Attributes:
+        looks: One `Look` for each call on which the trigger fired.
+        metrics: Pairs of call and metric.
+        outlines: Pairs of call and the layers of the model from then on.
+        stride: Every how many calls a metric is kept.
+        calls: The number of calls so far.
+    """
 
     looks: list[Look] = field(default_factory=list)
     metrics: list[tuple[int, float | None]] = field(default_factory=list)  # (call, metric)
@@ -116,7 +161,12 @@ class Record:
         return self.calls > 0
 
     def count(self, call: int, metric: float | None) -> None:
-        """Note that a call happened, and its metric."""
+        """Note a call and its metric.
+
+        Args:
+            call: The number of the call.
+            metric: Its metric, or None.
+        """
         self.calls = call
         if metric is None or call % self.stride:
             return
@@ -127,7 +177,12 @@ class Record:
             self.metrics = [entry for entry in self.metrics if entry[0] % self.stride == 0]
 
     def draw(self, call: int, units: Sequence[Unit]) -> None:
-        """Note the layers of the model, if they are not those noted last."""
+        """Note the layers of the model if they have changed since they were last noted.
+
+        Args:
+            call: The number of the call.
+            units: The layers of the model.
+        """
         if not self.outlines or self.outlines[-1][1] != tuple(units):
             self.outlines.append((call, tuple(units)))
 
@@ -136,7 +191,11 @@ class Record:
         return replace(self, looks=list(self.looks), metrics=list(self.metrics), outlines=list(self.outlines))
 
     def become(self, other: Record) -> None:
-        """Take the content of another record, in place: others may hold this one."""
+        """Take the content of another record in place, because others may hold this one.
+
+        Args:
+            other: The record to take the content of.
+        """
         self.looks[:], self.metrics, self.outlines[:] = other.looks, other.metrics, other.outlines
         self.stride, self.calls = other.stride, other.calls
 

@@ -25,7 +25,7 @@ Group: TypeAlias = dict[str, Any]
 _REFUSED = {
     "LBFGS": "it keeps its memory in one flat vector over all parameters, which cannot take more of them",
     "SparseAdam": "it takes sparse gradients only, and those of a new layer are dense",
-    "ZeroRedundancyOptimizer": "it has dealt out the parameters to the processes and steps groups of its own",
+    "ZeroRedundancyOptimizer": "it has divided the parameters among the processes and steps separate groups",
 }
 _GROUP = "an entry of optimizer.param_groups itself, or its index (for example 0)"
 _MATRICES_ONLY = {"Muon"}  # looks at shapes in its constructor only, so a wrong one would fail at the next step
@@ -78,7 +78,7 @@ def plan_joining(
         for kind in _kinds(optimizer) & _REFUSED.keys():
             raise OptimizerError(
                 f"{called(optimizer)} cannot follow an insertion: {_REFUSED[kind]}. Use another optimizer (AdamW, "
-                "SGD, ...), or insert without optimizer= and build it anew over the grown model."
+                "SGD, ...), or insert without optimizer= and rebuild it for the grown model."
             )
     pairs = [(optimizer, its) for optimizer in known for its in optimizer.param_groups]
     chosen = _chosen_group(known, group)
@@ -101,7 +101,7 @@ def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Grou
     if known and group is None and own.isdisjoint(held):
         names = ", ".join(map(called, known))
         raise OptimizerError(
-            f"optimizer={names} holds no parameter of this {called(model)}, so it belongs to another model, or was built before the "
+            f"optimizer={names} contains no parameter of this {called(model)}, so it belongs to another model, or was built before the "
             "parameters were replaced. Build it over the parameters of the model that is to grow."
         )
 
@@ -134,7 +134,7 @@ def as_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
 def check_needed(optimizers: Optimizers, **asked: bool) -> None:
     """Refuse options that would have no effect without an optimizer."""
     for name in (name for name, given in asked.items() if given and not as_optimizers(optimizers)):
-        raise OptimizerError(f"{name}= needs optimizer=: rates and groups are the optimizer's, and none was given.")
+        raise OptimizerError(f"{name}= needs optimizer=: rates and groups belong to the optimizer, and none was given.")
 
 
 def unwrapped(given: Any) -> Optimizer:
@@ -178,7 +178,8 @@ def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tupl
                 if its is group:
                     return optimizer, its
         raise OptimizerError(
-            f"group must be {_GROUP}, got a dict that is not a group of {', '.join(map(called, known))}. A copy of a group is another one."
+            f"group must be {_GROUP}, got a dict that is not a group of {', '.join(map(called, known))}. "
+            "A copy of a group is a different group."
         )
     if len(known) > 1:
         raise OptimizerError(
@@ -204,7 +205,7 @@ def _place(
     parameter = newcomer.parameter
     if id(parameter) in holders:
         raise OptimizerError(
-            f"{newcomer.name} is in the optimizer already and would be stepped twice. Take it out of its group first, "
+            f"{newcomer.name} is in the optimizer already and would be stepped twice. Remove it from its group first, "
             "or insert without optimizer=."
         )
     near = [pair for neighbour in newcomer.neighbours for pair in holders.get(id(neighbour), ())]
@@ -222,7 +223,7 @@ def _place(
     beside = f" {newcomer.beside}" if newcomer.beside else ""
     names = ", ".join(dict.fromkeys(called(optimizer) for optimizer, _ in pairs))
     raise OptimizerError(
-        f"{newcomer.name} finds no group to join: no parameter of its neighbour{beside} is in {names}, so its learning "
+        f"{newcomer.name} has no group to join: no parameter of its neighbour{beside} is in {names}, so its learning "
         "rate and decay are unknown. Pass group= (an index into optimizer.param_groups, or the group itself), or add "
         "the neighbour's parameters to the optimizer."
     )

@@ -42,14 +42,14 @@ class OwnRate:
     def check(self, optimizers: Optimizers, schedulers: Schedulers, own: list[Any]) -> None:
         """Raise unless the groups are there and hold nothing but the growth's parameters."""
         known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
-        _refuse_undriven(known, drivers, "its own group cannot be taken out again")
+        _refuse_undriven(known, drivers, "its separate group cannot be removed")
         for number, index in self.groups:
             groups = known[number].param_groups if number < len(known) else []
             held = groups[index]["params"] if index < len(groups) else None
             if held is None or any(all(p is not each for each in own) for p in held):
                 raise OptimizerError(
                     f"group {index} of optimizer {number} is not the one that the growth added for its own learning rate, or other "
-                    "parameters joined it since. Pass the same optimizers, in the same order, and take out what was added later."
+                    "parameters joined it since. Pass the same optimizers, in the same order, and remove what was added later."
                 )
 
     def add(self, optimizers: Optimizers, schedulers: Schedulers) -> None:
@@ -105,7 +105,7 @@ def check_own_rate(optimizers: Optimizers, factor: float) -> float:
     """The factor as a number; one that means nothing, or that there is no rate for, is refused."""
     factor = checks.positive("own_rate", factor, 0.1, error=OptimizerError)
     if not as_optimizers(optimizers):
-        raise OptimizerError("own_rate= needs optimizer=: the rate is the optimizer's, and none was given.")
+        raise OptimizerError("own_rate= needs optimizer=: the rate belongs to the optimizer, and none was given.")
     return factor
 
 
@@ -113,7 +113,7 @@ def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joini
     """Check that every scheduler can follow a new group."""
     factor = check_own_rate(optimizers, factor)
     known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
-    _refuse_undriven(known, drivers, "the new layer cannot have a rate of its own")
+    _refuse_undriven(known, drivers, "the new layer cannot have a separate learning rate")
     for scheduler in drivers:
         groups = len(unwrapped(scheduler.optimizer).param_groups)
         for name, value in vars(scheduler).items():
@@ -134,7 +134,7 @@ def _refuse_undriven(optimizers: tuple[Optimizer, ...], schedulers: tuple[LRSche
         if scheduled and all(optimizer is not each for each in driven):
             raise OptimizerError(
                 f"{what} without the scheduler of {called(optimizer)}: its groups carry initial_lr, so a scheduler drives them, and it "
-                "keeps one entry per group. Pass scheduler=; if none is in use any more, delete initial_lr from the groups."
+                "keeps one entry per group. Pass scheduler=; if it is no longer used, delete initial_lr from the groups."
             )
 
 

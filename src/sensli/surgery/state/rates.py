@@ -73,7 +73,7 @@ class RateScaling:
                 _read(holders, change)
             except (AttributeError, IndexError, KeyError, TypeError):
                 raise OptimizerError(
-                    f"{change.key} of {change.holder} {change.index} is not there, but it was scaled by {self.factor} "
+                    f"{change.key} of {change.holder} {change.index} is missing, but it was scaled by {self.factor} "
                     "with the other learning rates. Pass the same optimizers and schedulers, in the same order."
                 ) from None
         return holders
@@ -95,7 +95,7 @@ def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: fl
     for scheduler, optimizer in zip(drivers, driven, strict=True):
         if not any(optimizer is each for each in known):
             raise OptimizerError(
-                f"the {called(scheduler)} drives another optimizer ({called(optimizer)}) than those given, which it "
+                f"the {called(scheduler)} drives an optimizer ({called(optimizer)}) other than those given, so it "
                 "could not follow. Pass the optimizer that the scheduler was made for."
             )
     if factor == 1:
@@ -105,8 +105,8 @@ def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: fl
         if scheduled and not any(optimizer is each for each in driven):
             raise OptimizerError(
                 f"the rates of {called(optimizer)} cannot be scaled by {factor} without its scheduler: its groups "
-                "carry initial_lr, so a scheduler drives them, and many compute each rate anew from their own base "
-                "rates and would silently drop the factor. Pass scheduler=; if none is in use any more, delete "
+                "carry initial_lr, so a scheduler drives them, and many recompute each rate from their own base "
+                "rates and would silently drop the factor. Pass scheduler=; if it is no longer used, delete "
                 "initial_lr from the groups."
             )
     return RateScaling(float(factor), tuple(_rate_changes(known, drivers, factor)))

@@ -26,7 +26,10 @@ _REMEDY = "Build it as the saved one was built; if it was, use an intact checkpo
 def check_optimizer_state(optimizer: Optimizer, saved: Any, parameters: Sequence[nn.Parameter]) -> None:
     """Raise CheckpointError unless the state fits the optimizer, whose parameters are in the saved order already."""
     name = type(optimizer).__name__
-    _expect(isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved), f"the state of {name} is not one")
+    _expect(
+        isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved),
+        f"the state of {name} is not an optimizer state",
+    )
     groups, states = saved["param_groups"], saved["state"]
     fine = isinstance(groups, (list, tuple)) and len(groups) == len(optimizer.param_groups)
     _expect(fine and isinstance(states, Mapping), f"the state of {name} has other groups than the optimizer")
@@ -42,7 +45,7 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, parameters: Sequence
         if _is_of_torch(optimizer):
             _check_moments(optimizer, group, states, {index: parameters[index] for index in indices})
     strangers = [index for index in states if index not in range(first)]
-    _expect(not strangers, f"the state of {name} tells of parameters {strangers[:3]}, and there are {first}")
+    _expect(not strangers, f"the state of {name} refers to parameters {strangers[:3]}, but there are {first}")
 
 
 def check_scheduler_state(scheduler: Any, saved: Any) -> None:
