@@ -16,6 +16,8 @@ from sensli import Grower, History, demo, triggers
 from sensli.page import page_data, write_page
 from test_history import infinite
 
+pytestmark = pytest.mark.process
+
 CANVAS = "document.querySelector('#boundary .main canvas').toDataURL()"
 
 

@@ -215,6 +215,7 @@ def test_a_model_in_another_precision_takes_its_optimizer_along(tmp_path: Path) 
     assert {state["exp_avg"].dtype for state in found.optimizer.state.values()} == {torch.float32}
 
 
+@pytest.mark.process
 def test_a_run_that_is_killed_at_random_moments_ends_as_if_it_had_not_been() -> None:
     same_end, hit = killed_and_resumed(3, seed=4)
     assert same_end

@@ -198,6 +198,7 @@ assert "sensli" not in sys.modules
 """
 
 
+@pytest.mark.process
 def test_saved_and_loaded_where_sensli_is_unknown(tmp_path: Path) -> None:
     arguments, count = [], 0
     for name in ("gpt2", "gemma2", "mamba", "vit", "convnext", "t5"):
