@@ -15,9 +15,9 @@ $(VENV)/.%: pyproject.toml constraints.txt
 demo: $(VENV)/.cli
 	$(BIN)/sensli demo
 
-# What needs no other process, no browser and no compiler.
+# What needs no other process, no browser and no compiler, but for the few slow ones.
 quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not process" -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "not process and not slow" -n auto --dist worksteal
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal

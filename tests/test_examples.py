@@ -70,6 +70,7 @@ def test_hugging_face(here: Callable[[str], str], tmp_path: Path) -> None:
     assert (tmp_path / "grown" / "checkpoint-48" / "sensli.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_scikit_learn(here: Callable[[str], str]) -> None:
     pytest.importorskip("sklearn")

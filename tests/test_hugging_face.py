@@ -237,6 +237,7 @@ def with_images() -> dict[str, Any]:
     ],
     ids=["steps", "checkpointing", "accumulation", "sgd", "images"],
 )
+@pytest.mark.slow
 def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
     def settings() -> dict[str, Any]:
         return {"num_train_epochs": 3, "logging_strategy": "no", **(options() if callable(options) else options)}

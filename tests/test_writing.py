@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import programs
-from sensli import History, load_checkpoint, save_checkpoint
+from sensli import History, load_checkpoint, save_checkpoint, storage
 from sensli.errors import CheckpointError, HistoryError, SensliError
 from sensli.integrations import hf_folder
 from sensli.page import page_data, write_page
@@ -78,7 +78,7 @@ def test_several_writers_of_one_checkpoint_leave_one_of_theirs_complete(tmp_path
 
 
 def _save_large(path: Path, pipe: Connection) -> None:
-    extra = torch.zeros(8_000_000)
+    extra = torch.zeros(2_000_000)
     try:
         pipe.send("ready")
         while True:
@@ -104,6 +104,30 @@ def test_ctrl_c_leaves_the_last_good_file_and_nothing_else(tmp_path: Path) -> No
         process.join()
         assert [file.name for file in path.parent.iterdir()] == ["a"]
         assert load_checkpoint(path, make_model).extra is not None
+
+
+def test_an_interrupt_at_any_step_of_a_save_comes_out_as_one(tmp_path: Path) -> None:
+    """Not as an error of torch, which ends its archive on the way out; the earlier file stays."""
+    path, writing = tmp_path / "a", storage._Hashed.write.__code__
+    save_checkpoint(path, make_model(), extra="good")
+    steps = iter(range(0))
+
+    def interrupt(frame: Any, event: str, value: Any) -> None:
+        if frame.f_code is writing and next(steps, None) is None:
+            raise KeyboardInterrupt
+
+    for step in range(0, 10_000, 17):
+        steps = iter(range(step))
+        sys.setprofile(interrupt)
+        try:
+            save_checkpoint(path, make_model(), extra="new")
+            break
+        except KeyboardInterrupt:
+            assert load_checkpoint(path, make_model).extra == "good"
+            assert [file.name for file in tmp_path.iterdir()] == ["a"]
+        finally:
+            sys.setprofile(None)
+    assert step > 100 and load_checkpoint(path, make_model).extra == "new"
 
 
 def write_each(size: int) -> list[tuple[str, Any, type[Exception]]]:
