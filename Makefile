@@ -1,9 +1,9 @@
-# make demo | test | check | docs | bench: each makes .venv on its first call and installs what it needs.
+# make demo | quick | test | check | docs | bench: each makes .venv on its first call and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format docs bench clean
+.PHONY: demo quick test check format docs bench clean
 .DEFAULT_GOAL := demo
 
 # One stamp per set of extras: a change of the pins or of the project file installs anew.
@@ -14,6 +14,10 @@ $(VENV)/.%: pyproject.toml constraints.txt
 
 demo: $(VENV)/.cli
 	$(BIN)/sensli demo
+
+# What needs no other process, no browser and no compiler, but for the few slow ones.
+quick: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not process and not slow" -n auto --dist worksteal
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import programs
 
 PROGRAM = """
 import importlib, os, sys
@@ -29,15 +30,13 @@ os._exit(0)
 """
 
 
-def launch(function: Any, processes: int, folder: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def launch(function: Any, processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
     """torchrun the function; it must be importable by its name."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     arguments = [str(program), function.__module__, function.__name__, str(folder / "result")]
-    command = [*torchrun, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder)
+    return programs.run([*torchrun, *arguments], folder)
 
 
 def without_torchrun(function: Any, processes: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
@@ -50,14 +49,13 @@ def without_torchrun(function: Any, processes: int, folder: Path) -> list[subpro
     started = []
     for rank in range(processes):
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(processes)}
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **place}
         command = [sys.executable, str(program), function.__module__, function.__name__, str(folder / "result")]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, env=environment, cwd=folder, **pipes))
+        started.append(subprocess.Popen(command, env=programs.environment(**place), cwd=folder, **pipes))
     ended = []
     for process in started:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=programs.HANGS)
         finally:
             process.kill()
         ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))

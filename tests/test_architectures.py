@@ -90,6 +90,7 @@ def assert_same(before: list[Tensor], after: list[Tensor], tolerance: float) -> 
 
 
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.slow
 def test_every_site_of_every_architecture(name: str) -> None:
     model, batch = build(name)
     model.eval()
@@ -134,23 +135,17 @@ def test_every_site_of_every_architecture(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_in_double_precision(name: str) -> None:
+def test_in_double_precision_all_at_once_and_the_merits_are_the_oracle_s(name: str) -> None:
+    """A merit is the gradient of the really inserted layer, for every site alone."""
     model, batch = build(name, torch.float64)
     model.eval()
     before = outputs(model, batch)
-    growths = [insert(model, site) for site in find_sites(model, example_of(batch))]  # all at once
+    sites = find_sites(model, example_of(batch))
+    growths = [insert(model, site) for site in sites]
     assert_same(before, outputs(model, batch), 1e-12)
     for growth in reversed(growths):
         undo(model, growth)
     assert_same(before, outputs(model, batch), 0.0)
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_merits_are_the_oracle_s(name: str) -> None:
-    """The gradient of the really inserted layer, for every site alone, in double precision."""
-    model, batch = build(name, torch.float64)
-    model.eval()
-    sites = find_sites(model, example_of(batch))
     if not sites:
         return
     merits = measure(model, sites, [batch], None if isinstance(batch, dict) else loss_fn, norm="frobenius")

@@ -17,6 +17,8 @@ from sensli.cli import demo
 from sensli.page import page_data, write_page
 from test_history import infinite
 
+pytestmark = pytest.mark.process
+
 CANVAS = "document.querySelector('#boundary .main canvas').toDataURL()"
 
 

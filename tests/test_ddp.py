@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 from sensli import Grower, Probe, find_sites, insert, load_checkpoint, measure, save_checkpoint, triggers, undo
 
+pytestmark = pytest.mark.process
+
 BATCH, STEPS = 8, 4  # per rank and epoch
 
 

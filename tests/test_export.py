@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import programs
 from sensli import find_sites, insert
+
+pytestmark = pytest.mark.process
 
 
 class Functional(nn.Module):
@@ -43,10 +45,10 @@ RUN_EXPORTED = """
 import sys; sys.modules["sensli"] = None
 import torch
 torch.set_num_threads(1)
-folder = sys.argv[1]
-x, expected = torch.load(folder + "/pair", weights_only=True)
-found = torch.export.load(folder + "/model.pt2").module()(x)
-torch.testing.assert_close(found, expected)
+for folder in sys.argv[1:]:
+    x, expected = torch.load(folder + "/pair", weights_only=True)
+    found = torch.export.load(folder + "/model.pt2").module()(x)
+    torch.testing.assert_close(found, expected)
 """
 
 RUN_ONNX = """
@@ -60,18 +62,20 @@ numpy.testing.assert_allclose(found, pair["y"], rtol=1e-4, atol=1e-5)
 """
 
 
-def run(program: str, folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-I", "-c", program, str(folder)], capture_output=True, text=True)
+def run(program: str, *folders: Path) -> None:
+    done = programs.run([sys.executable, "-I", "-c", program, *map(str, folders)], folders[0])
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("form", ["auto", "parametric"])
-def test_torch_export_runs_without_sensli(form: str, tmp_path: Path) -> None:
-    model, x = grown(form)
-    program = torch.export.export(model, (x,))
-    torch.export.save(program, tmp_path / "model.pt2")
-    torch.save((x, model(x).detach()), tmp_path / "pair")
-    run(RUN_EXPORTED, tmp_path)
+def test_torch_export_runs_without_sensli(tmp_path: Path) -> None:
+    folders = []
+    for form in ("auto", "parametric"):
+        model, x = grown(form)
+        folders.append(tmp_path / form)
+        folders[-1].mkdir()
+        torch.export.save(torch.export.export(model, (x,)), folders[-1] / "model.pt2")
+        torch.save((x, model(x).detach()), folders[-1] / "pair")
+    run(RUN_EXPORTED, *folders)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter about its own future

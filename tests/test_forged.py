@@ -159,10 +159,11 @@ def forge_checkpoints(run: tuple[Path, History], folder: Path, seeds: range) -> 
     return refused, taken
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_forged_checkpoints(run: tuple[Path, History], tmp_path: Path) -> None:
     assert check_checkpoint(run[0]) is None
-    refused, taken = forge_checkpoints(run, tmp_path, range(250))
+    refused, taken = forge_checkpoints(run, tmp_path, range(120))
     assert refused > 3 * taken > 0
 
 

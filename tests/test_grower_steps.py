@@ -270,7 +270,7 @@ def test_a_damaged_state_changes_nothing_at_all() -> None:
     damages = [None, "x", -1, 1.5, True, [], {}, [None], {"a": 1}, 10**400, math.nan, KeyError, [300], "é" * 50]
     refused = 0
     for path in leaves(state):
-        for value in random.Random(str(path)).sample(damages, 6):
+        for value in random.Random(str(path)).sample(damages, 3):
             if value is KeyError and not path:
                 continue
             given = damaged(state, path, value)
@@ -282,7 +282,7 @@ def test_a_damaged_state_changes_nothing_at_all() -> None:
                 assert other.state_dict() == before and other.history is history, (path, value)
             else:  # what cannot be told from a sound one
                 other.load_state_dict(state)
-    assert refused > 200
+    assert refused > 100
     for key in ("calls", "generator", "trigger", "largest_loss"):
         for value in damages:
             if key == "largest_loss" and value in (1.5, KeyError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from transformers import (  # noqa: E402  # noqa: E402
     ViTForImageClassification,
 )
 
+import programs  # noqa: E402
 import ranks  # noqa: E402
 from sensli import Grower, find_sites, measure, triggers  # noqa: E402
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel  # noqa: E402
@@ -187,6 +187,7 @@ t.compiled_in_bf16(sys.argv[1] + "/compiled")
 """
 
 
+@pytest.mark.process
 def test_an_interrupted_run_goes_on_to_the_bit_in_a_fresh_process(tmp_path: Path) -> None:
     whole = make(tmp_path / "whole", grow(1, 2, 4, select="random"))
     whole.train()
@@ -196,9 +197,7 @@ def test_an_interrupted_run_goes_on_to_the_bit_in_a_fresh_process(tmp_path: Path
         trainer.train()
     assert len(callback.history) == 2
     arguments = [sys.executable, "-c", RESUME, str(tmp_path / "cut"), str(tmp_path / "weights")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    environment["ONEDNN_MAX_CPU_ISA"] = "AVX2"
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = programs.run(arguments, tmp_path, ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.returncode == 0, done.stderr[-4000:]
     assert_same(whole.model.state_dict(), torch.load(tmp_path / "weights", weights_only=True))
 
@@ -238,6 +237,7 @@ def with_images() -> dict[str, Any]:
     ],
     ids=["steps", "checkpointing", "accumulation", "sgd", "images"],
 )
+@pytest.mark.slow
 def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
     def settings() -> dict[str, Any]:
         return {"num_train_epochs": 3, "logging_strategy": "no", **(options() if callable(options) else options)}
@@ -377,6 +377,7 @@ def same_on_all_ranks_of(state: dict[str, Tensor]) -> None:
     same_on_all_ranks(module)
 
 
+@pytest.mark.process
 def test_two_processes_equal_one_on_the_joined_batches(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     found = ranks.run(in_two_processes, 2, tmp_path / "two")

@@ -188,6 +188,7 @@ def test_what_cannot_be_supported_is_refused(tmp_path: Path) -> None:
         trainer.fit(Manual(), data())
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_processes_that_hand_their_weights_back_are_refused_before_training(tmp_path: Path) -> None:
     """The same launcher serves ddp_spawn, ddp_fork and ddp_notebook; forks need not import everything again."""

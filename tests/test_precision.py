@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
+import programs
 from sensli import Grower, Probe, find_sites, insert, measure, triggers, undo
 from sensli.errors import MeasurementError, UnsupportedModel
 
@@ -125,10 +125,10 @@ assert all(p.dtype == torch.float32 for p in model.parameters())
 """
 
 
-def test_bf16_autocast() -> None:
+@pytest.mark.process
+def test_bf16_autocast(tmp_path: Path) -> None:
     # In a process of its own: on some processors bf16 kernels stop with an illegal instruction unless this is set at the start.
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", IN_BF16], env=environment, capture_output=True, text=True)
+    done = programs.run([sys.executable, "-c", IN_BF16], tmp_path, ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.returncode == 0, done.stderr
 
 
@@ -186,6 +186,7 @@ def test_a_compiled_run_is_the_same_run() -> None:
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore")  # torch about itself
 def test_inductor() -> None:
     model = make_model()

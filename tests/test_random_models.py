@@ -17,6 +17,7 @@ from random_models import PIECES, Recipe, piece, recipes
 EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "200"))
 
 
+@pytest.mark.slow
 @settings(REPEATABLE, max_examples=EXAMPLES)
 @given(recipes())
 def test_random_models_keep_every_promise(recipe: Recipe) -> None:

@@ -22,6 +22,7 @@ def call(tmp_path, monkeypatch):
     return lambda *words: cli.main(parser.parse_args(words))
 
 
+@pytest.mark.slow
 def test_run_show_list_report(call, tmp_path, capsys):
     assert call("run", "3", "4", "--as", "stated", *SHORT) == 0
     out = capsys.readouterr().out

@@ -29,7 +29,11 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class _Hashed:
-    """A file that sums up what is written to it, so that a large checkpoint is not held in memory twice."""
+    """A file that sums up what is written to it, so that a large checkpoint is not held in memory twice.
+
+    Writing never raises: torch writes the end of an archive also when it cleans up, where an error would end the process or be
+    lost. What went wrong first is kept instead, and nothing is written after it.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest, self.length = file, hashlib.sha256(), 0
@@ -37,12 +41,13 @@ class _Hashed:
 
     def write(self, data: bytes) -> int:
         try:
-            self.digest.update(data)
-            self.length += len(data)
-            return self._file.write(data)
+            if self.failure is None:
+                self.digest.update(data)
+                self.length += len(data)
+                self._file.write(data)
         except BaseException as error:
             self.failure = error
-            raise
+        return len(data)
 
     def flush(self) -> None:
         self._file.flush()
@@ -56,11 +61,13 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         body = _Hashed(file)
         try:
             torch.save(content, body)  # type: ignore[arg-type]
-        except RuntimeError:
-            if body.failure is None:
+        except RuntimeError as error:
+            # On its way out torch ends the archive, and reports that this failed instead of what went wrong, such as Ctrl-C.
+            if error.__context__ is None:
                 raise
-            # On its way out torch ends the archive, and reports that this failed instead of what went wrong.
-            raise body.failure from None
+            raise error.__context__ from None
+        if body.failure is not None:
+            raise body.failure
         header = json.dumps({"format": FORMAT, "length": body.length, "sha256": body.digest.hexdigest()})
         file.seek(len(MAGIC))
         file.write(header.ljust(_ROOM).encode())
