@@ -21,6 +21,8 @@ def read_history(path: str | os.PathLike[str]) -> History:
     """Read a file that `History.save`, `save_checkpoint`, `json.dump` or `torch.save` wrote. Runs no code from it."""
     path = checks.path("path", path, error=HistoryError)
     try:
+        if path.is_dir():  # the checkpoint of a sharded model
+            path = path / storage.FILE
         content = path.read_bytes()
         if content.lstrip()[:1] in (b"{", b"["):
             data = json.loads(content)
