@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,91 @@ def test_a_compiled_model_grows_compiles_once_more_and_stays_right(in_place: boo
     assert len(grower.history) == 11
     undo(called, grower.history[-1], optimizer=optimizer)
     torch.testing.assert_close(called(X), before)
+
+
+class Around(nn.Module):
+    """A model with a part that is compiled by itself."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def compiled_in(way: str, backend: Any) -> tuple[nn.Module, Any]:
+    """A model, and what is called: all share the class of the compiled part, and with it torch's cache of code."""
+    model = Own()
+    if way == "wrapper":
+        return model, torch.compile(model, backend=backend)
+    if way == "in place":
+        model.compile(backend=backend)
+        return model, model
+    if way == "part in place":
+        model.compile(backend=backend)
+        outer = Around(model)
+        return outer, outer
+    if way == "part":
+        outer = Around(torch.compile(model, backend=backend))  # type: ignore[arg-type]
+        return outer, outer
+    sequential = make_model()
+    return sequential, torch.compile(sequential, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("way", "limit"),
+    [("wrapper", 256), ("in place", 256), ("part", 256), ("part in place", 256), ("sequential", 256), ("wrapper", 6)],
+)
+def test_another_compiled_model_keeps_its_code_when_one_grows(way: str, limit: int) -> None:
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(accumulated_recompile_limit=limit):
+        counts = grown_beside_another(way)
+    assert counts["growing"] == 11
+    # Where torch is about to give the function up, all code goes, so that it does not.
+    assert counts["other"] == 1 if limit == 256 else 1 < counts["other"] < 10
+
+
+def grown_beside_another(way: str) -> dict[str, int]:
+    """How often a model that grows ten times was compiled, and another one of the same class."""
+    counts = {"growing": 0, "other": 0}
+
+    def counting(name: str) -> Any:
+        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+            counts[name] += 1
+            return graph.forward
+
+        return backend
+
+    model, called = compiled_in(way, counting("growing"))
+    _, other = compiled_in(way, counting("other"))
+    called(X), other(X)
+    for growths in range(1, 11):
+        insert(called, find_sites(called, X)[0])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+        found = called(X)
+        called(X), other(X)
+        assert counts["growing"] == growths + 1
+        with torch.compiler.set_stance("force_eager"):
+            torch.testing.assert_close(found, called(X))
+    return counts
+
+
+def test_the_old_code_of_a_grown_model_is_freed() -> None:
+    graphs: list[weakref.ref[Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(weakref.ref(graph))
+        return graph.forward
+
+    called = torch.compile(Own(), backend=backend)
+    for _ in range(5):
+        called(X)
+        insert(called, find_sites(called, X)[0])
+    gc.collect()
+    assert [graph() for graph in graphs[1:]] == [None] * 4  # the first is in the part of the cache that models share
 
 
 def test_a_compiled_run_is_the_same_run() -> None:

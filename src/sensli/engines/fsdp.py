@@ -139,11 +139,18 @@ def whole(tensor: Tensor) -> Tensor:
 
 def distributed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A whole tensor of the shape of a parameter, sharded as the parameter is; anything else as it is."""
-    if not hasattr(parameter, "full_tensor") or tensor.shape != parameter.shape:
+    if not hasattr(parameter, "full_tensor") or hasattr(tensor, "full_tensor") or tensor.shape != parameter.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+
+
+def empty_like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
+    """Room for a tensor that belongs to a parameter: sharded as the parameter is if it has its shape, else whole."""
+    if parameter is not None and tensor.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=None if parameter is None else parameter.device)
 
 
 def _without_hooks(module: nn.Module) -> dict[int, Any]:

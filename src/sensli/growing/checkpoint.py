@@ -1,6 +1,7 @@
 """`save_checkpoint` and `load_checkpoint`: a grown network comes back from the user's own factory, and training goes on to the bit.
 
-The file holds no code and no module: the factory builds the small network, the history is replayed on it, then the tensors go in.
+The file (of a sharded model: the folder) holds no code and no module: the factory builds the small network, the history is replayed on
+it, then the tensors go in.
 Parameters of the optimizer are known by name, because an optimizer built anew holds them in another order than one that followed.
 """
 
@@ -18,12 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sensli.engines.distributed import Together, numbered
-from sensli.engines.fsdp import distributed_like, reshard, whole
+from sensli.engines.fsdp import distributed_like, empty_like, is_sharded, reshard, whole
 from sensli.errors import CheckpointError, WrongType, brief
-from sensli.growing import storage
+from sensli.growing import shards, storage
 from sensli.growing.grower import Grower
 from sensli.modules import checks, random_state
-from sensli.modules.running import tensors
+from sensli.modules.running import mapped, tensors
 from sensli.modules.wrappers import bare
 from sensli.moves.cutting import count_growths
 from sensli.surgery.history.history import Growth, History, as_growths
@@ -65,11 +66,12 @@ def save_checkpoint(
 ) -> None:
     """Write all that is needed to resume training to one file, which is replaced only when the new one is complete.
 
+    A model sharded by ``fully_shard`` becomes a folder instead, to which each process writes its own shards; none gathers the model.
     The random states of torch, Python and numpy are included; gradients are not, so call it between two steps. With several
     processes call it on all of them; rank 0 writes.
 
     Args:
-        path: The file to write.
+        path: The file to write; for a sharded model the folder.
         model: The network, or its wrapper.
         optimizer: The optimizer or optimizers.
         scheduler: The scheduler or schedulers.
@@ -90,12 +92,14 @@ def save_checkpoint(
             history = History(as_growths("history", history))
         _check_schedulers(scheduler)
         content = _content(model, optimizer, scheduler, grower, history, extra)
-        # Shards are put together by all ranks at once, so nothing may fail on one of them from here on.
         together.agree_on({"the number of tensors": sum(1 for _ in tensors(content))}, last=False)
-        content.update({part: _whole(content[part]) for part in ("model", "optimizers")})
+        if not is_sharded(bare(model)):
+            content.update({part: mapped(content[part], whole) for part in ("model", "optimizers")})
         content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
     with Together(model, "write a checkpoint") as together:
-        if together.rank == 0:
+        if is_sharded(bare(model)):
+            shards.write(path, content, together)
+        elif together.rank == 0:
             storage.write(path, content)
         together.agree()
 
@@ -136,13 +140,14 @@ def load_checkpoint(
     is refused with the reason, and the random states stay as they were.
 
     Args:
-        path: The file that `save_checkpoint` wrote.
+        path: The file or folder that `save_checkpoint` wrote.
         make_model: ``make_model()`` builds the network as it was before its first growth.
         make_optimizer: ``make_optimizer(model)``, called with the grown model.
         make_scheduler: ``make_scheduler(optimizer)``.
         make_grower: ``make_grower(model, optimizer, scheduler)``.
-        wrap: ``wrap(model)``, such as ``DistributedDataParallel`` or a function that calls ``fully_shard``; called after the
-            weights are loaded and before the optimizer is made.
+        wrap: ``wrap(model)``, such as ``DistributedDataParallel`` or a function that calls ``fully_shard``; called before the
+            optimizer is made. The weights are in the model by then, unless they come from a folder of shards, which go straight into
+            the sharded model.
         random: Whether to restore the random states (default: True).
 
     Returns:
@@ -183,6 +188,7 @@ def _load(
     random: bool,
 ) -> Checkpoint:
     content = _checked(storage.read(path), path)
+    shards.check_files(path, content, together)
     history = History.from_dict(content["history"])
     model: Any = checks.model("what make_model() returns", make_model())
     network = bare(replay(model, history))
@@ -194,6 +200,8 @@ def _load(
     optimizer = make_optimizer(model) if make_optimizer is not None else None
     scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
     add_own_groups(history, optimizer, scheduler)
+    with _loading("what lies in shards"):
+        content = _with_shards(path, content, network, as_optimizers(optimizer))
     together.agree(last=False)  # before the states are dealt out to the shards
     # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
     _load_each(
@@ -214,6 +222,40 @@ def _load(
         with _loading("the random states"):
             random_state.restore(states[rank] if rank < len(states) else states[0])
     return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
+
+
+def _with_shards(
+    path: Any, content: dict[str, Any], network: nn.Module, optimizers: Sequence[Optimizer]
+) -> dict[str, Any]:
+    """The content with what lies in shards read: weights into the model itself, states of optimizers into tensors like its parameters."""
+    if "shards" not in content:
+        return content
+    reshard(network)
+    # Keys are of sharded tensors only; of an optimizer that is not asked for nothing is read.
+    wanted = {**content, "optimizers": content["optimizers"][: len(optimizers)]}
+    parameters, weights = dict(network.named_parameters()), network.state_dict()
+    owners = {
+        shards.key_of_state(number, name, entry): parameters[name]
+        for number, saved in enumerate(wanted["optimizers"])
+        for index, name in enumerate(name for group in saved["names"] for name in group)
+        for entry in saved["state"]["state"].get(index, ())
+        if name in parameters
+    }
+    targets = {shards.key_of_weight(name): value for name, value in weights.items()}
+    read: dict[str, torch.Tensor] = {}
+
+    def target(key: str, saved: torch.Tensor) -> torch.Tensor:
+        if shards.is_missing(saved):
+            read[key] = targets[key] if key in targets else empty_like(saved, owners.get(key))
+        return read.get(key, saved)
+
+    wanted = shards.replaced(wanted, target)
+    shards.read(path, content, read)
+    return {
+        **content,
+        "model": wanted["model"],
+        "optimizers": [*wanted["optimizers"], *content["optimizers"][len(optimizers) :]],
+    }
 
 
 def _check_schedulers(given: Any) -> None:
@@ -291,17 +333,8 @@ def arrange(optimizer: Optimizer, names: Sequence[Sequence[str]], network: nn.Mo
             group["param_names"] = list(its_names)
 
 
-def _whole(value: Any) -> Any:
-    """A nest of tensors with each of them whole, where they are sharded."""
-    if isinstance(value, dict):
-        return {key: _whole(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_whole(part) for part in value]
-    return whole(value) if isinstance(value, torch.Tensor) else value
-
-
 def _spread(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """The inverse, for the state of one parameter."""
+    """The state of one parameter, sharded as the parameter is."""
     return {key: distributed_like(v, parameter) if isinstance(v, torch.Tensor) else v for key, v in state.items()}
 
 
@@ -336,6 +369,8 @@ def _checked(content: dict[str, Any], path: Any) -> dict[str, Any]:
         if name not in content or not fine(content[name]):
             what = f"was altered: it is {brief(content[name])}" if name in content else "is missing"
             raise CheckpointError(f"the part {name!r} of {path} {what}. Use an intact copy, or an earlier checkpoint.")
+    if "shards" not in content and any(map(shards.is_missing, tensors(content))):
+        raise CheckpointError(f"the part 'shards' of {path} is missing. Use an intact copy, or an earlier checkpoint.")
     return content
 
 
@@ -362,8 +397,14 @@ def _load_model(network: nn.Module, content: Mapping[str, Any], path: Any) -> No
     modules, parameters = dict(network.named_modules()), dict(network.named_parameters())
     for name in sorted((evaluating - modules.keys()) | (frozen - parameters.keys())):
         raise CheckpointError(f"{path} tells of {name!r}, which this {type(network).__name__} does not have.")
+    own = network.state_dict()
+    weights = {
+        # What lies in shards comes later, straight into the shards; here only its name and shape have to fit.
+        name: own[name] if shards.is_missing(value) and name in own and own[name].shape == value.shape else value
+        for name, value in content["model"].items()
+    }
     try:
-        network.load_state_dict(content["model"])
+        network.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the weights in {path} do not fit the {type(network).__name__} that make_model built: {error} "

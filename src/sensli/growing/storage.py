@@ -23,6 +23,7 @@ from sensli.text.writing import replacing
 
 FORMAT = 1
 MAGIC = b"sensli checkpoint\n"
+FILE = "checkpoint"  # its name where a checkpoint is a folder (`shards`)
 _ROOM = 160  # bytes of the JSON line, padded: it is filled in when the rest has been written
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -74,8 +75,10 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read and check a file that `write` made. Tensors come back on the CPU."""
+    """Read and check a file that `write` made, or the one in a folder. Tensors come back on the CPU."""
     try:
+        if os.path.isdir(path):
+            path = os.path.join(path, FILE)
         with open(path, "rb") as file:
             magic, header, body = file.read(len(MAGIC)), file.read(_ROOM + 1), file.read()
     except (OSError, ValueError) as error:  # a path may hold a character that none can

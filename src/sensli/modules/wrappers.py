@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sensli.errors import UnsupportedModel
-from sensli.modules import checks
+from sensli.modules import checks, compiled
 
 # By class name, because some of them live in modules that are costly to import or absent from a build of torch.
 _ENGINES = {
@@ -70,6 +70,4 @@ def forget_compiled(model: nn.Module) -> None:
     torch.compile would notice by itself, but counts each change, and after eight it silently stops compiling.
     """
     chain = around(model)
-    inside = chain[-1].modules()
-    if any("_orig_mod" in each._modules or each.__dict__.get("_compiled_call_impl") for each in (*chain, *inside)):
-        torch.compiler.reset()
+    compiled.forget((*chain[:-1], *chain[-1].modules()))

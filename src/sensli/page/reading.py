@@ -32,6 +32,8 @@ def read_history(path: str | os.PathLike[str]) -> History:
     """
     path = checks.path("path", path, error=HistoryError)
     try:
+        if path.is_dir():  # the checkpoint of a sharded model
+            path = path / storage.FILE
         content = path.read_bytes()
         if content.lstrip()[:1] in (b"{", b"["):
             data = json.loads(content)
