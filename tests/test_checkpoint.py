@@ -129,7 +129,12 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
     ("make_scheduler", "kind", "own_rate"),
-    [(EACH[0], "SGD", None), *((one, "AdamW", rate) for one in EACH for rate in (None, 0.5))],
+    [
+        pytest.param(*one.values, kind, rate, id=f"{one.id}-{kind}-{rate}")
+        for one in EACH
+        for kind, rate in (("SGD", None), ("AdamW", None), ("AdamW", 0.5))
+        if kind != "SGD" or str(one.id).startswith(("CyclicLR", "OneCycleLR"))  # these move its momentum
+    ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     make_scheduler: Any, kind: str, own_rate: float | None, tmp_path: Path

@@ -85,7 +85,10 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, id=name, marks=[pytest.mark.process] * ("workers" in name)) for name, call in CALLS.items()],
+)
 def test_a_call_leaves_every_random_state_as_it_was(call: Callable[[nn.Module], Any]) -> None:
     model = make()
     random.seed(1)
