@@ -263,7 +263,7 @@ def test_another_version_on_a_machine_is_said():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["2", "--ray-address", "auto"], "--ray-address has a meaning with --on ray only"),
+        (["2", "--ray-address", "auto"], "--ray-address needs --on ray"),
         (["2", "--on", "ray", "--ray-address", "nonsense"], "--ray-address must be HOST:PORT of the cluster's head"),
         (["2", "--on", "ray", "--ray-address", "ray://127.0.0.1:9"], "cluster's head"),  # the client has no streams
         (
