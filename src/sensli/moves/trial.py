@@ -9,21 +9,23 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sensli.modules.arguments import first_tensor, value_at
-from sensli.modules.nearness import equal, moved, rounding
+from sensli.modules.nearness import equal
 from sensli.modules.running import device_of, run, tensors, to_device, undrawn, untouched
 from sensli.modules.wrappers import eager
 from sensli.moves.building import build_layer
+from sensli.moves.comparing import alike, difference
 from sensli.moves.cutting import Cut, apply_cut, plan_cut, take_out
 from sensli.moves.sites import Ref, Site
+from sensli.moves.stand_ins import StandIn, TwinStandIn, is_null
 from sensli.moves.taps import handed_on, tap
 from sensli.trace.flow import Flow, Seen, fresh
 
@@ -50,38 +52,6 @@ class _New:
     calls: int = 0
     same: bool = True
     output: Tensor | None = None
-
-
-class _StandIn(nn.Module):
-    """What a new layer does as long as it is an identity, at hardly any cost; on a small piece of the values the layer itself shows it."""
-
-    def __init__(self, site: Site, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self._relu, self._conv = site.layer.form == "relu", site.layer.kind == "conv"
-        self._leading = site.layer.leading
-        self._piece = tuple(slice(0, k + 1) for k in site.layer.kernel)
-
-    def forward(self, x: Tensor) -> Tensor:
-        where = (slice(0, 2), slice(None), *self._piece) if self._conv else (slice(0, 2),) * (x.dim() - 1)
-        piece = x[where]
-        with torch.no_grad():
-            shown = self.layer(piece.detach())
-        wanted = piece.relu() if self._leading else piece
-        result = x.relu() if self._relu else x.clone()
-        return result if equal(shown, wanted.detach()) else torch.full_like(result, torch.nan)
-
-
-class _TwinStandIn(nn.Module):
-    """The same for a twin: it takes what the block takes."""
-
-    def __init__(self, site: Site) -> None:
-        super().__init__()
-        self._site = site
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        value: Tensor = value_at(args, kwargs, self._site.slot)
-        return value * 0 if _is_null(self._site) else value.clone()
 
 
 class Trial:
@@ -142,10 +112,10 @@ class Trial:
     def _compared(self, training: bool, output: Any, new: list[_New]) -> Verdict:
         """The output with the layers against the one without; they have been taken out again."""
         in_list = any(each.cut.way == "list" for each in new)
-        if not training and not _difference(self._output, output, in_list):
+        if not training and not difference(self._output, output, in_list):
             return Verdict()
         base = self._baseline(training)
-        problem = _difference(base, output, in_list) if base is not None else ""
+        problem = difference(base, output, in_list) if base is not None else ""
         if problem and self._is_random(training):
             return Verdict()  # it differs from run to run: that its layers are identities is all that can be known
         mode = "training" if training else "eval"
@@ -162,7 +132,7 @@ class Trial:
 
     def _is_random(self, training: bool) -> bool:
         if training not in self._random:
-            self._random[training] = bool(_difference(self._base[training], self._run(training, []), False))
+            self._random[training] = bool(difference(self._base[training], self._run(training, []), False))
         return self._random[training]
 
     def _run(self, training: bool, new: list[_New], *, graph: bool = False) -> Any:
@@ -170,7 +140,7 @@ class Trial:
         # Never chained: somebody's train() returns None.
         model.train(training)
         with ExitStack() as stack:
-            for context in (_random_states(), untouched(model), torch.inference_mode(False), eager()):
+            for context in (untouched(model), torch.inference_mode(False), eager()):
                 stack.enter_context(context)
             stack.enter_context(torch.set_grad_enabled(graph))
             handles = [handle for each in new for handle in _watched(each)]
@@ -179,6 +149,8 @@ class Trial:
                     handles.append(module.register_forward_pre_hook(self._numbered(), prepend=True))
             try:
                 _seed(0)
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.seed(0)
                 return run(model, fresh(self._example, nodes=graph and self._takes_gradients))
             finally:
                 for handle in handles:
@@ -220,7 +192,7 @@ class Trial:
         self, sites: Sequence[Site], gradients: list[Tensor | None], on: list[Tensor | None]
     ) -> dict[int, str]:
         """Sites where a measurement would catch another gradient than the layer gets."""
-        open_ones = [i for i, site in enumerate(sites) if not _is_null(site)]
+        open_ones = [i for i, site in enumerate(sites) if not is_null(site)]
         wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None}
         for known in (
             self._recorded,
@@ -230,7 +202,7 @@ class Trial:
             caught = known([sites[i] for i in open_ones])
             if caught is None:
                 break
-            open_ones = [i for i, g in zip(open_ones, caught, strict=True) if not _alike(gradients[i], g, on[i])]
+            open_ones = [i for i, g in zip(open_ones, caught, strict=True) if not alike(gradients[i], g, on[i])]
             if not open_ones:
                 return wrong
         else:
@@ -302,9 +274,9 @@ class Trial:
         if (site, real, number) not in self._layers:
             near = [found[1] for ref in site.neighbours if (found := ref.find(self.model)) is not None]
             if twin is not None:
-                layer = twin.build(anchor, self.model, share=True) if real else _TwinStandIn(site)
+                layer = twin.build(anchor, self.model, share=True) if real else TwinStandIn(site)
             else:
-                layer = _StandIn(site, build_layer(self.model, site, anchor, near, source=anchor, outside=self.model))
+                layer = StandIn(site, build_layer(self.model, site, anchor, near, source=anchor, outside=self.model))
             for parameter in layer.parameters():
                 parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
             self._layers[site, real, number] = layer
@@ -322,10 +294,6 @@ def _bound(model: nn.Module, site: Site) -> Site:
     """The same site on the copy."""
     refs = tuple(Ref.to(ref.path, model.get_submodule(ref.path)) for ref in site.neighbours)
     return replace(site, anchor=Ref.to(site.path, model.get_submodule(site.path)), neighbours=refs)
-
-
-def _is_null(site: Site) -> bool:
-    return site.layer.twin is not None and site.layer.twin.null
 
 
 def _shown(sites: Sequence[Site]) -> set[int]:
@@ -352,7 +320,7 @@ def _watched(each: _New) -> list[Any]:
         each.output = result
         if each.site.layer.leading:
             value = value.relu()  # and the model's own ReLU gives the same for either
-        wanted = torch.zeros_like(value) if _is_null(each.site) else value
+        wanted = torch.zeros_like(value) if is_null(each.site) else value
         each.same = each.same and result is not None and equal(result.detach(), wanted)
 
     layer = each.layer
@@ -382,76 +350,9 @@ def _raised(error: Exception) -> str:
     return f"the forward pass fails with a layer there ({type(error).__name__}: {text[:120]})"
 
 
-# --- comparing what a model returns ---
-
-
-def _difference(before: Any, after: Any, in_list: bool) -> str:
-    """How two outputs differ; empty if they do not."""
-    old, new = list(_parts(before, in_list)), list(_parts(after, in_list))
-    if len(old) != len(new):
-        return f"the model returns {len(new)} values instead of {len(old)}"
-    for one, other in zip(old, new, strict=True):
-        if isinstance(one, Tensor) != isinstance(other, Tensor):
-            return "the model returns values of other types"
-        if not isinstance(one, Tensor):
-            if one != other and one == one:
-                return f"the model returns {other!r} instead of {one!r}"
-        elif one.shape != other.shape or one.dtype != other.dtype:
-            return f"the model's output changes from shape {tuple(one.shape)} to {tuple(other.shape)}"
-        else:
-            distance = moved(one.detach(), other.detach())
-            if distance:
-                return f"the model's output changes by {distance:.1e}"
-    return ""
-
-
-def _parts(value: Any, in_list: bool) -> Iterator[Any]:
-    """All tensors and plain values. Where a list of blocks has grown, not the lists with one entry per block in a record."""
-    if isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type)):
-        named = value.values() if isinstance(value, Mapping) else [getattr(value, f.name, None) for f in fields(value)]
-        for part in named:
-            if not (in_list and isinstance(part, (tuple, list))):
-                yield from _parts(part, in_list)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _parts(part, in_list)
-    elif isinstance(value, (Tensor, int, float, complex, str)):
-        yield value
-
-
-def _alike(one: Tensor | None, other: Tensor | None, on: Tensor | None) -> bool:
-    if one is None or other is None or one.shape != other.shape:
-        return False
-    difference = one - other if on is None else (one - other) * on
-    distance = torch.linalg.vector_norm(difference.float() if difference.dtype.itemsize < 4 else difference).item()
-    size = torch.linalg.vector_norm(one.float() if one.dtype.itemsize < 4 else one).item()
-    return (
-        bool(distance <= 100 * rounding(one.dtype) * size) if one.dtype.itemsize > 2 else bool(distance <= 0.1 * size)
-    )
-
-
-# --- random numbers ---
-
-
 def _seed(number: int) -> None:
     # Not torch.manual_seed, which keeps a note for every kind of device that is not there.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(number)
     random.seed(number)
-
-
-@contextmanager
-def _random_states() -> Iterator[None]:
-    """Python's and numpy's random states are put back when the context ends; torch's are put back with the buffers."""
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    kept = numpy.random.get_state() if numpy is not None else None
-    try:
-        if numpy is not None:
-            numpy.random.seed(0)  # what the user's model may draw from
-        yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(kept)
