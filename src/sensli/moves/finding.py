@@ -50,7 +50,7 @@ def find_sites(
 ) -> Sites:
     """Find the places where an identity layer can be inserted without changing the function.
 
-    The example runs once through a copy of the model; the model itself is only read.
+    The example runs a few times through a copy of the model, with and without new layers; the model itself is only read.
 
     Args:
         model: The network.
