@@ -93,9 +93,13 @@ def test_generate_with_and_without_cache(name: str, tmp_path: Path) -> None:
     for site in chosen:
         growths.append(insert(model, site))
         assert torch.equal(tokens(model, batch, True), before)
-    assert torch.equal(tokens(model, batch, False), before)
-    awake(model, growths)
-    assert torch.equal(tokens(model, batch, True), tokens(model, batch, False))
+        if len(growths) in (1, 3):
+            assert torch.equal(tokens(model, batch, False), before)
+            asleep = copy.deepcopy(model.state_dict())
+            awake(model, growths)
+            assert torch.equal(tokens(model, batch, True), tokens(model, batch, False))
+            if len(growths) == 1:
+                model.load_state_dict(asleep)
     if all(site.place is not None and not site.layer.twin.replaced for site in chosen):
         model.save_pretrained(tmp_path)  # it is a model of its library, which builds it again
         again = type(model).from_pretrained(tmp_path)
