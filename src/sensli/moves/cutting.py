@@ -76,13 +76,11 @@ def apply_cut(model: nn.Module, cut: Cut, layer: nn.Module) -> None:
         chain.training = anchor.training
         container._modules[cut.key] = chain
         container, key = chain, "anchor"
-    entries: list[tuple[str, nn.Module | None]] = []
-    for name, module in container._modules.items():
-        pair = [(name, module)]
-        if name == key:
-            pair.insert(0 if cut.side == "before" else 1, (cut.new, layer))
-        entries += pair
-    _reorder(container, entries)
+    entries = list(container._modules.items())
+    entries.insert(list(container._modules).index(key) + (cut.side == "after"), (cut.new, layer))
+    # In place: the container's dictionary may be held elsewhere.
+    container._modules.clear()
+    container._modules.update(entries)
     if isinstance(container, Chain) and cut.twin:
         container.twins.add(cut.new)
 
@@ -94,18 +92,12 @@ def take_out(model: nn.Module, path: str, place: ListPlace | None) -> None:
     if place is not None:
         take_from_list(model, parent_path, place, int(key))
         return
-    _reorder(parent, [(name, module) for name, module in parent._modules.items() if name != key])
+    del parent._modules[key]
     if isinstance(parent, Chain):
         parent.twins.discard(key)
         if len(parent._modules) == 1:
             above, _, place_key = parent_path.rpartition(".")
             model.get_submodule(above)._modules[place_key] = parent._modules["anchor"]
-
-
-def _reorder(container: nn.Module, entries: list[tuple[str, nn.Module | None]]) -> None:
-    # In place: the container's dictionary may be held elsewhere.
-    container._modules.clear()
-    container._modules.update(entries)
 
 
 def renames_of(model: nn.Module, cut: Cut) -> dict[str, str]:

@@ -61,9 +61,8 @@ def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
     for name in path.split(".") if path else ():
         while isinstance(module, Chain) and name not in module._modules:
             module, today = module.get_submodule("anchor"), f"{today}.anchor"
-        child = next(
-            (part for key, part in module.named_children() if key == name), None
-        )  # a scripted module has no more than that
+        parts = module._modules  # that of a scripted module is no dict, and has no get
+        child = parts[name] if name in parts else None  # noqa: SIM401
         if child is None:
             return None
         module, today = child, f"{today}.{name}"
