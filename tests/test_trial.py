@@ -289,6 +289,17 @@ def test_negative_values_in_training_mode_get_the_residual_form(forward: Callabl
     assert site.layer.form == "residual"
 
 
+def test_the_reason_tells_what_the_trial_saw() -> None:
+    in_training = find_sites(module(noisy, a=nn.Linear(4, 4), b=nn.Linear(4, 2)), points(5, 4), layer="relu")
+    assert not in_training and "would change the values in training mode" in dict(in_training.skipped)["b"]
+    block = Block(4)
+    model = module(
+        lambda s, x: s.head(s.other[0](x)), blocks=nn.ModuleList([block]), other=[block], head=nn.Linear(4, 2)
+    )
+    never = find_sites(model, points(5, 4), layer="twin")
+    assert not never and "would never run" in dict(never.skipped)["blocks.0"]
+
+
 def test_alpha_dropout_as_a_module() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.AlphaDropout(0.3), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     assert len(assert_sound(net.double(), points(5, 4))) == 2
