@@ -67,7 +67,7 @@ def _idx(path: Path, sha1: str) -> Tensor:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(
-                f"{path}: cannot be unpacked ({error}). Delete it and run again to download it anew."
+                f"{path}: cannot be unpacked ({error}). Delete it and run the same command again to download it."
             ) from None
     check_sum(content, sha1, path)
     axes = content[3]
