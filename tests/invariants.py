@@ -213,7 +213,7 @@ class Checked:
                 raise self.fail("replay", site, f"the output {moved(self.before[train], now)}")
 
     def learns(self, site: Site, growth: Any, optimizer: torch.optim.Optimizer, merit: float | None) -> None:
-        model, names_of = self.model, [f"{growth.name}.{name}" for name in site.layer.measured]
+        model, names_of = self.model, [f"{growth.name}.{name}" for name in site.move.measured]
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
 
         def step() -> list[Tensor | None]:

@@ -21,7 +21,7 @@ def extended(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[l
     # A site knows its module in the original, so insert there and copy, then put the original back.
     grown = [insert(model, site) for site in sites]
     big = copy.deepcopy(model)
-    names = [[f"{g.name}.{m}" for m in site.layer.measured] for g, site in zip(grown, sites, strict=True)]
+    names = [[f"{g.name}.{m}" for m in site.move.measured] for g, site in zip(grown, sites, strict=True)]
     # a later wrap around the same anchor may have renamed an earlier layer
     for index in range(len(grown)):
         for later in grown[index + 1 :]:

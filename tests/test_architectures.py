@@ -111,7 +111,7 @@ def test_every_site_of_every_architecture(name: str) -> None:
         grown = copy.deepcopy(model.state_dict())
         optimizer.zero_grad()
         loss_of(model, batch).backward()
-        for measured in site.layer.measured:
+        for measured in site.move.measured:
             gradient = parameters[f"{growth.name}.{measured}"].grad
             assert gradient is not None and gradient.any(), measured
         optimizer.step()
@@ -154,7 +154,7 @@ def test_in_double_precision_all_at_once_and_the_merits_are_the_oracle_s(name: s
         model.zero_grad()
         loss_of(model, batch).backward()
         parameters = dict(model.named_parameters())
-        expected = sum(parameters[f"{growth.name}.{key}"].grad.square().sum().item() for key in site.layer.measured)
+        expected = sum(parameters[f"{growth.name}.{key}"].grad.square().sum().item() for key in site.move.measured)
         undo(model, growth)
         assert merit.value == pytest.approx(expected, rel=1e-9)
 
@@ -184,13 +184,13 @@ def test_fresh_twins(name: str) -> None:
     assert_same(before, outputs(model, batch), 1e-5)
     source = dict(model.get_submodule(site.path).named_parameters())
     twin = dict(model.get_submodule(growth.name).named_parameters())
-    free = [key for key in twin if twin[key].ndim > 1 and key not in site.layer.twin.zeroed]
+    free = [key for key in twin if twin[key].ndim > 1 and key not in site.move.zeroed]
     assert free and all(not torch.equal(twin[key], source[key]) for key in free)
 
 
 def test_which_form_a_boundary_gets() -> None:
     def forms(name: str) -> set[str]:
-        return {site.layer.form for site in find_sites(*_given(name))}
+        return {site.move.form for site in find_sites(*_given(name))}
 
     for name in ("resnet_basic", "resnet_leaky", "gpt_postnorm", "attributes_resnet", "llama", "vit", "convnext"):
         assert forms(name) == {"twin"}, name
@@ -198,7 +198,7 @@ def test_which_form_a_boundary_gets() -> None:
     assert forms("encoder_postnorm") == {"residual"}
     # two lists that are walked together cannot take a block, and a twin around its neighbour would have the neighbour's number
     assert forms("parallel_lists") == {"residual"}
-    assert all(site.place is not None for site in find_sites(*_given("sliced_list")))
+    assert all(site.point.place is not None for site in find_sites(*_given("sliced_list")))
 
 
 def _given(name: str) -> tuple[nn.Module, Any]:

@@ -160,7 +160,7 @@ def test_where_layer_and_norm_reach_the_search():
     data = batches((6, 6), images)
     growing = grower(model, example=images(2), where="linear", layer="residual", norm="mean_square")
     growth = growing.step(data, loss_fn)
-    assert (growth.site.kind, growth.site.layer.form, growing.last_merits.norm) == ("linear", "residual", "mean_square")
+    assert (growth.site.kind, growth.site.move.form, growing.last_merits.norm) == ("linear", "residual", "mean_square")
 
 
 def run(model, growing, optimizer, epochs):

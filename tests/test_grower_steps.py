@@ -188,7 +188,7 @@ def test_a_second_layer_that_fails_takes_the_first_with_it() -> None:
 
         def allows(self, site: Any, moment: Moment) -> bool:
             if moment.growths == 1:  # the second choice
-                site.anchor.__dict__["_module"] = lambda: None  # as if the module had been replaced
+                site.point.anchor.__dict__["_module"] = lambda: None  # as if the module had been replaced
             return True
 
     growing = grower(model, optimizer, trigger=Steals(), count=4, lr_scale=0.5)

@@ -89,11 +89,11 @@ def test_a_text_cut_short_is_refused(share):
         lambda data: data["growths"][0].update(renames=[1]) or data,
         lambda data: data["growths"][0].update(beside=[1]) or data,
         lambda data: data["growths"][0].update(rates={"factor": 2}) or data,
-        lambda data: data["growths"][0]["site"].update(side="beneath") or data,
-        lambda data: data["growths"][0]["site"]["layer"].update(form="magic") or data,
-        lambda data: data["growths"][0]["site"]["layer"].update(width=-4) or data,
-        lambda data: data["growths"][0]["site"]["layer"]["activation"].update(name="Module") or data,
-        lambda data: data["growths"][0]["site"]["layer"]["activation"].update(arguments=[["slope", 1]]) or data,
+        lambda data: data["growths"][0]["site"]["point"].update(side="beneath") or data,
+        lambda data: data["growths"][0]["site"]["move"].update(form="magic") or data,
+        lambda data: data["growths"][0]["site"]["move"].update(width=-4) or data,
+        lambda data: data["growths"][0]["site"]["move"]["activation"].update(name="Module") or data,
+        lambda data: data["growths"][0]["site"]["move"]["activation"].update(arguments=[["slope", 1]]) or data,
     ],
 )
 def test_altered_data_is_refused(alter):
@@ -108,9 +108,9 @@ def test_altered_data_is_refused(alter):
         lambda g: g.update(name="grown7"),
         lambda g: g.update(number=5),
         lambda g: g.update(parameters=["grown1.linear.weight"]),
-        lambda g: g["site"].update(path="nowhere"),
-        lambda g: g["site"].update(path=""),
-        lambda g: g["site"]["layer"].update(kind="conv", kernel=[3, 3]),
+        lambda g: g["site"]["point"].update(path="nowhere"),
+        lambda g: g["site"]["point"].update(path=""),
+        lambda g: g["site"]["move"].update(kind="conv", kernel=[3, 3]),
     ],
 )
 def test_a_readable_history_that_does_not_fit_leaves_the_model_alone(alter):

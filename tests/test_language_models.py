@@ -82,11 +82,11 @@ def test_generate_with_and_without_cache(name: str, tmp_path: Path) -> None:
     assert with_labels
     for sites in others:  # what is offered does not depend on how the example happens to be given
         assert list(map(str, sites)) == list(map(str, with_labels))
-        assert [site.place for site in sites] == [site.place for site in with_labels]
+        assert [site.point.place for site in sites] == [site.point.place for site in with_labels]
 
     state = copy.deepcopy(model.state_dict())
-    twins = [site for site in with_labels if site.layer.form == "twin"]
-    assert bool(twins) == (name not in WITHOUT_TWINS) and all(site.place is not None for site in twins)
+    twins = [site for site in with_labels if site.move.form == "twin"]
+    assert bool(twins) == (name not in WITHOUT_TWINS) and all(site.point.place is not None for site in twins)
     first, last = with_labels[0], (twins or with_labels)[-1]
     growths = []
     chosen = [last, first, first]  # at two places, at one of them twice
@@ -100,7 +100,7 @@ def test_generate_with_and_without_cache(name: str, tmp_path: Path) -> None:
             assert torch.equal(tokens(model, batch, True), tokens(model, batch, False))
             if len(growths) == 1:
                 model.load_state_dict(asleep)
-    if all(site.place is not None and not site.layer.twin.replaced for site in chosen):
+    if all(site.point.place is not None and not site.move.replaced for site in chosen):
         model.save_pretrained(tmp_path)  # it is a model of its library, which builds it again
         again = type(model).from_pretrained(tmp_path)
         assert_same(outputs(model, batch), outputs(again, batch), 1e-5)
@@ -179,7 +179,7 @@ def test_a_grown_bart_that_has_learned_to_copy_copies_with_its_cache() -> None:
     train(60)
     for number in range(2):
         sites = [site for site in find_sites(model, batch(4)) if site.path.startswith("model.decoder.layers")]
-        assert {site.layer.form for site in sites} == {"twin"}
+        assert {site.move.form for site in sites} == {"twin"}
         insert(model, sites[number], optimizer=optimizer)
         train(60)
     for cache in (True, False):
@@ -207,7 +207,7 @@ def test_saved_and_loaded_where_sensli_is_unknown(tmp_path: Path) -> None:
     arguments, count = [], 0
     for name in ("gpt2", "gemma2", "mamba", "vit", "convnext", "t5"):
         model, batch = build(name)
-        sites = [site for site in find_sites(model, batch) if site.place is not None]
+        sites = [site for site in find_sites(model, batch) if site.point.place is not None]
         layers = len(sites)
         history = History()
         for site in (sites[0], sites[-1]):  # two growths, the first of which moves the place of the second
@@ -246,7 +246,7 @@ def test_the_configuration_tells_the_truth_and_undo_takes_it_back() -> None:
     assert stages.config.depths == [2, 4]
 
     both, batch = build("t5")
-    insert(both, next(site for site in find_sites(both, batch) if "decoder" in site.path and site.place))
+    insert(both, next(site for site in find_sites(both, batch) if "decoder" in site.path and site.point.place))
     assert (both.config.num_layers, both.config.num_decoder_layers, both.decoder.config.num_layers) == (3, 3, 3)
 
 
@@ -283,7 +283,7 @@ def test_a_block_that_depends_on_its_number_is_not_renumbered() -> None:
     model, ids = GPT2LMHeadModel(config), torch.randint(0, 29, (2, 7))
     model.eval()
     sites = find_sites(model, {"input_ids": ids})
-    assert sites and all(site.place is None for site in sites)
-    assert {site.layer.form for site in sites} == {"residual"}
+    assert sites and all(site.point.place is None for site in sites)
+    assert {site.move.form for site in sites} == {"residual"}
     reasons = [reason for _, reason in find_sites(model, {"input_ids": ids}, layer="twin").skipped]
     assert reasons and all("attn.layer_idx" in reason for reason in reasons)

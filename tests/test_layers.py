@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from sensli.moves.layers import Layer, grouped_like, same_size_kernel
+from sensli.moves.layer.forms import Layer, grouped_like, same_size_kernel
+from sensli.moves.move import Cost
+from sensli.moves.point import Point, Ref
 from sensli.trace.activations import ACTIVATIONS, Activation
 
 LAYERS = [
@@ -22,6 +24,11 @@ LAYERS = [
     )
     if form != "relu" or activation.name == "Tanh"
 ]  # fmt: skip
+
+
+def cost(layer: Layer, positions: int = 1) -> Cost:
+    shape = (4, positions) if layer.kind == "conv" else (positions, 4)
+    return layer.cost(Point(Ref("0"), "after", shape))
 
 
 def values(layer: Layer) -> torch.Tensor:
@@ -39,7 +46,7 @@ def test_new_layer_is_the_identity_to_the_last_bit_and_draws_no_random_number(la
     module = layer.build(dtype=torch.float64)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(module(x), x)
-    assert sum(p.numel() for p in module.parameters()) == layer.parameters
+    assert sum(p.numel() for p in module.parameters()) == cost(layer).parameters
     assert {p.dtype for p in module.parameters()} == {torch.float64}
 
 
@@ -122,4 +129,4 @@ def test_kernels_keep_the_size_and_groups_divide():
     ],
 )  # fmt: skip
 def test_text_and_cost(layer, text, flops):
-    assert (str(layer), layer.flops(10)) == (text, flops)
+    assert (str(layer), cost(layer, 10).flops) == (text, flops)

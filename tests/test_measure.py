@@ -93,7 +93,7 @@ def expected(model, sites, data, norm, loss=loss_fn):
     """Merits and ratios: new weights from the extended network, existing ones from the plain model, by ordinary backward."""
     new, _ = oracle.gradients(model, sites, data, loss)
     merits = [
-        reference_norm(g, norm, site.shape[1:] if site.kind == "conv" else (), site.layer.groups)
+        reference_norm(g, norm, site.shape[1:] if site.kind == "conv" else (), site.move.groups)
         for g, site in zip(new, sites, strict=True)
     ]
     plain = copy.deepcopy(model)
@@ -216,7 +216,7 @@ def test_unusual_models_agree_with_the_oracle(name):
 def test_in_place_dropout_is_measured_in_training_mode_too():
     model = InPlace().train()
     sites = find_sites(model, points())
-    assert [site.overwritten for site in sites] == [True, True]
+    assert [site.point.overwritten for site in sites] == [True, True]
     x, y = batches((6,))[0]
     with untouched(model):
         found = measure(model, sites, [(x, y)], loss_fn)

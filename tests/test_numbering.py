@@ -64,7 +64,7 @@ def test_a_number_that_cannot_be_given_anew_is_never_shared(
     refused = find_sites(model, x, layer="twin")
     assert not refused and all("its own number (layer_idx)" in reason for _, reason in refused.skipped)
     sites = find_sites(model, x)
-    assert sites and all(site.layer.form != "twin" for site in sites)
+    assert sites and all(site.move.form != "twin" for site in sites)
     insert(model, sites[1], check=x)
     assert sorted(numbers(model)) == sorted(order)
 
@@ -86,8 +86,8 @@ def test_a_list_in_which_a_layer_stands_around_a_block_is_numbered_too() -> None
     model = Listed([Block(number) for number in range(3)])
     x = torch.randn(3, 8)
     beside = insert(model, find_sites(model, x, layer="residual")[1], check=x)
-    twins = [site for site in find_sites(model, x) if site.layer.form == "twin"]
-    assert twins and all(site.place is not None for site in twins)
+    twins = [site for site in find_sites(model, x) if site.move.form == "twin"]
+    assert twins and all(site.point.place is not None for site in twins)
     growth = insert(model, twins[-1], check=x)
     assert numbers(model) == [0, 1, 2, 3]
     undo(model, growth)
@@ -167,10 +167,10 @@ def test_where_the_last_block_is_built_differently_the_list_takes_none_behind_it
     torch.manual_seed(0)
     model, x = Configured(SimpleNamespace(n_layer=4, way="last")), torch.randn(3, 8)
     before, sites = model(x), find_sites(model, x)
-    assert [site.place is not None for site in sites] == [True, True, True, True, False]
+    assert [site.point.place is not None for site in sites] == [True, True, True, True, False]
     for site in sites:
         growth = insert(model, site)
-        if site.place is not None:
+        if site.point.place is not None:
             built = Configured(copy.deepcopy(model.config))
             built.load_state_dict(model.state_dict())
             assert torch.equal(built(x), before)

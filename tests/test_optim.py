@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Adagrad, AdamW, Muon, Optimizer
 
 from sensli.errors import OptimizerError
-from sensli.surgery.state.optim import Newcomer, as_optimizers, leave, plan_joining
+from sensli.moves.move import New
+from sensli.surgery.state.optim import as_optimizers, leave, plan_joining
 
 REFUSED = {torch.optim.LBFGS: "flat vector", torch.optim.SparseAdam: "sparse gradients"}
 OPTIMIZERS = [
@@ -70,7 +71,7 @@ class Net(nn.Module):
         return self.last(x if self.branch is None else x + self.branch(x))
 
 
-def grow(net: Net) -> list[Newcomer]:
+def grow(net: Net) -> list[New]:
     """Zero weights in the last map keep the function; the newcomers name their neighbours, weight with weight."""
     generator = torch.Generator().manual_seed(1)
     net.branch = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
@@ -80,7 +81,7 @@ def grow(net: Net) -> list[Newcomer]:
     nn.init.zeros_(net.branch[2].bias)
     pairs = {"weight": (net.first.weight,), "bias": (net.first.bias, net.first.weight)}
     return [
-        Newcomer(f"branch.{name}", parameter, pairs[name.split(".")[1]], "first")
+        New(f"branch.{name}", parameter, pairs[name.split(".")[1]], "first")
         for name, parameter in net.branch.named_parameters()
     ]
 
@@ -162,7 +163,7 @@ def test_a_frozen_growth_leaves_the_trajectory_as_it_was(
 def test_a_growth_trains_and_all_modes_agree(cls: type[Optimizer], options: dict[str, Any], grown_at: int) -> None:
     """Old and new parameters are at different steps in one group: a kernel that shared a step count would differ."""
 
-    def run(options: dict[str, Any]) -> tuple[torch.Tensor, list[Newcomer], list[Optimizer]]:
+    def run(options: dict[str, Any]) -> tuple[torch.Tensor, list[New], list[Optimizer]]:
         net = Net()
         optimizers = make(cls, options, net)
         train(net, optimizers, range(grown_at))
@@ -291,20 +292,20 @@ def test_membership_is_identity_and_not_equality_of_values() -> None:
     twins = [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
     optimizer = AdamW([{"params": [twin]} for twin in twins])
     new = nn.Parameter(torch.ones(2, 2))
-    plan_joining(optimizer, [Newcomer("new", new, (twins[1],))]).apply()
+    plan_joining(optimizer, [New("new", new, (twins[1],))]).apply()
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2, 1]
     assert optimizer.param_groups[1]["params"][1] is new
     leave(optimizer, [new])
     assert [group["params"][0] is twin for group, twin in zip(optimizer.param_groups, twins, strict=True)] == [True] * 3
     with pytest.raises(OptimizerError, match="no group to join"):
-        plan_joining(optimizer, [Newcomer("new", new, (nn.Parameter(torch.ones(2, 2)),))])
+        plan_joining(optimizer, [New("new", new, (nn.Parameter(torch.ones(2, 2)),))])
 
 
 def test_the_first_neighbour_that_is_in_any_optimizer_counts() -> None:
     a, b, new = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     first, second = AdamW([a]), AdamW([b])
     absent = nn.Parameter(torch.zeros(2))
-    plan_joining([first, second], [Newcomer("new", new, (absent, b, a))]).apply()
+    plan_joining([first, second], [New("new", new, (absent, b, a))]).apply()
     assert second.param_groups[0]["params"][-1] is new
     assert len(first.param_groups[0]["params"]) == 1
 
@@ -314,7 +315,7 @@ def test_group_is_for_newcomers_whose_neighbours_are_in_none(by: str) -> None:
     net = Net()
     optimizer = AdamW([{"params": [net.last.weight]}, {"params": [net.last.bias]}])
     newcomers = grow(net)
-    newcomers[0] = Newcomer("branch.0.weight", newcomers[0].parameter, (net.last.weight,))
+    newcomers[0] = New("branch.0.weight", newcomers[0].parameter, (net.last.weight,))
     plan_joining(optimizer, newcomers, group=1 if by == "index" else optimizer.param_groups[1]).apply()
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
 
@@ -336,10 +337,10 @@ def muon_and(*others: Optimizer, net: Net) -> list[Optimizer]:
 def test_what_muon_cannot_take_goes_to_the_next_neighbour_then_to_group_then_to_the_only_other_group() -> None:
     net = Net()
     bias = nn.Parameter(torch.zeros(4))
-    near_both = Newcomer("bias", bias, (net.first.weight, net.last.bias))
-    near_muon = Newcomer("bias", bias, (net.first.weight,))
+    near_both = New("bias", bias, (net.first.weight, net.last.bias))
+    near_muon = New("bias", bias, (net.first.weight,))
 
-    def place(newcomer: Newcomer, optimizers: list[Optimizer], **options: Any) -> tuple[int, int]:
+    def place(newcomer: New, optimizers: list[Optimizer], **options: Any) -> tuple[int, int]:
         ((_, optimizer, group),) = plan_joining(optimizers, [newcomer], **options).places
         at = next(i for i, each in enumerate(optimizers) if each is optimizer)
         return at, next(i for i, each in enumerate(optimizer.param_groups) if each is group)
@@ -352,19 +353,19 @@ def test_what_muon_cannot_take_goes_to_the_next_neighbour_then_to_group_then_to_
         plan_joining(muon_and(split, net=net), [near_muon])
     with pytest.raises(OptimizerError, match=r"cannot join Muon.*0 other groups"):
         plan_joining(Muon([net.first.weight]), [near_muon])
-    kernel = Newcomer("kernel", nn.Parameter(torch.zeros(4, 4, 3, 3)), (net.first.weight,))
+    kernel = New("kernel", nn.Parameter(torch.zeros(4, 4, 3, 3)), (net.first.weight,))
     assert place(kernel, muon_and(AdamW([net.first.bias]), net=net)) == (1, 0)
 
 
 def broken_plans() -> dict[str, tuple[Callable[[Net, AdamW], Any], str]]:
     return {
         "neighbour in none": (
-            lambda net, opt: plan_joining(opt, [Newcomer("a.new", nn.Parameter(torch.zeros(2)), (), "a.old")]),
+            lambda net, opt: plan_joining(opt, [New("a.new", nn.Parameter(torch.zeros(2)), (), "a.old")]),
             "a.new has no group to join: no parameter of its neighbour a.old is in AdamW.*group=",
         ),
         "one of many in none": (
             lambda net, opt: plan_joining(
-                opt, [*grow(net), Newcomer("late", nn.Parameter(torch.zeros(2)), (nn.Parameter(torch.zeros(2)),))]
+                opt, [*grow(net), New("late", nn.Parameter(torch.zeros(2)), (nn.Parameter(torch.zeros(2)),))]
             ),
             "late has no group",
         ),
@@ -378,7 +379,7 @@ def broken_plans() -> dict[str, tuple[Callable[[Net, AdamW], Any], str]]:
             "A copy of a group is a different group",
         ),
         "there already": (
-            lambda net, opt: plan_joining(opt, [Newcomer("first.weight", net.first.weight, (net.last.weight,))]),
+            lambda net, opt: plan_joining(opt, [New("first.weight", net.first.weight, (net.last.weight,))]),
             "first.weight is in the optimizer already",
         ),
         "not an optimizer": (
@@ -444,7 +445,7 @@ def test_two_growths_and_their_undoing_in_turn() -> None:
     first = grow(net)
     plan_joining(optimizer, first).apply()
     middle = snapshot(optimizer)
-    second = [Newcomer(f"again.{n.name}", nn.Parameter(n.parameter.detach().clone()), (n.parameter,)) for n in first]
+    second = [New(f"again.{n.name}", nn.Parameter(n.parameter.detach().clone()), (n.parameter,)) for n in first]
     plan_joining(optimizer, second).apply()
     leave(optimizer, [newcomer.parameter for newcomer in second])
     assert same(middle, snapshot(optimizer))

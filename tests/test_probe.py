@@ -107,7 +107,7 @@ def test_double_backward_leaves_no_graph_behind():
     sites = find_sites(model, points())
     with Probe(model, sites) as probe:
         torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()), create_graph=True)
-    assert not probe._catch.sites[0].sum.total().requires_grad
+    assert not probe._catch.sites[0].sums["gradient"].total().requires_grad
     assert probe.merits()[0].value == pytest.approx(measure(model, sites, [(x, y)], loss_fn)[0].value, rel=1e-12)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from models import untouched
 from sensli import find_sites, insert
 from sensli.errors import BadExample, FunctionChanged
+from sensli.moves.point import Ref
 
 
 class Block(nn.Module):
@@ -131,6 +133,6 @@ class Counted(nn.Module):
 def test_a_model_that_fails_with_the_layer_is_put_back() -> None:
     model, x = Counted(), torch.randn(3, 6)
     site = find_sites(nn.Sequential(model.net), x)[0]
-    site = type(site).from_dict({**site.to_dict(), "path": "net.1", "neighbours": ["net.0"]})
+    site = replace(site, point=replace(site.point, anchor=Ref("net.1"), neighbours=(Ref("net.0"),)))
     with untouched(model), pytest.raises(FunctionChanged, match="the model fails on check"):
         insert(model, site, check=x)

@@ -34,7 +34,8 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import SWALR
 
 from sensli.errors import OptimizerError
-from sensli.surgery.state.optim import Newcomer, leave, plan_joining
+from sensli.moves.move import New
+from sensli.surgery.state.optim import leave, plan_joining
 from sensli.surgery.state.rates import RateScaling, plan_rate_scaling
 
 Make = Callable[[Optimizer], LRScheduler]
@@ -140,7 +141,7 @@ def test_a_schedule_goes_on_as_without_growth(make: Make, kind: Callable[..., Op
     parameters, grown = setup(kind)
     scheduler = make(grown)
     found = [step(grown, scheduler) for _ in range(AT)]
-    new = [Newcomer(f"new{i}", nn.Parameter(p.detach().clone()), (p,)) for i, p in enumerate(parameters)]
+    new = [New(f"new{i}", nn.Parameter(p.detach().clone()), (p,)) for i, p in enumerate(parameters)]
     plan_joining(grown, new).apply()
     found += [step(grown, scheduler) for _ in range(AT, STEPS - 5)]
     leave(grown, [newcomer.parameter for newcomer in new])

@@ -133,7 +133,7 @@ def test_no_relu_layer_where_values_may_be_negative(between, layer):
     x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
     before = model(x)
     for site in find_sites(model, x, layer=layer):
-        assert site.layer.form == "residual"
+        assert site.move.form == "residual"
         insert(model, site)
     assert torch.equal(model(x), before)
 
@@ -151,7 +151,7 @@ def test_values_stay_behind_their_relu_through_pooling_and_changes_of_shape(betw
     x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
     before = model(x)
     (site,) = find_sites(model, x)
-    assert (site.layer.form, site.side, site.path) == ("relu", "before", "b")
+    assert (site.move.form, site.side, site.path) == ("relu", "before", "b")
     insert(model, site)
     assert torch.equal(model(x), before)
 

@@ -217,13 +217,13 @@ def test_a_loop_that_adds_the_skip_grows_between_its_blocks(forward: Any, contai
     x = points(5, 4)
     sites = assert_sound(model, x)
     assert places(sites) == [("after", f"blocks.{i}") for i in range(3)]
-    assert all(site.layer.form == "twin" for site in sites)
+    assert all(site.move.form == "twin" for site in sites)
     growth = insert(model, sites[1])
     assert len(model.blocks) == 4
     assert places(assert_sound(model, x)) == [("after", f"blocks.{key}") for key in model.blocks._modules]
     before = outputs(model, x)
     loss_fn(model(x), x).backward()
-    names = [f"{growth.name}.{name}" for name in sites[1].layer.measured]
+    names = [f"{growth.name}.{name}" for name in sites[1].move.measured]
     assert all(dict(model.named_parameters())[name].grad.any() for name in names)
     assert all(map(torch.equal, before, outputs(model, x)))
 
@@ -231,7 +231,7 @@ def test_a_loop_that_adds_the_skip_grows_between_its_blocks(forward: Any, contai
 def test_a_loop_that_divides_by_its_length_is_looked_into_instead() -> None:
     model = module(added_by_length, blocks=nn.ModuleList([Branch() for _ in range(3)]), head=nn.Linear(4, 2))
     sites = assert_sound(model, points(5, 4))
-    assert sites and not any(site.layer.form == "twin" for site in sites)
+    assert sites and not any(site.move.form == "twin" for site in sites)
 
 
 # --- forwards that look at their modules ---
@@ -286,7 +286,7 @@ def alpha(self: Any, x: Tensor) -> Tensor:
 def test_negative_values_in_training_mode_get_the_residual_form(forward: Callable[..., Any]) -> None:
     model = module(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 2))
     (site,) = assert_sound(model, points(5, 4))
-    assert site.layer.form == "residual"
+    assert site.move.form == "residual"
 
 
 def test_the_reason_tells_what_the_trial_saw() -> None:
@@ -366,14 +366,14 @@ def test_no_layer_is_as_wide_as_the_example_is_long() -> None:
     linear = {name: nn.Linear(4, 4) for name in "qkv"}
     model = module(scores, **linear, act=nn.ReLU(), out=nn.Linear(4, 2))
     for x in (points(2, 7, 4), points(7, 4)):
-        assert all(site.layer.width == 4 for site in assert_sound(model, x))
+        assert all(site.move.width == 4 for site in assert_sound(model, x))
 
     def gram(self: Any, x: Tensor) -> Tensor:
         h = self.q(x)
         return self.out(self.act(h @ h.mT) @ h)
 
     assert all(
-        site.layer.width == 4
+        site.move.width == 4
         for site in assert_sound(module(gram, q=nn.Linear(4, 4), act=nn.ReLU(), out=nn.Linear(4, 2)), points(6, 4))
     )
 
@@ -405,7 +405,7 @@ def test_a_scatter_is_not_a_slice() -> None:
     model = module(scattered, a=nn.Linear(4, 4), b=nn.Linear(4, 2), c=nn.Linear(4, 4))
     nn.init.constant_(model.c.bias, 3.0)  # positive on the example, by chance
     sites = assert_sound(model, points(5, 4))
-    assert all(site.layer.form == "residual" for site in sites)
+    assert all(site.move.form == "residual" for site in sites)
 
 
 def test_a_model_that_refuses_inputs_with_gradients() -> None:
@@ -530,7 +530,7 @@ def test_a_kernel_has_no_entry_that_never_lies_on_the_map() -> None:
         nn.Conv2d(1, 4, 7), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)
     ).double()
     sites = assert_sound(net, points(3, 1, 7, 7))
-    assert [site.layer.kernel for site in sites] == [(1, 1), (1, 1)]
+    assert [site.move.kernel for site in sites] == [(1, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])

@@ -23,6 +23,7 @@ from sensli.merits.norms import squared_norm
 from sensli.merits.probe import Probe
 from sensli.merits.sensitivity import Catch, SiteCatch, WeightCatch
 from sensli.moves.finding import find_sites
+from sensli.moves.geometry import Geometry
 
 BATCH = 128
 
@@ -63,7 +64,7 @@ def measure_against_extended() -> list[Figure]:
         cross_entropy(big(x), y).backward()
         for parameter, site in zip(new, sites, strict=True):
             assert parameter.grad is not None
-            squared_norm(parameter.grad, "operator", site.layer.geometry((1, *site.shape)))
+            squared_norm(parameter.grad, "operator", Geometry(site.shape[1:]))
 
     seconds = interleaved(
         {

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from sensli import __version__
 from sensli.errors import SensliError
-from sensli.moves.finding import KINDS
-from sensli.moves.layers import FORMS
+from sensli.moves.finding import WHERE
+from sensli.moves.layer.forms import FORMS
 from sensli.paper import cli as paper
 from sensli.text.strict_json import dumps as strict_json
 
@@ -130,9 +130,12 @@ def _parser() -> argparse.ArgumentParser:
         "--count", type=int, default=1, help="number of layers to place, for the comparison (default: %(default)s)"
     )
     sites.add_argument(
-        "--layer", choices=("auto", *FORMS), default="auto", help="the form of the new layer (default: %(default)s)"
+        "--layer",
+        choices=("auto", *FORMS, "twin"),
+        default="auto",
+        help="the form of the new layer (default: %(default)s)",
     )
-    sites.add_argument("--where", choices=KINDS, help="only sites of this kind")
+    sites.add_argument("--where", choices=WHERE, help="only sites of this kind")
     sites.add_argument("--json", action="store_true", help="print the places, their costs and merits as JSON")
     sites.set_defaults(run=_sites)
 

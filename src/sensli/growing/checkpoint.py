@@ -24,9 +24,9 @@ from sensli.errors import CheckpointError, WrongType, brief
 from sensli.growing import shards, storage
 from sensli.growing.grower import Grower
 from sensli.modules import checks, random_state
+from sensli.modules.marks import count_growths
 from sensli.modules.running import mapped, tensors
 from sensli.modules.wrappers import bare
-from sensli.moves.cutting import count_growths
 from sensli.surgery.history.history import Growth, History, as_growths
 from sensli.surgery.replaying import replay
 from sensli.surgery.state.optim import as_optimizers

@@ -25,8 +25,8 @@ from sensli.merits.merits import Merit, Merits
 from sensli.merits.norms import choose
 from sensli.modules import checks
 from sensli.modules.flops import count_flops
+from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
-from sensli.moves.cutting import inserted
 from sensli.moves.finding import check_request
 from sensli.moves.sites import Site, Sites
 from sensli.surgery.averaging import Averaged, check_alike, follow, unfollow
@@ -470,7 +470,7 @@ class Grower:
             expected = [growth.renames.get(name, name) for name in expected] + list(growth.parameters)
         network = bare(self.model)
         names = [name for name, _ in network.named_parameters()]
-        numbers = [number for number, _, _ in inserted(network)]
+        numbers = [number for number, _, _ in grown(network)]
         lacking = [str(name) for name in expected if name not in names]
         lacking += [f"growth {growth.number}" for growth in history if growth.number not in numbers]
         if lacking:

@@ -292,7 +292,7 @@ class Budget(Trigger):
         return all(moment.sizes[name] < limit for name, limit in self.limits.items())
 
     def allows(self, site: Site, moment: Moment) -> bool:
-        added = {"parameters": site.parameters, "flops": site.flops, "depth": site.layer.weights}
+        added = {"parameters": site.parameters, "flops": site.flops, "depth": site.cost.depth}
         return all(moment.sizes[name] + added[name] <= limit for name, limit in self.limits.items())
 
     def __repr__(self) -> str:

@@ -18,8 +18,8 @@ from sensli.growing.triggers import Trigger
 from sensli.integrations import missing
 from sensli.integrations.looking import Facts, check_options, standing_in
 from sensli.modules import random_state
+from sensli.modules.marks import count_growths
 from sensli.modules.wrappers import bare
-from sensli.moves.cutting import count_growths
 from sensli.surgery.history.history import History
 from sensli.surgery.replaying import replay
 

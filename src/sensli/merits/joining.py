@@ -32,23 +32,19 @@ def joined(together: Together, caught: Caught, device: Any, *, last: bool = True
     Sizes are brought to the unit of the first rank that has any. Unless it is the `last` time, the ranks will meet again.
     """
     own: list[SiteCatch | WeightCatch] = [*caught.sites, *caught.weights]
-    fact = (caught.unit, caught.sizes, caught.count, [(_forms(each.sum), each.shape) for each in own], caught.loss)
-    told = together.agree(fact, last=last)
+    forms = [({name: _forms(each) for name, each in catch.sums.items()}, catch.shape) for catch in own]
+    told = together.agree((caught.unit, caught.sizes, caught.count, forms, caught.loss), last=last)
     if together.group is None:
         return caught
     common, shapes = next(((unit, forms) for unit, _, _, forms, _ in told if unit), (0.0, told[0][3]))
     copies: list[Any] = [copy(each) for each in own]
     for index, each in enumerate(copies):
         each.shape = shapes[index][1]  # a rank without data has not seen it
-        each.sum = each.sum.like()
-        for j in range(len(each.sum.groups)):
-            form = next((forms[index][0][j] for _, _, _, forms, _ in told if forms[index][0][j]), None)
-            if form is not None:
-                part = own[index].sum.groups[j]
-                each.sum.groups[j] = _summed(part, form, caught.unit / common, device, together.group)
+        each.sums = {}
+        for name in dict.fromkeys(name for _, _, _, forms, _ in told for name in forms[index][0]):
+            its = [forms[index][0][name] for _, _, _, forms, _ in told if name in forms[index][0]]
+            each.sums[name] = _joined_sum(own[index].sums.get(name), its, caught.unit / common, device, together.group)
     sites = copies[: len(caught.sites)]
-    for site in sites:
-        site.alive = _any_alive(site.alive, site.site.layer.width, device, together.group)
     totals = [sum(sizes[j] * unit / (common or 1.0) for unit, sizes, *_ in told) for j in range(len(caught.sizes))]
     loss = sum(its * unit / (common or 1.0) for unit, *_, its in told)
     return Caught(sites, copies[len(sites) :], totals, common, sum(count for _, _, count, _, _ in told), loss)
@@ -64,6 +60,17 @@ def _forms(each: Sum) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
     return [None if part is None else (tuple(part.shape), part.dtype) for part in each.groups]
 
 
+def _joined_sum(own: Sum | None, forms: list[list[Any]], factor: float, device: Any, group: Any) -> Sum:
+    """One sum over all ranks; ``forms`` tells what each rank that has any holds in its groups."""
+    groups = len(forms[0])
+    joint = Sum(max(groups - 1, 1))
+    for j in range(groups):
+        form = next((its[j] for its in forms if its[j]), None)
+        if form is not None:
+            joint.groups[j] = _summed(None if own is None else own.groups[j], form, factor, device, group)
+    return joint
+
+
 def _summed(
     part: Tensor | None, form: tuple[tuple[int, ...], torch.dtype], factor: float, device: Any, group: Any
 ) -> Tensor:
@@ -72,9 +79,3 @@ def _summed(
     total = torch.zeros(shape, dtype=dtype, device=device) if part is None else (part * factor).contiguous()
     dist.all_reduce(total, group=group)
     return total
-
-
-def _any_alive(alive: Tensor | None, width: int, device: Any, group: Any) -> Tensor:
-    found = torch.zeros(width, dtype=torch.int32, device=device) if alive is None else alive.to(torch.int32)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found > 0

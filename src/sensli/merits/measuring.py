@@ -23,7 +23,7 @@ from sensli.merits.sensitivity import Catch
 from sensli.modules import checks, random_state
 from sensli.modules.running import device_of, untouched
 from sensli.modules.wrappers import bare
-from sensli.moves.sites import Ref, Site
+from sensli.moves.sites import Site
 
 
 def measure(
@@ -116,7 +116,7 @@ class _Taken:
         self.model, self.catch, self.loss_fn, self.most = model, catch, loss_fn, most
         self.known = _length(batches)
         self.unit, self.count, self.exhausted, self.loss = 0.0, 0, False, 0.0
-        self._sizes = [0.0] * len(catch.sites[0].sum)
+        self._sizes = [0.0] * catch.groups
         self._rest = iter(batches)
 
     def up_to(self, count: int | None) -> None:
@@ -176,8 +176,7 @@ def _readable(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, Seque
         return model, sites
     places = []
     for site in sites:
-        path, _ = site.find(model)
-        places.append(replace(site, anchor=Ref(path), neighbours=tuple(Ref(ref.path) for ref in site.neighbours)))
+        places.append(replace(site, point=site.point.by_path(site.find(model)[0])))
     return unsharded(model), places
 
 

@@ -62,7 +62,7 @@ class Probe:
                 "there are no sites to probe. find_sites(...).explain() says which places were skipped and why."
             )
         self._norm = choose(norm, [site.kind for site in sites])
-        if is_sharded(self._model) and any(site.layer.twin is not None for site in sites):
+        if is_sharded(self._model) and any(site.move.kind == "block" for site in sites):
             raise MeasurementError(
                 "a probe cannot run the twin of a sharded block, whose parameters are whole only during its own pass. Use measure(...), "
                 "which works on an unsharded copy."

@@ -8,7 +8,7 @@ at its place and the cotangent g that comes back to it: a forward hook catches x
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.merits.norms import squared_norm
-from sensli.merits.vjp import AddedTwin, VirtualTwin, split, virtually_in
 from sensli.modules.running import widened
 from sensli.modules.wrappers import eager
 from sensli.moves.geometry import Geometry
+from sensli.moves.point import Point
 from sensli.moves.sites import Site
 from sensli.moves.taps import Watch, handed_on, tap
 from sensli.trace.activations import CONVOLUTIONS
@@ -67,57 +67,38 @@ class Sum:
 
 
 class SiteCatch:
-    """What was caught at one site: the virtual layer's gradient, which units were ever alive, the size of the map."""
+    """What was caught at one site: sums, as its move wants them."""
 
-    def __init__(self, site: Site, groups: int, anchor: nn.Module, model: nn.Module) -> None:
+    def __init__(self, site: Site, groups: int, model: nn.Module) -> None:
         self.site = site
-        self.sum = Sum(groups)
-        self.shape: tuple[int, ...] = (1, *site.shape)
-        self.alive: Tensor | None = None
-        self._anchor = anchor
-        self._bend = site.layer.features().eval()  # a random activation (RReLU) by its mean: no number is drawn
-        twin = site.layer.twin
-        self._twin = VirtualTwin(twin, anchor, model, site.slot) if twin is not None and not twin.null else None
-        self.added = AddedTwin(site, twin, anchor, model) if twin is not None and twin.null else None
+        self.sums: dict[str, Sum] = {}
+        self.gauge = site.move.gauge(site, model)
+        self.shape = self.gauge.shape
+        self._groups = groups
 
-    def add(self, x: Tensor, cotangent: Tensor, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """One pass: the activation, the cotangent that came back to it, and the arguments of the anchor's call."""
-        self.shape = tuple(x.shape)
-        if self._twin is not None:
-            self.sum.add(self._twin.gradient(x, cotangent, args, kwargs), group)
-            return
-        x = widened(x)
-        if any(True for _ in self._bend.parameters()):
-            self._bend.to(x)
-        if self.site.layer.norm:
-            next(self._bend.children()).train(
-                self._anchor.training
-            )  # statistics of the batch where the model takes them
-        self.sum.add(self.site.layer.weight_gradient(x, cotangent, self._bend), group)
-        dim = 1 if self.site.kind == "conv" else x.dim() - 1
-        low, high = x.transpose(0, dim).flatten(1).aminmax(dim=1) if dim != 1 else _range(x)
-        alive = (low != 0) | (high != 0)
-        self.alive = alive if self.alive is None else self.alive | alive
+    def add(self, values: dict[str, Tensor], group: int) -> None:
+        """One pass."""
+        for name, value in values.items():
+            self.sums.setdefault(name, Sum(self._groups)).add(value, group)
+        self.shape = self.gauge.shape
 
     @property
     def dead(self) -> float | None:
         """The share of units that were zero on all the data."""
-        return None if self.alive is None else 1.0 - self.alive.float().mean().item()
+        totals = self._totals()
+        return self.gauge.dead(totals) if totals else None
 
     def merit(self, norm: str, samples: float, without: int | None = None) -> float:
         """The squared norm of the mean gradient."""
-        total = self.sum.total(without)
-        if total is None:
+        totals = self._totals(without)
+        if not totals:
             return 0.0
-        block = self._twin or self.added
-        if block is not None:
-            return sum(squared_norm(part, norm, Geometry()) for part in split(total, block.shapes)) / samples**2
-        return squared_norm(total, norm, self.site.layer.geometry(self.shape)) / samples**2
+        parts = self.gauge.gradients(totals, self.shape)
+        return sum(squared_norm(part, norm, geometry) for part, geometry in parts) / samples**2
 
-
-def _range(x: Tensor) -> tuple[Tensor, Tensor]:
-    others = [d for d in range(x.dim()) if d != 1]
-    return x.amin(others), x.amax(others)
+    def _totals(self, without: int | None = None) -> dict[str, Tensor]:
+        totals = {name: each.total(without) for name, each in self.sums.items()}
+        return {name: total for name, total in totals.items() if total is not None}
 
 
 class WeightCatch:
@@ -128,6 +109,7 @@ class WeightCatch:
         self.parameter = parameter
         self.owner = owner
         self.sum = Sum(groups)
+        self.sums = {"gradient": self.sum}
         self.shape: tuple[int, ...] = ()  # the spatial one of a convolution's input
 
     @property
@@ -138,7 +120,7 @@ class WeightCatch:
         return Geometry(self.shape, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
 
     def merit(self, norm: str, samples: float, without: int | None = None) -> float:
-        total = self.sum.total(without)
+        total = self.sums["gradient"].total(without)
         return 0.0 if total is None else squared_norm(total, norm, self.geometry) / samples**2
 
 
@@ -146,9 +128,9 @@ class Catch:
     """All that one measurement catches. Hooks live in `hooked` only, and none survives it, whatever happens inside."""
 
     def __init__(self, model: nn.Module, sites: Sequence[Site], *, weights: bool, groups: int = 1) -> None:
-        places = [site.find(model)[1] for site in sites]
         self.model = model
-        self.sites = [SiteCatch(site, groups, place, model) for site, place in zip(sites, places, strict=True)]
+        self.groups = groups
+        self.sites = [SiteCatch(site, groups, model) for site in sites]
         # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
         self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
         self.group = 0
@@ -159,7 +141,6 @@ class Catch:
         self.caught = 0
         self.active = False
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
-        self._places = places
         # Activations whose gradient has not come back yet, and their versions.
         self._waiting: dict[int, tuple[Site, Tensor, int]] = {}
 
@@ -167,48 +148,56 @@ class Catch:
     def hooked(self) -> Iterator[Catch]:
         handles: list[Any] = []
         try:
-            for catch, place in zip(self.sites, self._places, strict=True):
-                if catch.added is None:
-                    handles.append(tap(catch.site, place, self._watcher(catch)))
-                else:
-                    handles += catch.added.hooked(self._arrived(catch))
+            for catch in self.sites:
+                for index, (point, module) in enumerate(catch.gauge.points):
+                    handles.append(tap(point, module, self._watcher(catch, index, point)))
+                handles += catch.gauge.hooks(self._arrived(catch))
             for weight in self.weights:
                 if isinstance(weight.owner, CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_shape_for(weight)))
             self.active = True
-            with eager(), virtually_in(self.model, [catch.added for catch in self.sites if catch.added is not None]):
+            with ExitStack() as stack:
+                stack.enter_context(eager())
+                for catch in reversed(self.sites):  # from the end, so that what comes before keeps its number in a list
+                    stack.enter_context(catch.gauge.inside(self.model))
                 yield self
         finally:
             self.active = False
             for handle in handles:
                 handle.remove()
 
-    def _watcher(self, catch: SiteCatch) -> Watch:
+    def _watcher(self, catch: SiteCatch, index: int, point: Point) -> Watch:
         def watch(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-            asking, watched = handed_on(value, catch.site)
+            asking, watched = handed_on(value, point)
             if asking is not value:  # behind frozen layers
                 self.leaves.append(asking)
-            self._watch(catch, value.detach(), watched, args, kwargs)
+            self._watch(catch, index, value.detach(), watched, args, kwargs)
             return watched
 
         return watch
 
-    def _arrived(self, catch: SiteCatch) -> Callable[[Tensor], None]:
-        def add(gradient: Tensor) -> None:
+    def _arrived(self, catch: SiteCatch) -> Callable[[dict[str, Tensor]], None]:
+        def add(values: dict[str, Tensor]) -> None:
             if self.active:
                 with torch.no_grad():
-                    catch.sum.add(self.unscaled(gradient), self.group)
+                    catch.add({name: self.unscaled(value) for name, value in values.items()}, self.group)
                 self.caught += 1
 
         return add
 
     @property
     def virtual(self) -> list[Tensor]:
-        """Weights of layers that are in the model as long as the hooks are."""
-        return [weight for catch in self.sites if catch.added is not None for weight in catch.added.weights]
+        """Weights that are in the model for the time of the measurement."""
+        return [weight for catch in self.sites for weight in catch.gauge.weights]
 
     def _watch(
-        self, catch: SiteCatch, x: Tensor, watched: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        catch: SiteCatch,
+        index: int,
+        x: Tensor,
+        watched: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         version, key = x._version, id(watched)
         self._waiting[key] = (catch.site, x, version)
@@ -221,7 +210,7 @@ class Catch:
             self._waiting.pop(key, None)
             # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                catch.add(x, self.unscaled(cotangent.detach()), self.group, args, kwargs)
+                catch.add(catch.gauge.caught(index, x, self.unscaled(cotangent.detach()), args, kwargs), self.group)
             self.caught += 1
 
         watched.register_hook(back)

@@ -7,22 +7,24 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.arguments import Slot, first_tensor, value_at, with_first, with_value
+from sensli.modules.marks import CHANGED, NEW
 
-GROWTH = "sensli_growth"  # set by `insert` on a new module: which growth of the model it was
-_OWN = frozenset({"slot", "twins", "training", GROWTH})  # of the chain itself; torch's own start with an underscore
+_OWN = frozenset(
+    {"slot", "takes_call", "training", NEW, CHANGED}
+)  # of the chain itself; torch's own start with an underscore
 
 
 class Chain(nn.Module):
     """Stands where a module stood and runs it, with the inserted layers before or behind it; other attributes are the module's.
 
-    A layer takes the value alone (the argument in ``slot``, or the output or its first part); a twin takes the other arguments too.
+    A layer takes the value alone (the argument in ``slot``, or the output or its first part); a block takes the other arguments too.
     """
 
     def __init__(self, anchor: nn.Module, slot: Slot = 0) -> None:
         super().__init__()
         self.add_module("anchor", anchor)
         self.slot = slot
-        self.twins: set[str] = set()
+        self.takes_call: set[str] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         behind = False
@@ -33,7 +35,7 @@ class Chain(nn.Module):
                 value, behind = part(*args, **kwargs), True
                 continue
             given = first_tensor(value) if behind else value_at(args, kwargs, self.slot)
-            if name in self.twins:
+            if name in self.takes_call:
                 own, named = with_value(args, kwargs, self.slot, given)
                 output = part(*own, **named)
             else:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.modules import marks
+
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
@@ -57,7 +59,8 @@ def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: b
         memo.update({id(p): p for p in block.parameters()})
     twin = copy.deepcopy(block, memo)
     for module in twin.modules():
-        module.__dict__.pop("sensli_growth", None)
+        for name in (marks.NEW, marks.CHANGED):
+            module.__dict__.pop(name, None)
     return twin
 
 

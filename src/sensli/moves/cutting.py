@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from sensli.errors import HistoryError
 from sensli.modules.arguments import Slot
-from sensli.modules.chain import GROWTH, Chain
+from sensli.modules.chain import Chain
 from sensli.moves.lists import ListPlace, list_renames, put_into_list, take_from_list
-from sensli.moves.sites import Site
+from sensli.moves.point import Point
 
 _GROWN_NAME = re.compile(r"grown\d+")
 
@@ -27,7 +26,7 @@ class Cut:
     way: str  # "sequence", "list" or "wrap"
     new: str  # key of the new layer
     slot: Slot = 0
-    twin: bool = False
+    takes_call: bool = False  # the layer takes all arguments of the anchor's call
     place: ListPlace | None = None
 
     @property
@@ -36,30 +35,30 @@ class Cut:
         return join(join(self.parent, self.key) if self.way == "wrap" else self.parent, self.new)
 
 
-def plan_cut(model: nn.Module, site: Site, path: str) -> Cut:
+def plan_cut(model: nn.Module, point: Point, path: str, *, takes_call: bool = False) -> Cut:
     if path == "":
         raise HistoryError(
             "a layer cannot wrap the whole model, because the caller holds the model itself. Use a site inside it."
         )
     parent_path, _, key = path.rpartition(".")
-    chained, twin = site.chained, site.layer.twin is not None
-    if site.side == "after":
+    chained = point.chained
+    if point.side == "after":
         # Behind the last module of an inserted layer means behind that layer: names stay short however often a place grows.
         while _GROWN_NAME.fullmatch(parent_path.rpartition(".")[2]) and _is_last(model.get_submodule(parent_path), key):
             parent_path, _, key = parent_path.rpartition(".")
             chained = True
-    if site.place is not None:
+    if point.place is not None:
         # A block that was wrapped since stands in its list as a chain; the list takes the twin beside that.
         while isinstance(model.get_submodule(parent_path), Chain):
             parent_path, _, key = parent_path.rpartition(".")
-        number = int(key) + (site.side == "after")
-        return Cut(parent_path, key, site.side, "list", str(number), site.slot, twin, site.place)
+        number = int(key) + (point.side == "after")
+        return Cut(parent_path, key, point.side, "list", str(number), point.slot, takes_call, point.place)
     parent = model.get_submodule(parent_path)
     into = isinstance(parent, Chain) or (chained and isinstance(parent, nn.Sequential))
     number = 1
     while into and f"grown{number}" in parent._modules:
         number += 1
-    return Cut(parent_path, key, site.side, "sequence" if into else "wrap", f"grown{number}", site.slot, twin)
+    return Cut(parent_path, key, point.side, "sequence" if into else "wrap", f"grown{number}", point.slot, takes_call)
 
 
 def apply_cut(model: nn.Module, cut: Cut, layer: nn.Module) -> None:
@@ -81,8 +80,8 @@ def apply_cut(model: nn.Module, cut: Cut, layer: nn.Module) -> None:
     # In place: the container's dictionary may be held elsewhere.
     container._modules.clear()
     container._modules.update(entries)
-    if isinstance(container, Chain) and cut.twin:
-        container.twins.add(cut.new)
+    if isinstance(container, Chain) and cut.takes_call:
+        container.takes_call.add(cut.new)
 
 
 def take_out(model: nn.Module, path: str, place: ListPlace | None) -> None:
@@ -94,7 +93,7 @@ def take_out(model: nn.Module, path: str, place: ListPlace | None) -> None:
         return
     del parent._modules[key]
     if isinstance(parent, Chain):
-        parent.twins.discard(key)
+        parent.takes_call.discard(key)
         if len(parent._modules) == 1:
             above, _, place_key = parent_path.rpartition(".")
             model.get_submodule(above)._modules[place_key] = parent._modules["anchor"]
@@ -110,19 +109,6 @@ def renames_of(model: nn.Module, cut: Cut) -> dict[str, str]:
     anchor = model.get_submodule(path)
     names = [name for name, _ in (*anchor.named_parameters(), *anchor.named_buffers())]
     return {join(path, name): join(path, f"anchor.{name}") for name in names}
-
-
-def inserted(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
-    """The inserted layers: the number of the growth, the path and the module."""
-    for path, module in model.named_modules():
-        number = module.__dict__.get(GROWTH)
-        if number is not None:
-            yield number, path, module
-
-
-def count_growths(model: nn.Module) -> int:
-    """How many inserted layers the model has."""
-    return sum(1 for _ in inserted(model))
 
 
 def _is_last(container: nn.Module, key: str) -> bool:

@@ -1,7 +1,7 @@
-"""Where a value is caught as it passes a site: what the module gave or will be given is handed on as a view of its own.
+"""Where a value is caught as it passes a point: what the module gave or will be given is handed on as a view of its own.
 
 Only what goes through that view counts. The same tensor may be read elsewhere too (an in-place activation returns its input, a skip
-connection reads it again), and what is sent back from there would not come to a layer at the site.
+connection reads it again), and what is sent back from there would not come to a layer at the point.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.modules.arguments import first_tensor, value_at, with_first, with_value
-from sensli.moves.sites import Site
+from sensli.moves.point import Point
 
 # From a value and the arguments of the module's call to the tensor that is handed on in its place.
 Watch = Callable[[Tensor, tuple[Any, ...], dict[str, Any]], Tensor]
 
 
-def tap(site: Site, module: nn.Module, watch: Watch) -> Any:
-    """Catch the value of a site at its module in every pass with gradients; returns the handle that ends it."""
-    if site.side == "after":
-        return module.register_forward_hook(_after(site, watch), with_kwargs=True)
+def tap(point: Point, module: nn.Module, watch: Watch) -> Any:
+    """Catch the value of a point at its module in every pass with gradients; returns the handle that ends it."""
+    if point.side == "after":
+        return module.register_forward_hook(_after(point, watch), with_kwargs=True)
     # before the user's own hooks, as the layer would be
-    return module.register_forward_pre_hook(_before(site, watch), prepend=True, with_kwargs=True)
+    return module.register_forward_pre_hook(_before(point, watch), prepend=True, with_kwargs=True)
 
 
-def handed_on(value: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+def handed_on(value: Tensor, point: Point) -> tuple[Tensor, Tensor]:
     """The value, asking for a gradient, and what is handed on instead of it: a view, or a copy where somebody will work in place on it.
 
     In place a view would be written through, and lose its gradient; a layer's output would not be, so a copy is what a layer would give.
     """
     asking = value if value.requires_grad else value.detach().requires_grad_()
-    return asking, asking.clone() if site.overwritten else asking.view_as(asking)
+    return asking, asking.clone() if point.overwritten else asking.view_as(asking)
 
 
-def _after(site: Site, watch: Watch) -> Callable[..., Any]:
+def _after(point: Point, watch: Watch) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
         value = first_tensor(output)
-        if value is None or isinstance(output, Tensor) == site.first_part:
+        if value is None or isinstance(output, Tensor) == point.first_part:
             raise MeasurementError(
-                f"'{site.path}' returned {type(output).__name__} instead of the tensor that find_sites saw, so its merit "
+                f"'{point.path}' returned {type(output).__name__} instead of the tensor that find_sites saw, so its merit "
                 "cannot be measured. Find the sites with an example like the training data."
             )
         return with_first(output, watch(value, args, kwargs))
@@ -52,22 +52,22 @@ def _after(site: Site, watch: Watch) -> Callable[..., Any]:
     return hook
 
 
-def _before(site: Site, watch: Watch) -> Callable[..., Any]:
+def _before(point: Point, watch: Watch) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
-        value = value_at(args, kwargs, site.slot)
+        value = value_at(args, kwargs, point.slot)
         if not isinstance(value, Tensor):
             raise MeasurementError(
-                f"'{site.path}' was not called with a tensor as its {_named(site)}, as find_sites saw it, so its merit "
+                f"'{point.path}' was not called with a tensor as its {_named(point)}, as find_sites saw it, so its merit "
                 "cannot be measured. Find the sites with an example like the training data."
             )
-        return with_value(args, kwargs, site.slot, watch(value, args, kwargs))
+        return with_value(args, kwargs, point.slot, watch(value, args, kwargs))
 
     return hook
 
 
-def _named(site: Site) -> str:
-    if isinstance(site.slot, str):
-        return f"argument {site.slot!r}"
-    return f"argument {site.slot + 1}" if site.slot else "first argument"
+def _named(point: Point) -> str:
+    if isinstance(point.slot, str):
+        return f"argument {point.slot!r}"
+    return f"argument {point.slot + 1}" if point.slot else "first argument"

@@ -21,11 +21,10 @@ from sensli.modules.arguments import first_tensor, value_at
 from sensli.modules.nearness import equal
 from sensli.modules.running import device_of, run, tensors, to_device, undrawn, untouched
 from sensli.modules.wrappers import eager
-from sensli.moves.building import build_layer
 from sensli.moves.comparing import alike, difference
 from sensli.moves.cutting import Cut, apply_cut, plan_cut, take_out
-from sensli.moves.sites import Ref, Site
-from sensli.moves.stand_ins import StandIn, TwinStandIn, is_null
+from sensli.moves.inserting import Inserts
+from sensli.moves.sites import Site
 from sensli.moves.taps import handed_on, tap
 from sensli.trace.flow import Flow, Seen, fresh
 
@@ -192,7 +191,7 @@ class Trial:
         self, sites: Sequence[Site], gradients: list[Tensor | None], on: list[Tensor | None]
     ) -> dict[int, str]:
         """Sites where a measurement would catch another gradient than the layer gets."""
-        open_ones = [i for i, site in enumerate(sites) if not is_null(site)]
+        open_ones = [i for i, site in enumerate(sites) if _move(site).caught_at_site]
         wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None}
         for known in (
             self._recorded,
@@ -225,12 +224,12 @@ class Trial:
 
         def watcher(index: int) -> Callable[..., Tensor]:
             def watch(value: Tensor, args: Any, kwargs: Any) -> Tensor:
-                caught[index] = watched = handed_on(value, sites[index])[1]
+                caught[index] = watched = handed_on(value, sites[index].point)[1]
                 return watched
 
             return watch
 
-        handles = [tap(s, self.model.get_submodule(s.path), watcher(i)) for i, s in enumerate(sites)]
+        handles = [tap(s.point, self.model.get_submodule(s.path), watcher(i)) for i, s in enumerate(sites)]
         try:
             output = self._run(False, [], graph=True)
         except Exception:
@@ -245,7 +244,7 @@ class Trial:
     @contextmanager
     def _grown(self, sites: Sequence[Site]) -> Iterator[list[_New]]:
         """The copy with a layer at every site, in their order."""
-        bound = [_bound(self.model, site) for site in sites]
+        bound = [replace(site, point=site.point.on(self.model)) for site in sites]
         real = _shown(sites)
         standing: Counter[Site] = Counter()
         layers: list[nn.Module] = []
@@ -258,7 +257,7 @@ class Trial:
                 list(zip(bound, layers, strict=True))
             ):  # from the end: what comes before keeps its name
                 path, _ = site.find(self.model)
-                cut = plan_cut(self.model, site, path)
+                cut = plan_cut(self.model, site.point, path, takes_call=_move(site).takes_call)
                 apply_cut(self.model, cut, layer)
                 new.append(_New(site, layer, cut))
             yield new[::-1]
@@ -268,19 +267,20 @@ class Trial:
 
     def _layer(self, site: Site, anchor: nn.Module, real: bool, number: int) -> nn.Module:
         """The layer for a site, the first time built, then used again; ``number``: how many of them stand there already."""
-        twin = site.layer.twin
         # Of equal twins in one container some will do: that the others are identities too follows, here it is about their places.
         real = real or site.path not in self._returns_tensor
         if (site, real, number) not in self._layers:
-            near = [found[1] for ref in site.neighbours if (found := ref.find(self.model)) is not None]
-            if twin is not None:
-                layer = twin.build(anchor, self.model, share=True) if real else TwinStandIn(site)
-            else:
-                layer = StandIn(site, build_layer(self.model, site, anchor, near, source=anchor, outside=self.model))
+            layer = _move(site).stand_in(self.model, site, anchor, real=real)
             for parameter in layer.parameters():
                 parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
             self._layers[site, real, number] = layer
         return self._layers[site, real, number]
+
+
+def _move(site: Site) -> Inserts:
+    """A trial puts modules in: it is for the moves that do so."""
+    assert isinstance(site.move, Inserts)
+    return site.move
 
 
 _WHY = "the forward pass counts, indexes or slices its modules, or checks their class"
@@ -290,18 +290,12 @@ _OTHER_GRADIENT = (
 )
 
 
-def _bound(model: nn.Module, site: Site) -> Site:
-    """The same site on the copy."""
-    refs = tuple(Ref.to(ref.path, model.get_submodule(ref.path)) for ref in site.neighbours)
-    return replace(site, anchor=Ref.to(site.path, model.get_submodule(site.path)), neighbours=refs)
-
-
 def _shown(sites: Sequence[Site]) -> set[int]:
-    """Of the twins of one container the first: it is put there itself, and stands for its equals."""
+    """Of the equal copies of blocks in one container the first: it is put there itself, and stands for its equals."""
     first: dict[object, int] = {}
     for index, site in enumerate(sites):
-        if site.layer.twin is not None:
-            first.setdefault((site.path.rpartition(".")[0], site.layer), index)
+        if _move(site).takes_call:
+            first.setdefault((site.path.rpartition(".")[0], site.move), index)
     return set(first.values())
 
 
@@ -311,17 +305,14 @@ def _watched(each: _New) -> list[Any]:
     given: list[Tensor] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        value = value_at(args, kwargs, each.site.slot if each.site.layer.twin is not None else 0)
+        value = value_at(args, kwargs, each.site.point.slot if _move(each.site).takes_call else 0)
         given.append(value.detach().clone())
         each.calls += 1
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value, result = given.pop(), first_tensor(output)
         each.output = result
-        if each.site.layer.leading:
-            value = value.relu()  # and the model's own ReLU gives the same for either
-        wanted = torch.zeros_like(value) if is_null(each.site) else value
-        each.same = each.same and result is not None and equal(result.detach(), wanted)
+        each.same = each.same and result is not None and equal(result.detach(), _move(each.site).gives(value))
 
     layer = each.layer
     return [

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from sensli.errors import UnsupportedModel
+from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
-from sensli.moves.cutting import inserted
 from sensli.surgery.history.history import Growth
 from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat
@@ -30,7 +30,7 @@ def follow(averaged: Averaged, growth: Growth) -> None:
 def unfollow(averaged: Averaged, growth: Growth) -> None:
     """Take the layer of the last growth out of each average that has it."""
     for network in _networks(averaged):
-        if any(number == growth.number and path == growth.name for number, path, _ in inserted(network)):
+        if any(number == growth.number and path == growth.name for number, path, _ in grown(network)):
             undo(network, growth)
 
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from sensli.engines.distributed import Changing
-from sensli.engines.fsdp import readable_part
 from sensli.errors import HistoryError
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
-from sensli.modules.chain import GROWTH
+from sensli.modules.marks import grown, mark, unmark
 from sensli.modules.wrappers import bare
-from sensli.moves.building import build_layer
-from sensli.moves.cutting import apply_cut, inserted, join, plan_cut, renames_of, take_out
-from sensli.moves.sites import Ref, Site
+from sensli.moves.move import Edit
+from sensli.moves.sites import Site
 from sensli.surgery.history.history import Growth
 from sensli.surgery.same_output import Outputs
-from sensli.surgery.state.optim import Newcomer, Optimizers, as_optimizers, check_needed, leave, plan_joining
-from sensli.surgery.state.own_rate import plan_own_rate
-from sensli.surgery.state.rates import Schedulers, as_schedulers, check_factor, plan_rate_scaling
+from sensli.surgery.state.optim import Joining, Optimizers, as_optimizers, check_needed, leave, plan_joining
+from sensli.surgery.state.own_rate import OwnRate, plan_own_rate
+from sensli.surgery.state.rates import RateScaling, Schedulers, as_schedulers, check_factor, plan_rate_scaling
 
 
 def insert(
@@ -71,77 +68,87 @@ def insert(
         check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
         if check is not None:
             checks.batch("check", check)
-        return _insert(network, site, together, optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
+        options = _Options(optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
+        return _grow(network, site, together, options)
 
 
-def _insert(
-    model: nn.Module,
-    site: Site,
-    together: Changing,
-    optimizer: Optimizers,
-    scheduler: Schedulers,
-    lr_scale: float,
-    check: Any,
-    group: int | dict[str, Any] | None,
-    freeze_rest: bool,
-    own_rate: float | None,
-) -> Growth:
-    path, anchor = site.find(model)
-    cut = plan_cut(model, site, path)
+@dataclass(frozen=True)
+class _Options:
+    """What follows the change of a model, and how."""
+
+    optimizer: Optimizers
+    scheduler: Schedulers
+    lr_scale: float
+    check: Any
+    group: int | dict[str, Any] | None
+    freeze_rest: bool
+    own_rate: float | None
+
+
+def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -> Growth:
+    """Plan and check everything, then make the change, then let everybody follow."""
+    edit = site.move.plan(model, site)
     # Before a copy of a sharded block is made, for which all ranks are needed.
-    together.agree_on({"the place": cut.path}, last=False)
-    around = [found for found in (ref.find(model) for ref in site.neighbours) if found is not None]
-    neighbours = [module for _, module in around]
-    beside = {
-        join(place, name): tuple(p.shape)
-        for place, module in around
-        for name, p in module.named_parameters(recurse=False)
-    }
-    whole, source = readable_part(model, anchor) if site.layer.twin is not None else (model, anchor)
-    layer = build_layer(model, site, anchor, neighbours, source=source, outside=whole)
-    together.prepare(layer, path)
-    renames = renames_of(model, cut)
-    # The nearest relative of a twin's parameter is the one it is a copy of.
-    originals = dict(anchor.named_parameters()) if cut.twin else {}
-    newcomers = [
-        _newcomer(site, join(cut.path, name), parameter, originals.get(name), neighbours)
-        for name, parameter in layer.named_parameters()
-    ]
-    joining = plan_joining(optimizer, newcomers, group=group, renames=renames)
-    rates = plan_rate_scaling(optimizer, scheduler, lr_scale)
-    own = plan_own_rate(optimizer, scheduler, joining, own_rate) if own_rate is not None else None
-    number = 1 + max((n for n, _, _ in inserted(model)), default=0)
-    before = Outputs.of(model, check) if check is not None else None
+    together.agree_on({"the place": edit.name}, last=False)
+    edit.build()
+    if edit.added is not None:
+        together.prepare(edit.added, edit.site.path)
+    follow = _Follow.plan(edit, options)
+    number = 1 + max((number for number, _, _ in grown(model)), default=0)
+    before = Outputs.of(model, options.check) if options.check is not None else None
 
-    setattr(layer, GROWTH, number)
-    apply_cut(model, cut, layer)
+    edit.apply()
+    mark(edit.module, number, new=edit.added is not None)
     try:
         if before is not None:
-            before.check(model, layer, site)
-        together.agree_on({"the growth": f"number {number}: {site}, as {cut.path}"})
+            before.check(model, edit.added, site)
+        together.agree_on({"the growth": f"number {number}: {site}, as {edit.name}"})
     except BaseException:
-        take_out(model, cut.path, cut.place)
+        unmark(edit.module, number)
+        edit.revert()
         raise
-    if own is None:
-        joining.apply()
-    rates.apply(optimizer, scheduler)
-    groups = own.apply() if own is not None else None  # after the factor, so that both hold for the new layer
+    groups = follow.apply()
     return Growth(
-        site=replace(site, anchor=Ref.to(path, anchor), neighbours=tuple(Ref.to(*found) for found in around)),
+        site=edit.site,
         number=number,
-        name=cut.path,
-        parameters=tuple(newcomer.name for newcomer in newcomers),
-        renames=renames,
-        beside=beside,
-        rates=rates if rates.changes else None,
+        name=edit.name,
+        parameters=tuple(new.name for new in edit.new),
+        renames=edit.renames,
+        beside=edit.beside,
+        rates=follow.rates if follow.rates.changes else None,
         own_rate=groups,
-        frozen=_freeze(model, layer) if freeze_rest else (),
+        frozen=_freeze(model, edit) if options.freeze_rest else (),
     )
 
 
-def _freeze(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
-    """Let only the new layer train; the names of those that did before."""
-    own = {id(parameter) for parameter in layer.parameters()}
+@dataclass(frozen=True)
+class _Follow:
+    """The optimizers and schedulers follow an edit: planned before it is made, applied after it."""
+
+    options: _Options
+    joining: Joining
+    rates: RateScaling
+    own: Any
+
+    @classmethod
+    def plan(cls, edit: Edit, options: _Options) -> _Follow:
+        optimizer, scheduler = options.optimizer, options.scheduler
+        joining = plan_joining(optimizer, edit.new, group=options.group, renames=edit.renames)
+        rates = plan_rate_scaling(optimizer, scheduler, options.lr_scale)
+        own = None if options.own_rate is None else plan_own_rate(optimizer, scheduler, joining, options.own_rate)
+        return cls(options, joining, rates, own)
+
+    def apply(self) -> OwnRate | None:
+        if self.own is None:
+            self.joining.apply()
+        self.rates.apply(self.options.optimizer, self.options.scheduler)
+        # After the factor, so that both hold for the new layer.
+        return self.own.apply() if self.own is not None else None
+
+
+def _freeze(model: nn.Module, edit: Edit) -> tuple[str, ...]:
+    """Let only what is new train; the names of those that did before."""
+    own = {id(new.parameter) for new in edit.new}
     frozen: list[str] = []
     for name, parameter in model.named_parameters():
         if id(parameter) not in own and parameter.requires_grad:
@@ -173,13 +180,12 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
 
 def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optimizers, scheduler: Schedulers) -> None:
-    grown = list(inserted(model))
-    last = max(grown, key=lambda entry: entry[0], default=None)
+    last = max(grown(model), key=lambda entry: entry[0], default=None)
     if last is None:
         raise HistoryError(
             f"nothing to undo: this {type(model).__name__} has no inserted layer. Give the model that was grown."
         )
-    number, path, layer = last
+    number, path, module = last
     if number != growth.number or path != growth.name:
         raise HistoryError(
             f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(model).__name__} is number "
@@ -187,14 +193,16 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
     as_schedulers(scheduler)
-    gone = list(layer.parameters())
+    edit = growth.site.move.made(model, growth.site, module, path)
+    gone = edit.gone
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.check(optimizer, scheduler, gone)
     trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
     together.agree_on({"the last growth": f"number {number}, {path}"})
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
-    take_out(model, path, growth.site.place)
+    unmark(module, number)
+    edit.revert()
     for parameter in trained:
         parameter.requires_grad_(True)
     leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
@@ -202,47 +210,9 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
         growth.own_rate.remove(optimizer, scheduler)
 
 
-# --- who stands nearby ---
-
-
 def check_joining(
     model: nn.Module, site: Site, optimizer: Optimizers, group: int | dict[str, Any] | None = None
 ) -> None:
-    """Raise `OptimizerError` if the parameters of a layer at the site would find no group to join. Builds no layer."""
-    if optimizer is None:
-        return
-    _, anchor = site.find(model)
-    neighbours = [found[1] for found in (ref.find(model) for ref in site.neighbours) if found is not None]
-    if site.layer.twin is None:
-        originals: dict[str, nn.Parameter] = {}
-        shapes = {"weight": site.layer.weight_shape, "bias": (site.layer.width,)}
-    else:
-        gone = tuple(f"{path}." for path in site.layer.twin.replaced)
-        originals = {name: p for name, p in anchor.named_parameters() if not name.startswith(gone)}
-        shapes = {name: tuple(p.shape) for name, p in originals.items()}
-    plan_joining(
-        optimizer,
-        [
-            _newcomer(site, name, nn.Parameter(torch.empty(shape, device="meta")), originals.get(name), neighbours)
-            for name, shape in shapes.items()
-        ],
-        group=group,
-    )
-
-
-def _newcomer(
-    site: Site, name: str, parameter: nn.Parameter, original: nn.Parameter | None, neighbours: list[nn.Module]
-) -> Newcomer:
-    relatives = (*(() if original is None else (original,)), *_near(parameter, neighbours))
-    return Newcomer(name, parameter, relatives, beside=_near_paths(site))
-
-
-def _near(parameter: nn.Parameter, neighbours: list[nn.Module]) -> tuple[nn.Parameter, ...]:
-    """Existing parameters in order of preference: weights for a weight, biases for a bias, then the others."""
-    nearby = [p for module in neighbours for p in module.parameters(recurse=False)]
-    alike = [p for p in nearby if (p.ndim >= 2) == (parameter.ndim >= 2)]
-    return tuple(alike + [p for p in nearby if all(p is not other for other in alike)])
-
-
-def _near_paths(site: Site) -> str:
-    return ", ".join(f"'{ref.path}'" for ref in site.neighbours[:2])
+    """Raise `OptimizerError` if the new parameters of a site would find no group to join. Builds nothing."""
+    if optimizer is not None:
+        plan_joining(optimizer, site.move.joining(model, site), group=group)

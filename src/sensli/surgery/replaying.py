@@ -10,9 +10,8 @@ from torch import nn
 from sensli.engines.distributed import Changing
 from sensli.errors import HistoryError, SensliError
 from sensli.modules.copies import copied_model
+from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
-from sensli.moves.cutting import inserted
-from sensli.moves.sites import Ref
 from sensli.surgery.history.history import Growth, History, as_growths
 from sensli.surgery.insertion import insert, undo
 from sensli.surgery.state.optim import Optimizers
@@ -40,7 +39,7 @@ def replay(model: nn.Module, history: History) -> nn.Module:
 
 
 def _replay(model: nn.Module, history: Sequence[Growth]) -> None:
-    if any(True for _ in inserted(model)):
+    if any(True for _ in grown(model)):
         raise HistoryError(f"this {type(model).__name__} has grown already; replay needs a fresh model.")
     trial = copied_model(model)  # a history that does not fit must leave the model as it was
     for target in (trial, model):
@@ -51,11 +50,7 @@ def _replay(model: nn.Module, history: Sequence[Growth]) -> None:
 def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> Growth:
     """Insert the same layer at the same place of another model, found by its path. An optimizer follows: its rates stay, and groups of
     the growth's own come with it."""
-    site = replace(
-        growth.site,
-        anchor=Ref(growth.site.path),
-        neighbours=tuple(Ref(ref.path) for ref in growth.site.neighbours),
-    )
+    site = replace(growth.site, point=growth.site.point.by_path())
     try:
         own = growth.own_rate.factor if growth.own_rate is not None and optimizer is not None else None
         again = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=own)

@@ -50,16 +50,17 @@ class Outputs:
                 "check=((x, mask), None)."
             ) from error
 
-    def check(self, model: nn.Module, layer: nn.Module, site: Site) -> None:
+    def check(self, model: nn.Module, layer: nn.Module | None, site: Site) -> None:
         """Raise `FunctionChanged` if the model, with the new layer in it, gives something else."""
+        allowed = site.move.tolerance
         try:
             now = _run(model, self.given, layer)
-            distance = _moved(self.plain, now)
+            distance = _moved(self.plain, now, allowed)
             # A model that draws in a loop over its blocks (LayerDrop) draws once more now, and every mask behind is another one. Only where
             # the numbers drawn were the same is a difference the layer's doing.
             other_masks = not random_state.same(self.plain.drawn, now.drawn)
             if distance and other_masks and self.without_dropout is not None:
-                distance = _moved(self.without_dropout, _run(model, self.given, layer, dropout=False))
+                distance = _moved(self.without_dropout, _run(model, self.given, layer, dropout=False), allowed)
         except Exception as error:
             raise FunctionChanged(
                 f"after inserting {site} the model fails on check ({type(error).__name__}: {error}), so everything was put back. "
@@ -112,10 +113,11 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _moved(before: Run, after: Run) -> float:
-    """By how much the outputs differ, relative to their size; 0 within rounding, in double precision to the bit."""
+def _moved(before: Run, after: Run, allowed: float | None) -> float:
+    """By how much the outputs differ, relative to their size; 0 within what is allowed: rounding, in double precision not even that."""
     if [t.shape for t in before.tensors] != [t.shape for t in after.tensors]:
         return float("inf")
-    exact = (torch.float64, torch.complex128)
+    exact = (torch.float64, torch.complex128) if allowed is None else ()
     pairs = zip(before.tensors, after.tensors, strict=True)
-    return max((moved(old, new, exact=old.dtype in exact) for old, new in pairs), default=0.0)
+    distance = max((moved(old, new, exact=old.dtype in exact) for old, new in pairs), default=0.0)
+    return distance if distance > (allowed or 0.0) else 0.0

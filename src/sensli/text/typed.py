@@ -35,6 +35,8 @@ def _check(value: Any, annotation: Any, place: str) -> None:
     elif isinstance(annotation, type) and is_dataclass(annotation):
         _expect(isinstance(value, annotation), value, place, f"a {annotation.__name__}")
         check_types(value, place)
+    elif getattr(annotation, "_is_protocol", False) and is_dataclass(value):
+        check_types(value, place)  # whatever class follows the protocol is its own schema
     elif origin is tuple and parts[-1] is not ...:
         _expect(isinstance(value, tuple) and len(value) == len(parts), value, place, f"{len(parts)} values")
         for index, (part, its) in enumerate(zip(value, parts, strict=True)):

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.chain import Chain
-from sensli.trace.flow import Call, Flow
+from sensli.trace.activations import functional
+from sensli.trace.flow import Call, Flow, Seen
 from sensli.trace.graph import operation, reaches
 
 # A path along these operations alone, from a block's output to its input, is a skip connection.
@@ -36,6 +37,17 @@ class Stack:
     residual: bool  # the blocks have skip connections
     row: int  # how many blocks of the same class stand in a row there, equal or not
     added: bool = False  # not the blocks but the loop around them adds what came in: x = x + block(x)
+
+    def boundaries(self) -> Iterator[tuple[Call, str, Seen]]:
+        """The points before the first block and after each, in the order of the data flow."""
+        first = self.blocks[0]
+        assert first.given is not None
+        # In a plain chain of equal blocks the first one's input is a place only if it is an activation's output.
+        if self.residual or functional(first.given.node) is not None:
+            yield first, "before", first.given
+        for block in self.blocks:
+            assert block.result is not None
+            yield block, "after", block.result
 
 
 def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:

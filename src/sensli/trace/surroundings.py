@@ -10,7 +10,7 @@ from torch import nn
 
 from sensli.trace.activations import CONVOLUTIONS, Activation, functional
 from sensli.trace.flow import Call, Flow, Seen
-from sensli.trace.graph import nearest_parameters, origin
+from sensli.trace.graph import nearest_parameters, operation, origin
 from sensli.trace.stacks import Paths, Stack, ancestors, parent_of
 
 LAYERS = (nn.Linear, *CONVOLUTIONS)
@@ -92,3 +92,9 @@ class Surroundings:
 
 def _memory(seen: Seen) -> int:
     return seen.tensor.untyped_storage().data_ptr()
+
+
+def never_negative(seen: Seen) -> bool:
+    """Whether it is proven that values are never below zero: they come from a ReLU. Only they tell what a padding was filled with."""
+    source = origin(seen.node) if seen.node is not None else None
+    return source is not None and operation(source) == "Relu" and not seen.negative

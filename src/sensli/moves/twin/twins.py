@@ -6,13 +6,22 @@ Which parameters must be zero is found by trying (`zeroing`); here is the plan t
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from sensli.engines.fsdp import readable_part
 from sensli.errors import UnsupportedSite, one_of
+from sensli.modules.arguments import Slot, value_at
 from sensli.modules.copies import copied_block
+from sensli.moves.inserting import Inserts, example_parameter
+from sensli.moves.move import Cost, Gauge
+from sensli.moves.point import Point
+from sensli.moves.twin.gauges import AddedTwin, VirtualTwin
+
+if TYPE_CHECKING:
+    from sensli.moves.sites import Site
 
 INITS = ("copy", "fresh")
 
@@ -22,8 +31,13 @@ class Bypass(nn.Identity):
 
 
 @dataclass(frozen=True)
-class Twin:
-    """What turns a copy of a block into an identity. Names are within the block; plain data, so it goes to JSON."""
+class Twin(Inserts):
+    """A copy of a block, and what makes it an identity. Names are within the block; plain data, so it goes to JSON."""
+
+    tag: ClassVar[str] = "twin"
+    form: ClassVar[str] = "twin"
+    kind: ClassVar[str] = "block"
+    takes_call: ClassVar[bool] = True
 
     block: str  # class of the block, for people
     zeroed: tuple[str, ...]  # parameters
@@ -37,6 +51,52 @@ class Twin:
         False  # the block is called with an object that it changes, such as a cache; a trial call goes without
     )
     null: bool = False  # it gives zero instead of its input: the loop around the blocks adds what they give
+
+    def __str__(self) -> str:
+        return f"Twin({self.block})"
+
+    def cost(self, point: Point) -> Cost:
+        return Cost(self.parameters, self.flops, 1)
+
+    @property
+    def caught_at_site(self) -> bool:
+        return not self.null
+
+    def gives(self, value: Tensor) -> Tensor:
+        return torch.zeros_like(value) if self.null else value
+
+    @property
+    def family(self) -> object:
+        return "Twin", self.null
+
+    def fixed(self, point: Point) -> bool:
+        """Around its neighbour a twin would have the neighbour's number, or its entry in a cache."""
+        return self.null or (point.place is not None and bool(point.place.indices or self.remembers))
+
+    def gauge(self, site: Site, model: nn.Module) -> Gauge:
+        anchor = site.find(model)[1]
+        module = self.build(anchor, model, share=True)
+        if self.null:
+            return AddedTwin(site.point, anchor, module, self.measured)
+        return VirtualTwin(site.point, anchor, module, self.measured)
+
+    def module_at(self, model: nn.Module, site: Site, anchor: nn.Module) -> nn.Module:
+        example_parameter(model, [*(module for _, module in site.point.around(model)), anchor])
+        whole, source = readable_part(model, anchor)
+        return self.build(source, whole)
+
+    def stand_in(self, model: nn.Module, site: Site, anchor: nn.Module, *, real: bool) -> nn.Module:
+        return self.build(anchor, model, share=True) if real else _StandIn(self, site.point.slot)
+
+    def relatives(self, anchor: nn.Module) -> dict[str, nn.Parameter]:
+        return dict(anchor.named_parameters())  # the one that it is a copy of
+
+    def outline(self, anchor: nn.Module) -> dict[str, tuple[int, ...]]:
+        gone = tuple(f"{path}." for path in self.replaced)
+        return {name: tuple(p.shape) for name, p in anchor.named_parameters() if not name.startswith(gone)}
+
+    def check(self, point: Point) -> None:
+        """Any shape will do: the block says what it takes."""
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -80,6 +140,18 @@ class Twin:
     def from_dict(cls, data: dict[str, Any]) -> Twin:
         """The inverse of `to_dict`."""
         return cls(**{**data, "zeroed": tuple(data["zeroed"]), "replaced": tuple(data["replaced"])})
+
+
+class _StandIn(nn.Module):
+    """What a twin does as long as it is an identity, at hardly any cost; it takes what the block takes."""
+
+    def __init__(self, twin: Twin, slot: Slot) -> None:
+        super().__init__()
+        self._twin, self._slot = twin, slot
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        value: Tensor = value_at(args, kwargs, self._slot)
+        return value * 0 if self._twin.null else value.clone()
 
 
 def _freshen(twin: nn.Module) -> None:

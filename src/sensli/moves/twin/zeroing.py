@@ -22,7 +22,8 @@ from sensli.modules.flops import count_flops
 from sensli.modules.running import forked_random_state
 from sensli.moves.twin.twins import Twin
 from sensli.trace.flow import Call, Flow, Seen
-from sensli.trace.graph import nearest_parameters, operation, origin
+from sensli.trace.graph import nearest_parameters
+from sensli.trace.surroundings import never_negative
 
 _LOCKS = 3  # how many first choices are taken back before giving up
 
@@ -81,12 +82,6 @@ def _replaceable(flow: Flow, call: Call) -> list[str]:
     ]
     depth = {path: sum(other.startswith(f"{path}.") for other in paths) for path in paths}
     return [path[len(call.path) + 1 :] for path in sorted(paths, key=lambda path: depth[path])]
-
-
-def never_negative(seen: Seen) -> bool:
-    """Whether it is proven that values are never below zero: they come from a ReLU. Only they tell what a padding was filled with."""
-    source = origin(seen.node) if seen.node is not None else None
-    return source is not None and operation(source) == "Relu" and not seen.negative
 
 
 class _Trial:

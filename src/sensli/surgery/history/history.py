@@ -300,16 +300,9 @@ def _reading(what: str) -> Iterator[None]:
 
 def _check_growth(growth: Growth) -> None:
     """Values of the right type that no growth has."""
-    site, layer = growth.site, growth.site.layer
-    if growth.number < 1 or min(site.shape, default=0) < 0:
-        raise ValueError(f"number {growth.number} and shape {site.shape} cannot be negative")
-    if layer.twin is None and layer.width not in site.shape:
-        raise ValueError(f"a layer of width {layer.width} does not fit an activation of shape {site.shape}")
-    for facts in (site.place.facts, site.place.indices) if site.place else ():
-        for fact in facts:  # these names are read and set when the growth is replayed
-            names = (fact.name, *getattr(fact, "through", ()))
-            if any(name.startswith("__") or not name.isidentifier() for name in names):
-                raise ValueError(f"{names} are not names of attributes that follow the number of blocks")
+    if growth.number < 1:
+        raise ValueError(f"number {growth.number} cannot be less than 1")
+    growth.site.check()
     own = growth.own_rate
     if own is not None and (len(own.groups) != len(own.sources) or min(sum(own.groups, own.sources), default=0) < 0):
         raise ValueError(f"{own} does not say which groups were added")

@@ -8,8 +8,8 @@ from itertools import groupby
 
 from torch import nn
 
-from sensli.modules.chain import GROWTH
-from sensli.moves.layers import ParametricLayer, ResidualLayer
+from sensli.modules.marks import grown, new_in
+from sensli.moves.layer.forms import ParametricLayer, ResidualLayer
 
 LIMIT = 40  # boxes: what fits on a screen; a deeper model shows blocks instead of their layers
 
@@ -44,7 +44,7 @@ def outline(model: nn.Module, limit: int = LIMIT) -> tuple[Unit, ...]:
                 following.append((path, module))
         boxes = following
     units = [
-        Unit(path, _label(module), sum(p.numel() for p in module.parameters()), module.__dict__.get(GROWTH))
+        Unit(path, _label(module), sum(p.numel() for p in module.parameters()), new_in(module))
         for path, module in boxes
     ]
     return tuple(units if len(units) <= limit else _fold(units, limit))
@@ -70,14 +70,14 @@ def _fold(units: list[Unit], limit: int) -> list[Unit]:
 def _opens(module: nn.Module) -> bool:
     """Whether a box is better shown as its parts: a leaf, an inserted layer and a module with weights of its own are not."""
     return (
-        GROWTH not in module.__dict__
+        new_in(module) is None
         and any(True for _ in module.children())
         and not any(True for _ in module.parameters(recurse=False))
     )
 
 
 def _holds_growth(module: nn.Module) -> bool:
-    return any(GROWTH in inner.__dict__ for inner in module.modules())
+    return any(True for _ in grown(module))
 
 
 def _label(module: nn.Module) -> str:
@@ -88,7 +88,7 @@ def _label(module: nn.Module) -> str:
         kernel = module.kernel_size
         size = str(kernel[0]) if len(set(kernel)) == 1 else "x".join(map(str, kernel))
         return f"{name}({module.in_channels}, {module.out_channels}, {size})"
-    if GROWTH in module.__dict__ and isinstance(module, nn.Sequential):
+    if new_in(module) is not None and isinstance(module, nn.Sequential):
         return " + ".join(_label(part) for part in module.children())
     if isinstance(module, ResidualLayer | ParametricLayer):  # as their sites print: "Residual(Conv2d(8, 8, 3), Tanh)"
         parts = [_label(part) for part in module.children()][:2]

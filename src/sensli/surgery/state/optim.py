@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sensli.errors import OptimizerError
 from sensli.modules import checks
+from sensli.moves.move import New
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 Group: TypeAlias = dict[str, Any]
@@ -32,20 +33,10 @@ _MATRICES_ONLY = {"Muon"}  # looks at shapes in its constructor only, so a wrong
 
 
 @dataclass(frozen=True, eq=False)
-class Newcomer:
-    """A new parameter, and the existing parameters whose group it should share, the preferred one first."""
-
-    name: str  # in the grown model: "features.grown1.conv.weight"
-    parameter: nn.Parameter
-    neighbours: tuple[nn.Parameter, ...]
-    beside: str = ""  # the module the neighbours belong to, for the text of an error
-
-
-@dataclass(frozen=True, eq=False)
 class Joining:
     """Which newcomer joins which group; nothing has changed before `apply`."""
 
-    places: tuple[tuple[Newcomer, Optimizer, Group], ...]
+    places: tuple[tuple[New, Optimizer, Group], ...]
     groups: tuple[Group, ...]
     renames: Mapping[str, str]
 
@@ -62,7 +53,7 @@ class Joining:
 
 def plan_joining(
     optimizers: Optimizers,
-    newcomers: Iterable[Newcomer],
+    newcomers: Iterable[New],
     *,
     group: int | Group | None = None,
     renames: Mapping[str, str] | None = None,
@@ -197,7 +188,7 @@ def _counted(groups: int) -> str:
 
 
 def _place(
-    newcomer: Newcomer,
+    newcomer: New,
     pairs: Sequence[tuple[Optimizer, Group]],
     holders: Mapping[int, Sequence[tuple[Optimizer, Group]]],
     chosen: tuple[Optimizer, Group] | None,
@@ -208,7 +199,7 @@ def _place(
             f"{newcomer.name} is in the optimizer already and would be stepped twice. Remove it from its group first, "
             "or insert without optimizer=."
         )
-    near = [pair for neighbour in newcomer.neighbours for pair in holders.get(id(neighbour), ())]
+    near = [pair for neighbour in newcomer.relatives for pair in holders.get(id(neighbour), ())]
     able = [pair for pair in pairs if _fits(pair[0], parameter)]
     candidates = [*near, *([chosen] if chosen else []), *(able if near and len(able) == 1 else [])]
     for optimizer, group in candidates:

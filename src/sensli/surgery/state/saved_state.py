@@ -59,6 +59,9 @@ def check_scheduler_state(scheduler: Any, saved: Any) -> None:
         _check_alike(saved[key], ours[key], f"{key!r} of {name}")
     missing = sorted(key for key in ours if key not in saved and not key.startswith("_"))
     _expect(not missing, f"the state of {name} lacks {missing}")
+    if "total_steps" in ours and "last_epoch" in saved:
+        steps, total = saved["last_epoch"], saved["total_steps"]
+        _expect(type(total) is int and steps < total, f"{name} has taken {steps} of {brief(total)} steps")
 
 
 def _check_group(group: Mapping[str, Any], ours: Mapping[str, Any], place: str, *, strictly: bool) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.chain import Chain
-from sensli.moves.layers import Layer, ParametricLayer, ResidualLayer
+from sensli.moves.layer.forms import ParametricLayer, ResidualLayer
 from sensli.moves.lists import ListPlace
 from sensli.moves.twin.counting import plan_list
 from sensli.moves.twin.numbering import equal_blocks, own_numbers
 from sensli.moves.twin.twins import Twin
-from sensli.moves.twin.zeroing import NoTwin, find_null, find_twin, never_negative, twin_like
+from sensli.moves.twin.zeroing import NoTwin, find_null, find_twin, twin_like
 from sensli.trace.flow import Call, Flow, Seen
 from sensli.trace.stacks import likeness, signature
+from sensli.trace.surroundings import never_negative
 
 
 class TwinFinder:
@@ -31,7 +32,7 @@ class TwinFinder:
         self._places: dict[tuple[str, tuple[int, int]], ListPlace | None] = {}
         self._numbers: dict[str, dict[str, list[tuple[str, str]]]] = {}  # of a container: what tells its blocks apart
 
-    def find(self, flow: Flow, call: Call, seen: Seen, *, chained: bool) -> tuple[Layer, ListPlace | None]:
+    def find(self, flow: Flow, call: Call, seen: Seen, *, chained: bool) -> tuple[Twin, ListPlace | None]:
         """The layer and, where it goes into a list, what must follow. Raises `NoTwin` with the reason."""
         if isinstance(call.module, (ResidualLayer, ParametricLayer)):
             raise NoTwin("is an inserted layer, not an original block of the model")
@@ -40,9 +41,9 @@ class TwinFinder:
         place = None if chained else self._place(call, twin)
         if place is None:
             self._check_unnumbered(call, twin)
-        return Layer("twin", "block", twin=replace(twin, init=self._init)), place
+        return replace(twin, init=self._init), place
 
-    def find_null(self, flow: Flow, call: Call, *, chained: bool) -> tuple[Layer, ListPlace | None]:
+    def find_null(self, flow: Flow, call: Call, *, chained: bool) -> tuple[Twin, ListPlace | None]:
         """The same for a loop that adds what its blocks give, so that the new one must give zero."""
         kind = signature(call.module)
         if kind in self._refused:
@@ -58,7 +59,7 @@ class TwinFinder:
             self._refused[kind] = str(refusal)
             raise
         self._plans[kind] = twin
-        return Layer("twin", "block", twin=replace(twin, init=self._init)), place
+        return replace(twin, init=self._init), place
 
     def _twin(self, flow: Flow, call: Call, seen: Seen, kind: object) -> Twin:
         """The plan, found on the first of all blocks that are alike; a trial in the model tells whether it holds for the others."""

@@ -1,4 +1,4 @@
-"""A site at one point of the data flow: which layer fits there, or the reason why none does."""
+"""Which layer fits at a point of the data flow, or the reason why none does."""
 
 from __future__ import annotations
 
@@ -6,63 +6,43 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
-from sensli.errors import SensliError
-from sensli.moves.layers import Layer, grouped_like, same_size_kernel
-from sensli.moves.lists import ListPlace
-from sensli.moves.sites import Ref, Site
-from sensli.moves.twin.twinning import TwinFinder
-from sensli.moves.twin.zeroing import NoTwin, never_negative
+from sensli.moves.layer.forms import Layer, grouped_like, same_size_kernel
+from sensli.moves.search import Refused, Search
+from sensli.moves.sites import Site
 from sensli.trace.activations import CONVOLUTIONS, RELU, TANH, Activation, functional
 from sensli.trace.flow import Call, Seen
-from sensli.trace.graph import Channels, channels, is_score, is_weight, operation, origin
-from sensli.trace.stacks import parent_of
-from sensli.trace.surroundings import Surroundings
-
-
-class Refused(SensliError):
-    """A place that cannot grow; the text becomes its reason in `Sites.skipped`."""
+from sensli.trace.graph import Channels, channels, is_score, operation, origin
+from sensli.trace.surroundings import never_negative
 
 
 class Placing:
     """What was asked for, and what a new layer at a point of the flow will be."""
 
-    def __init__(
-        self, model: nn.Module, around: Surroundings, layer: str, kernel_size: int | None, twins: TwinFinder
-    ) -> None:
-        self.model, self.around, self.layer, self.kernel_size, self.twins = model, around, layer, kernel_size, twins
+    def __init__(self, search: Search) -> None:
+        self.search, self.around = search, search.around
+        self.layer, self.kernel_size = search.request.layer, search.request.kernel_size
 
     def sites(
         self,
         call: Call,
         side: str,
         seen: Seen,
-        activation: Activation | None,
-        block: bool,
-        twins: bool,
-        added: bool = False,
+        activation: Activation | None = None,
+        *,
+        block: bool = False,
+        form: str | None = None,
     ) -> Iterator[Site]:
         """What could be put at a point, the best first; the others are for the case that a trial refuses it. Raises `Refused`."""
-        self._check(call, side, seen, block)
-        chained = self.around.chained(call.path) or added
-        if added or twins:
-            layer, place = self._null(call) if added else self._twin(call, seen)
-            yield from _ways(
-                self._site(call, side, seen, layer, block=True, chained=chained, place=place), wrap=not added
-            )
-            if added or self.layer == "twin":
-                return
-            form = "residual"
-        else:
-            form = self._form(seen, activation or functional(seen.node))
-        layer = self._plan(form, call, seen, self.around.neighbours(call, seen), activation)
-        yield from _ways(self._site(call, side, seen, layer, block=block, chained=chained))
-        if self.layer == "auto" and (
-            form == "relu" or layer.norm
-        ):  # what trains otherwise than it rests has the plain form left
-            layer = replace(self._plan("residual", call, seen, self.around.neighbours(call, seen), activation), norm=0)
-            yield from _ways(self._site(call, side, seen, layer, block=block, chained=chained))
+        self.search.check(call, side, seen, block=block)
+        near = self.around.neighbours(call, seen)
+        form = form or self._form(seen, activation or functional(seen.node))
+        layer = self._plan(form, call, seen, near, activation)
+        point = self.search.point(call, side, seen, block=block)
+        yield from layer.ways(Site(point, layer))
+        if self.layer == "auto" and (form == "relu" or layer.norm):
+            # what trains otherwise than it rests has the plain form left
+            layer = replace(self._plan("residual", call, seen, near, activation), norm=0)
+            yield from layer.ways(Site(point, layer))
 
     def before_activation(self, call: Call, activation: Activation, inner: Any) -> Iterator[Site]:
         """A layer behind the module whose output goes into a functional activation, where behind the activation there is no module.
@@ -70,9 +50,8 @@ class Placing:
         ``inner`` is the activation's graph node. ``relu(W relu(x))`` is what the layer behind the ReLU would be.
         """
         assert call.output is not None
-        self._check(call, "after", call.output, False)
+        self.search.check(call, "after", call.output, block=False)
         near = self.around.neighbours(call, call.output)
-        chained = self.around.chained(call.path)
         normed = behind_batch_norm(inner)
         if activation == RELU and not normed and self.layer in ("auto", "relu"):
             layer = replace(self._plan("relu", call, call.output, near, activation), leading=True)
@@ -82,61 +61,7 @@ class Placing:
             form = "residual" if self.layer == "auto" else self.layer
             layer = self._plan(form, call, call.output, near, activation)
             layer = replace(layer, norm=len(layer.kernel) if normed and form == "residual" else 0)
-        yield from _ways(self._site(call, "after", call.output, layer, block=False, chained=chained))
-
-    def _check(self, call: Call, side: str, seen: Seen, block: bool) -> None:
-        if not self.around.flow.reaches(seen):
-            raise Refused(
-                "no gradient arrives there (the forward pass detaches it, or the output does not depend on it)"
-            )
-        if side == "before" and not block and not call.positional:
-            raise Refused("takes its input by keyword or nested, but a layer before it needs it as the first argument")
-        if self.around.in_encoder_layer(call.path):
-            raise Refused(
-                "is inside torch's TransformerEncoderLayer, which in eval mode reads the weights without calling the modules"
-            )
-        if "parametrizations" in call.path.split(".") or is_weight(seen.node):
-            raise Refused("computes a weight, not an activation: its values do not depend on the input")
-
-    def _site(
-        self,
-        call: Call,
-        side: str,
-        seen: Seen,
-        layer: Layer,
-        *,
-        block: bool,
-        chained: bool,
-        place: ListPlace | None = None,
-    ) -> Site:
-        neighbours = self.around.neighbours(call, seen)
-        since = call.ended if side == "after" else call.began
-        return Site(
-            anchor=Ref.to(call.path, self.model.get_submodule(call.path)),
-            side=side,
-            layer=layer,
-            shape=tuple(seen.tensor.shape[1:]),
-            neighbours=tuple(Ref.to(name, self.model.get_submodule(name)) for name in neighbours),
-            chained=chained,
-            overwritten=seen.overwritten or self.around.overwritten_in_training(seen, since),
-            slot=call.slot if block and call.slot is not None else 0,
-            first_part=side == "after" and call.output is None,
-            place=place,
-        )
-
-    def _null(self, call: Call) -> tuple[Layer, ListPlace | None]:
-        in_sequential = isinstance(self.model.get_submodule(parent_of(call.path)), nn.Sequential)
-        try:
-            return self.twins.find_null(self.around.flow, call, chained=in_sequential)
-        except NoTwin as refusal:
-            raise Refused(str(refusal)) from refusal
-
-    def _twin(self, call: Call, seen: Seen) -> tuple[Layer, ListPlace | None]:
-        """A twin of the block, and its place in the list."""
-        try:
-            return self.twins.find(self.around.flow, call, seen, chained=self.around.chained(call.path))
-        except NoTwin as refusal:
-            raise Refused(str(refusal)) from refusal
+        yield from layer.ways(Site(self.search.point(call, "after", call.output), layer))
 
     def _form(self, seen: Seen, activation: Activation | None) -> str:
         from_relu = never_negative(seen)
@@ -178,7 +103,7 @@ class Placing:
             )
         kernel, groups = same_size_kernel((3,) * (len(shape) - 2), shape[2:]), 1
         for name in neighbours:
-            module = self.model.get_submodule(name)
+            module = self.search.model.get_submodule(name)
             if isinstance(module, CONVOLUTIONS) and len(module.kernel_size) == len(shape) - 2:
                 kernel = same_size_kernel(module.kernel_size, shape[2:])
                 groups = grouped_like(shape[1], module.groups)
@@ -187,16 +112,6 @@ class Placing:
             kernel = (self.kernel_size,) * len(kernel)
         norm = len(kernel) if form == "residual" and behind_batch_norm(seen.node) else 0
         return Layer(form, "conv", shape[1], kernel, groups, _fitted(s, shape[1]), norm=norm)
-
-
-def _ways(site: Site, *, wrap: bool = True) -> Iterator[Site]:
-    """The same layer, where possible in the container itself, otherwise around its neighbour."""
-    yield site
-    twin = site.layer.twin
-    # Around its neighbour a twin would have the neighbour's number, or its entry in a cache.
-    numbered = site.place is not None and (site.place.indices or (twin is not None and twin.remembers))
-    if wrap and (site.chained or site.place is not None) and not numbered:
-        yield replace(site, chained=False, place=None)
 
 
 def behind_batch_norm(node: Any) -> bool:

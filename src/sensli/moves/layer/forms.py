@@ -6,10 +6,9 @@ relu        ``relu(W x + b)``, x >= 0          W = I, b = 0            W
 residual    ``x + W2 s(W1 x + b)``             W1 = 0.8 I, b, W2 = 0   W2
             ``x + W2 s(norm(W1 x + b))``       beside batch norms      W2
 parametric  ``(1 - a) z + a s(z)``, z = W x+b  W = I, b = 0, a = 0     W
-twin        a copy of the block beside it      some maps zero          those maps
 
 ``W`` is a matrix (``kind="linear"``) or a convolution (``kind="conv"``) that keeps the shape. What a layer at a place would be
-worth needs no layer there: `weight_gradient` is the vector-Jacobian product through the virtual layer alone (for twins see `vjp`).
+worth needs no layer there: `weight_gradient` is the vector-Jacobian product through the virtual layer alone.
 """
 
 from __future__ import annotations
@@ -18,17 +17,24 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from sensli.errors import one_of
 from sensli.moves.geometry import Geometry
-from sensli.moves.twin.twins import Twin
+from sensli.moves.inserting import Inserts, example_parameter
+from sensli.moves.layer.gauge import LayerGauge
+from sensli.moves.layer.stand_in import StandIn
+from sensli.moves.move import Cost
+from sensli.moves.point import Point
 from sensli.trace.activations import ACTIVATIONS, RELU, Activation
 
-FORMS = ("relu", "residual", "parametric", "twin")
+if TYPE_CHECKING:
+    from sensli.moves.sites import Site
+
+FORMS = ("relu", "residual", "parametric")
 
 BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -75,24 +81,23 @@ class ParametricLayer(nn.Module):
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What would be inserted: a plan that prints as one phrase, goes to JSON and builds the module when it is wanted."""
+class Layer(Inserts):
+    """A new layer: a plan that prints as one phrase, goes to JSON and builds the module when it is wanted."""
+
+    tag: ClassVar[str] = "layer"
 
     form: str
-    kind: str  # "linear" (features last), "conv" (channels at dimension 1) or "block" (a twin)
+    kind: str  # "linear" (features last) or "conv" (channels at dimension 1)
     width: int = 0  # features or channels
     kernel: tuple[int, ...] = ()
     groups: int = 1
     activation: Activation = RELU
-    twin: Twin | None = None
     leading: bool = (
-        False  # of the ReLU form: the ReLU comes first, because the model has one of its own behind the place
+        False  # of the ReLU form: the ReLU comes first, because the model applies one itself after the place
     )
     norm: int = 0  # of the residual form: a batch norm of so many dimensions between its maps; 0 for none
 
     def __str__(self) -> str:
-        if self.twin is not None:
-            return f"Twin({self.twin.block})"
         if self.kind == "conv":
             size = str(self.kernel[0]) if len(set(self.kernel)) == 1 else str(self.kernel)
             groups = f", groups={self.groups}" if self.groups > 1 else ""
@@ -114,52 +119,57 @@ class Layer:
     @property
     def measured(self) -> tuple[str, ...]:
         """Names, within the built module, of the parameters whose gradient is the merit."""
-        if self.twin is not None:
-            return self.twin.measured
-        return (
-            {"relu": f"{self.kind}.weight", "residual": "second.weight", "parametric": f"{self.kind}.weight"}[
-                self.form
-            ],
-        )
+        return ("second.weight",) if self.form == "residual" else (f"{self.kind}.weight",)
 
     @property
     def weights(self) -> int:
         """How many weight maps the layer has: two in the residual form."""
         return 2 if self.form == "residual" else 1
 
-    @property
-    def parameters(self) -> int:
-        """How many parameters the layer would add."""
-        if self.twin is not None:
-            return self.twin.parameters
+    def cost(self, point: Point) -> Cost:
+        """Forward FLOPs are counted by the rule: two per multiply-add, at every position (pixel, token) of a sample."""
         own = sum(p.numel() for p in self.activation.build().parameters())
         own += 2 * self.width if self.norm else 0
-        return self.weights * math.prod(self.weight_shape) + self.width + own + (1 if self.form == "parametric" else 0)
+        own += 1 if self.form == "parametric" else 0
+        maps = self.weights * math.prod(self.weight_shape)
+        positions = math.prod(point.shape[1:] if self.kind == "conv" else point.shape[:-1])
+        return Cost(maps + self.width + own, 2 * maps * positions, self.weights)
 
-    def flops(self, positions: int) -> int:
-        """Forward FLOPs per sample by the rule: two per multiply-add, at so many positions (pixels, tokens)."""
-        if self.twin is not None:
-            return self.twin.flops
-        return 2 * self.weights * math.prod(self.weight_shape) * positions
+    def gives(self, value: Tensor) -> Tensor:
+        return value.relu() if self.leading else value  # the model's own ReLU gives the same for either
+
+    def gauge(self, site: Site, model: nn.Module) -> LayerGauge:
+        anchor = site.find(model)[1]
+        return LayerGauge([(site.point, anchor)], shape=(1, *site.shape), layer=self, anchor=anchor)
+
+    def module_at(self, model: nn.Module, site: Site, anchor: nn.Module) -> nn.Module:
+        """The layer with the type, device, memory layout and mode of what stands around its place."""
+        neighbours = [module for _, module in site.point.around(model)]
+        like = example_parameter(model, [*neighbours, anchor])
+        layer = self.build(dtype=None if like is None else like.dtype, device=None if like is None else like.device)
+        layer.train(anchor.training)
+        weights = [p for module in neighbours for p in module.parameters(recurse=False) if p.ndim in (4, 5)]
+        for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if any(w.ndim == dims and w.is_contiguous(memory_format=layout) and not w.is_contiguous() for w in weights):
+                layer.to(memory_format=layout)  # type: ignore[call-overload]
+        return layer
+
+    def stand_in(self, model: nn.Module, site: Site, anchor: nn.Module, *, real: bool) -> nn.Module:
+        return StandIn(self, self.module_at(model, site, anchor))
+
+    def outline(self, anchor: nn.Module) -> dict[str, tuple[int, ...]]:
+        return {"weight": self.weight_shape, "bias": (self.width,)}
+
+    def check(self, point: Point) -> None:
+        if self.width not in point.shape:
+            raise ValueError(f"a layer of width {self.width} does not fit an activation of shape {point.shape}")
 
     def geometry(self, shape: Sequence[int]) -> Geometry:
         """How the measured weight acts on an activation of this shape: what the operator norms need."""
         return Geometry(size=tuple(shape[2:]), groups=self.groups) if self.kind == "conv" else Geometry()
 
-    def build(
-        self,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        source: nn.Module | None = None,
-        outside: nn.Module | None = None,
-    ) -> nn.Module:
-        """The module, an identity on its domain. Draws no random number. A twin is built from its ``source`` in the model ``outside``."""
-        if self.twin is not None:
-            if source is None:
-                raise ValueError(f"{self} is a copy of a block: give source=, the block next to it.")
-            return self.twin.build(source, outside)
-
+    def build(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Module:
+        """The module, an identity on its domain. Draws no random number."""
         device = torch.get_default_device() if device is None else device  # skip_init would leave it on "meta"
 
         def weight(scale: float, bias: bool = True) -> nn.Module:
@@ -233,10 +243,7 @@ class Layer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        data = asdict(self)
-        if self.twin is None:
-            del data["twin"]
-        return data
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layer:
@@ -244,8 +251,8 @@ class Layer:
         activation = data["activation"]
         if data["form"] not in FORMS:
             raise ValueError(one_of("layer form", data["form"], FORMS))
-        if data["form"] == "twin":
-            return cls("twin", "block", twin=Twin.from_dict(data["twin"]))
+        if data["kind"] not in ("linear", "conv"):
+            raise ValueError(one_of("kind", data["kind"], ("linear", "conv")))
         if activation["name"] not in ACTIVATIONS:
             raise ValueError(one_of("activation", activation["name"], ACTIVATIONS))
         unknown = {key for key, _ in activation["arguments"]} - set(ACTIVATIONS[activation["name"]])

@@ -1,0 +1,51 @@
+"""Which growths of a model a module bears: set by surgery, so that a grown model knows by itself what has grown, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+NEW = "sensli_growth"  # on a module that was not there before: the number of its growth
+CHANGED = "sensli_changes"  # on a module that was: the numbers of the growths that changed it
+
+
+def mark(module: nn.Module, number: int, *, new: bool) -> None:
+    """The growth of this number made the module, or changed it."""
+    if new:
+        setattr(module, NEW, number)
+    else:
+        setattr(module, CHANGED, (*module.__dict__.get(CHANGED, ()), number))
+
+
+def unmark(module: nn.Module, number: int) -> None:
+    """The inverse of `mark`."""
+    if module.__dict__.get(NEW) == number:
+        delattr(module, NEW)
+        return
+    others = tuple(each for each in module.__dict__.get(CHANGED, ()) if each != number)
+    if others:
+        setattr(module, CHANGED, others)
+    elif CHANGED in module.__dict__:
+        delattr(module, CHANGED)
+
+
+def new_in(module: nn.Module) -> int | None:
+    """The number of the growth that made this module, or None."""
+    number: int | None = module.__dict__.get(NEW)
+    return number
+
+
+def grown(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
+    """All growths of a model: the number, and the path and the module that bear it."""
+    for path, module in model.named_modules():
+        number = new_in(module)
+        if number is not None:
+            yield number, path, module
+        for changed in module.__dict__.get(CHANGED, ()):
+            yield changed, path, module
+
+
+def count_growths(model: nn.Module) -> int:
+    """How often the model has grown."""
+    return sum(1 for _ in grown(model))

@@ -1,0 +1,157 @@
+"""The protocol that every way to grow follows: a `Move` says what could be done at a point, an `Edit` does it, a `Gauge` measures it.
+
+Whoever follows a growth (the optimizer, schedulers, averages, distributed wrappers, checkpoints, the history) sees the `Edit` alone: what
+is new, what is resized, what is renamed. A new kind of growth is one folder with its move and its `Kind`, and one line in `kinds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from sensli.moves.geometry import Geometry
+from sensli.moves.point import Point
+
+if TYPE_CHECKING:
+    from sensli.moves.search import Search
+    from sensli.moves.sites import Site
+    from sensli.trace.flow import Call, Seen
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a growth adds to the model."""
+
+    parameters: int
+    flops: int  # of one forward pass, per sample
+    depth: int = 0  # layers with weights, one after the other
+
+
+@dataclass(frozen=True, eq=False)
+class New:
+    """A parameter that appears, and the existing parameters whose optimizer group it should share, the preferred one first."""
+
+    name: str  # in the grown model: "features.grown1.conv.weight"
+    parameter: nn.Parameter
+    relatives: tuple[nn.Parameter, ...]
+    beside: str = ""  # the module that the relatives belong to, for the text of an error
+
+
+class Move(Protocol):
+    """What could be done at a point, as frozen data."""
+
+    tag: ClassVar[str]  # of this kind of growth, in JSON and in the registry
+    tolerance: ClassVar[
+        float | None
+    ]  # None: the output stays to the bit; otherwise by how much it may move, relative to its size
+
+    @property
+    def kind(self) -> str:
+        """What a person filters by: "linear", "conv", "block", ..."""
+
+    def line(self, point: Point) -> str:
+        """The move at a point in one line, different for every site of a model."""
+
+    def cost(self, point: Point) -> Cost:
+        """What it adds to the model."""
+
+    def gauge(self, site: Site, model: nn.Module) -> Gauge:
+        """What measures its worth, for one measurement."""
+
+    def plan(self, model: nn.Module, site: Site) -> Edit:
+        """The change, checked and not yet made. Raises before anything changes; allocates nothing yet."""
+
+    def made(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> Edit:
+        """The change as it was made, to be reverted; ``module``, at ``path``, bears its number."""
+
+    def joining(self, model: nn.Module, site: Site) -> Sequence[New]:
+        """The new parameters with shapes alone, to see which optimizer groups they would join. Builds nothing."""
+
+    def check(self, point: Point) -> None:
+        """Refuse values that do not fit the point: a file may have been altered."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+
+
+class Edit:
+    """A checked, reversible change of one model. Only surgery calls `build`, `apply` and `revert`, in this order."""
+
+    site: Site  # with the paths of today
+    name: str  # the path, in the grown model, of the module that bears the number of the growth
+    module: nn.Module  # that module
+    added: nn.Module | None = None  # a module that was not there before
+    new: Sequence[New] = ()  # parameters that appear
+    renames: Mapping[str, str]  # old to new names of parameters and buffers
+    beside: Mapping[str, tuple[int, ...]]  # shapes of the parameters nearby, by name: a replay must find the same
+
+    def build(self) -> None:
+        """Allocate what is new; with sharded models all ranks come here."""
+
+    def apply(self) -> None:
+        """Make the change."""
+        raise NotImplementedError
+
+    def revert(self) -> None:
+        """Take the change back."""
+        raise NotImplementedError
+
+    @property
+    def gone(self) -> list[nn.Parameter]:
+        """The parameters that `revert` takes away."""
+        return [each.parameter for each in self.new]
+
+
+@dataclass
+class Gauge:
+    """Measures one site during ordinary passes: values and cotangents are caught at points, and sums come of them.
+
+    Sums are additive over batches and processes. The norm of the gradients that follow from the sums is the merit.
+    """
+
+    points: Sequence[tuple[Point, nn.Module]] = ()  # where an activation and its cotangent are caught
+    weights: Sequence[nn.Parameter] = ()  # parameters put into the model for the time of the measurement
+    shape: tuple[int, ...] = field(
+        default=()
+    )  # of the activation, with its batch; the geometry of a convolution needs it
+
+    def caught(
+        self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """What one pass adds to the sums: an activation, the cotangent that came back to it, the arguments of the module's call."""
+        raise NotImplementedError
+
+    def hooks(self, add: Callable[[dict[str, Tensor]], None]) -> list[Any]:
+        """Set further hooks, and return their handles; ``add`` takes what goes to the sums."""
+        return []
+
+    def inside(self, model: nn.Module) -> AbstractContextManager[None]:
+        """What is put into the model for the time of the measurement."""
+        return nullcontext()
+
+    def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> Iterable[tuple[Tensor, Geometry]]:
+        """The summed gradients of all measured weights, and how each weight acts."""
+        raise NotImplementedError
+
+    def dead(self, sums: Mapping[str, Tensor]) -> float | None:
+        """The share of units that were zero on all the data; None where it has no meaning."""
+        return None
+
+
+class Kind(Protocol):
+    """A way to grow: finds its moves in a model, and reads them from JSON."""
+
+    move: ClassVar[type[Any]]  # its Move, with the tag and from_dict
+
+    def propose(self, search: Search) -> None:
+        """Visit the points of the model that this kind cares for, and offer a site or a reason at each."""
+
+    def at(self, search: Search, call: Call, side: str, seen: Seen) -> Iterator[Site]:
+        """What this kind could do at the boundary of a block, where another kind was refused by the trial."""
+
+    def otherwise(self, search: Search) -> None:
+        """Asked once more if nothing was found anywhere."""

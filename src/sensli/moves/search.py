@@ -1,0 +1,245 @@
+"""One search for sites: the run of the example, what was asked for, what was found so far, and the trial of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sensli.errors import SensliError
+from sensli.moves.inserting import Inserts
+from sensli.moves.lists import ListPlace
+from sensli.moves.move import Kind
+from sensli.moves.point import Point, Ref
+from sensli.moves.sites import Site, Skipped
+from sensli.moves.trial import Trial, Verdict
+from sensli.trace.flow import Call, Flow, Seen
+from sensli.trace.graph import is_weight, origin
+from sensli.trace.stacks import find_stacks, parent_of
+from sensli.trace.surroundings import LAYERS, Surroundings
+
+_ATTEMPTS = 24  # trials of one search: more would cost more than they find
+
+
+class Refused(SensliError):
+    """A place that cannot grow; the text becomes its reason in `Sites.skipped`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `find_sites` was asked for."""
+
+    layer: str = "auto"
+    kernel_size: int | None = None
+    init: str = "copy"
+
+
+@dataclass
+class _Candidate:
+    """A point of the data flow: what may be put there if the trial refuses what is there now."""
+
+    call: Call
+    moment: int  # in the run, to sort by the data flow
+    site: Site
+    others: Iterator[Site]
+
+
+class Search:
+    """Asks the kinds of growth in their order, and keeps what holds in a trial."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        flow: Flow,
+        request: Request,
+        kinds: list[Kind],
+        *,
+        added: bool = True,
+        learned: dict[object, Any] | None = None,
+    ) -> None:
+        """``added``: whether a list whose loop adds what its blocks give is a stack of blocks; otherwise it is looked into.
+
+        ``learned``: what the kinds know of this run from an earlier search.
+        """
+        self.model, self.example, self.flow, self.request, self._kinds = model, example, flow, request, kinds
+        self.learned = {} if learned is None else learned
+        self.found: list[_Candidate] = []
+        self.taken: set[Any] = set()  # graph nodes of points that have a site
+        self.skipped: dict[str, str] = {}
+        # Forms that stand anywhere an activation does look into blocks too; the others respect them as units.
+        blocks = request.layer in ("auto", "residual", "twin")
+        self.stacks = find_stacks(flow, added=added and request.layer != "residual") if blocks else []
+        self.around = Surroundings(flow, self.stacks)
+
+    def find(self, trial: Trial) -> tuple[list[Site], list[Skipped]]:
+        self._say_refused()
+        for kind in self._kinds:
+            kind.propose(self)
+        self._confirm(trial)
+        if not self.found:
+            for kind in self._kinds:
+                kind.otherwise(self)
+            self._confirm(trial)
+        if not self.found and not self.skipped:
+            what = "no stack of blocks" if self.request.layer == "twin" else "no activation and no layer with weights"
+            self.skipped[""] = f"{what} was reached by the example, so there is nowhere to grow"
+        self.found.sort(key=lambda candidate: candidate.moment)
+        return [each.site for each in self.found], [Skipped(path, reason) for path, reason in self.skipped.items()]
+
+    # --- for the kinds ---
+
+    def offer(self, call: Call, side: str, seen: Seen, sites: Iterator[Site], *, quiet: bool = False) -> None:
+        """A candidate at a point, the first of ``sites``; or the reason why there is none, unless it is to be kept ``quiet``."""
+        try:
+            site = next(sites)
+        except Refused as refusal:
+            if quiet:
+                return  # another kind may do
+            self.skipped[call.path] = str(refusal)
+            self.taken.add(seen.node)  # one reason per point is enough
+            return
+        self.taken.add(seen.node)
+        if side == "before":
+            self.taken.add(origin(seen.node) if call.path not in self.around.blocks else seen.node)
+        moment = call.ended if side == "after" else call.began
+        self.found.append(_Candidate(call, moment, site, sites))
+
+    def instead(self, kind: Kind, call: Call, side: str, seen: Seen) -> Iterator[Site]:
+        """What the kinds after this one could do at the boundary of a block."""
+        for other in self._kinds[self._kinds.index(kind) + 1 :]:
+            yield from other.at(self, call, side, seen)
+
+    def check(self, call: Call, side: str, seen: Seen, *, block: bool) -> None:
+        """Raise `Refused` where no module can go, whatever it is."""
+        if not self.flow.reaches(seen):
+            raise Refused(
+                "no gradient arrives there (the forward pass detaches it, or the output does not depend on it)"
+            )
+        if side == "before" and not block and not call.positional:
+            raise Refused("takes its input by keyword or nested, but a layer before it needs it as the first argument")
+        if self.around.in_encoder_layer(call.path):
+            raise Refused(
+                "is inside torch's TransformerEncoderLayer, which in eval mode reads the weights without calling the modules"
+            )
+        if "parametrizations" in call.path.split(".") or is_weight(seen.node):
+            raise Refused("computes a weight, not an activation: its values do not depend on the input")
+
+    def point(
+        self,
+        call: Call,
+        side: str,
+        seen: Seen,
+        *,
+        block: bool = False,
+        chained: bool | None = None,
+        place: ListPlace | None = None,
+    ) -> Point:
+        since = call.ended if side == "after" else call.began
+        return Point(
+            anchor=Ref.to(call.path, self.model.get_submodule(call.path)),
+            side=side,
+            shape=tuple(seen.tensor.shape[1:]),
+            neighbours=tuple(
+                Ref.to(name, self.model.get_submodule(name)) for name in self.around.neighbours(call, seen)
+            ),
+            chained=self.around.chained(call.path) if chained is None else chained,
+            overwritten=seen.overwritten or self.around.overwritten_in_training(seen, since),
+            slot=call.slot if block and call.slot is not None else 0,
+            first_part=side == "after" and call.output is None,
+            place=place,
+        )
+
+    # --- what holds ---
+
+    def _confirm(self, trial: Trial) -> None:
+        """Keep what holds in the model; what does not is replaced by the next best, or skipped with the reason."""
+        self.found.sort(key=lambda candidate: candidate.moment)
+        # A kind that changes the model in another way has tried its moves itself.
+        confirmed = [each for each in self.found if not isinstance(each.site.move, Inserts)]
+        waiting, attempts = [[each for each in self.found if isinstance(each.site.move, Inserts)]], 0
+        while waiting:
+            group = waiting.pop()
+            if not group:
+                continue
+            attempts += 1
+            verdict = _attempt(trial, group)
+            if verdict.good:
+                confirmed += group
+            elif attempts >= _ATTEMPTS:
+                for each in group:
+                    reason = verdict.together or verdict.wrong.get(
+                        group.index(each), "a neighbouring place failed the trial"
+                    )
+                    self.skipped[each.call.path] = f"{reason}, when tried together with other places"
+            elif verdict.wrong:
+                waiting.append(
+                    [e for i, e in enumerate(group) if i not in verdict.wrong or self._next(e, verdict.wrong[i])]
+                )
+            else:
+                waiting += self._apart(group, verdict.together or "")
+        self.found = confirmed
+
+    def _apart(self, group: list[_Candidate], reason: str) -> list[list[_Candidate]]:
+        """A group that does not hold together: by containers, then in another way, then in halves, to find those that do not hold."""
+        families: dict[object, list[_Candidate]] = {}
+        for each in group:
+            families.setdefault(_family(each.site), []).append(each)
+        if len(families) > 1:
+            return list(families.values())
+        point = group[0].site.point
+        in_container = point.chained or point.place is not None
+        if len(group) == 1 or (in_container and not _move(group[0].site).fixed(point)):
+            return [[each for each in group if self._next(each, reason)]]
+        half = len(group) // 2
+        return [group[:half], group[half:]]
+
+    def _next(self, candidate: _Candidate, reason: str) -> bool:
+        """Take the next best for a point; where there is none, say why."""
+        try:
+            candidate.site = next(candidate.others)
+            return True
+        except (StopIteration, Refused):
+            self.skipped[candidate.call.path] = reason
+            return False
+
+    def _say_refused(self) -> None:
+        """Modules that could not be grown beside or into, said at once."""
+        for path in self.flow.opaque:
+            self.skipped[path] = "is a scripted module, which can be neither read nor changed"
+        for path, module in self.flow.model.named_modules():
+            calls = len(self.flow.calls_of(path))
+            if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+                self.skipped[path] = (
+                    "is recurrent: its steps and layers run inside one call, so there is no place between them"
+                )
+            elif "quantized" in type(module).__module__:
+                self.skipped[path] = "is quantised: its weights are whole numbers, and no gradient passes"
+            elif isinstance(module, LAYERS) and calls > 1 and not self.around.in_block(path):
+                self.skipped[path] = (
+                    f"is used {calls} times in one forward pass, so a layer next to it would not be in a single place"
+                )
+
+
+def _attempt(trial: Trial, group: list[_Candidate]) -> Verdict:
+    """Try all places of a group at once, and of every family of them one twice: a second growth must work too."""
+    sites = [each.site for each in group]
+    first = {(_family(s), getattr(s.move, "form", None), s.side): i for i, s in reversed(list(enumerate(sites)))}
+    again = list(first.values())
+    verdict = trial.attempt([*sites, *(sites[i] for i in again)])
+    for index in list(verdict.wrong):
+        if index >= len(sites):
+            verdict.wrong.setdefault(again[index - len(sites)], verdict.wrong.pop(index))
+    return verdict
+
+
+def _move(site: Site) -> Inserts:
+    assert isinstance(site.move, Inserts)
+    return site.move
+
+
+def _family(site: Site) -> object:
+    """Sites that go into the same container in the same way hold or fall together."""
+    return (parent_of(site.path), site.point.chained, site.point.place is not None, _move(site).family)
