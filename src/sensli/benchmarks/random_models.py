@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sensli.benchmarks.figure import Figure
 
-_TESTS = Path(__file__).resolve().parents[3] / "tests"
+_TESTS = Path(__file__).resolve().parents[3] / "tests" / "helpers"
 _NAME = "random models that break a promise"
 
 

@@ -29,11 +29,11 @@ from transformers import (  # noqa: E402  # noqa: E402
 
 import programs  # noqa: E402
 import ranks  # noqa: E402
+from parallel import same_on_all_ranks  # noqa: E402
 from sensli import Grower, find_sites, measure, triggers  # noqa: E402
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel  # noqa: E402
 from sensli.integrations.transformers import GrowthCallback  # noqa: E402
 from sensli.page import read_history  # noqa: E402
-from test_ddp import same_on_all_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the library, about itself
 transformers.utils.logging.set_verbosity_error()

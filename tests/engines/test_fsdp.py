@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import ranks
+from parallel import compare, data, raised, result, steps_that_fail, train
 from sensli import Grower, Probe, find_sites, insert, load_checkpoint, measure, save_checkpoint, triggers, undo
 from sensli.errors import CheckpointError
 from sensli.page.reading import read_history
-from test_ddp import compare, data, raised, result, steps_that_fail, train
 
 
 class Block(nn.Module):

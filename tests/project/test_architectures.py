@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from architectures import GENERATORS, HANDWRITTEN, TRANSFORMERS
+from building import TABLE, assert_same, build, example_of, outputs
 from sensli import Growth, History, find_sites, insert, measure, replay, undo
-from sensli.modules.running import run, tensors
-
-TABLE = {**HANDWRITTEN, **TRANSFORMERS}
+from sensli.modules.running import run
 
 
 @pytest.fixture(autouse=True)
@@ -25,35 +23,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
-    """The model with all constants moved (nothing may be an identity by accident of its initialisation), and its batch."""
-    if name not in HANDWRITTEN:
-        pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model, batch = {**TABLE, **GENERATORS}[name]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        for key, buffer in model.named_buffers():
-            if key.endswith("running_mean"):
-                buffer.add_(0.3 * torch.randn_like(buffer))
-            if key.endswith("running_var"):
-                buffer.mul_(1 + torch.rand_like(buffer))
-    return model.to(dtype), _cast(batch, dtype)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(part, dtype) for key, part in value.items()}
-    return tuple(_cast(part, dtype) for part in value)
-
-
-def example_of(batch: Any) -> Any:
-    return batch if isinstance(batch, dict) else batch[0]
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -67,13 +36,6 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
-    with torch.no_grad():
-        output = run(model, example_of(batch))
-    value = (output.logits, output.loss) if isinstance(batch, dict) else output
-    return list(tensors(value))
-
-
 def facts(model: nn.Module) -> str:
     """All that a configuration says and all numbers inside modules, as text."""
     said = {
@@ -81,12 +43,6 @@ def facts(model: nn.Module) -> str:
     }
     config = getattr(model, "config", None)
     return json.dumps([said, config.to_dict() if config is not None else None], default=str, sort_keys=True)
-
-
-def assert_same(before: list[Tensor], after: list[Tensor], tolerance: float) -> None:
-    for old, new in zip(before, after, strict=True):
-        size = old.abs().max().clamp(min=1e-30)
-        assert ((new - old).abs().max() / size).item() <= tolerance
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from recorded import BATCHES, X, grow, make_model
 from sensli import Grower, History, find_sites, insert, measure, triggers
 from sensli.cli.main import main
 from sensli.errors import HistoryError
 from sensli.growing.checkpoint import save_checkpoint
 from sensli.page import page_data, read_history
 from sensli.page.writing import render
-from test_record import BATCHES, X, grow, make_model
 
 
 def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,3 +86,15 @@ OTHERS: dict[str, bytes] = {
     "zip": b"PK\x03\x04" + bytes(60),
     "pickle": b"\x80\x04K\x01.",
 }
+
+RAN: list[int] = []
+
+
+class Trap:
+    """An object that would run code when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (RAN.append, (1,))
+
+    def __deepcopy__(self, memo: Any) -> Trap:
+        return self

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "sensli"
+TESTS = ROOT / "tests"
 # A room may import from those before it, and from itself.
 ROOMS = (
     "errors", "text", "modules", "engines", "trace", "moves", "merits", "surgery", "growing", "page", "integrations", "paper", "benchmarks",
@@ -27,6 +29,11 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" if base else alias.name for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (a.name.removeprefix("sensli.") for a in node.names if a.name.startswith("sensli."))
+
+
+def modules(path: Path) -> Iterator[str]:
+    """Dotted names of the modules that a file imports, also in a program that it holds as text."""
+    yield from re.findall(r"^ *(?:from|import) +([\w.]+)", path.read_text(), re.M)
 
 
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent != SOURCE or path.stem == "errors"]
@@ -63,3 +70,18 @@ def test_contributing_shows_the_rooms_as_they_are() -> None:
         *(line.split("/")[0].strip() for line in block.splitlines() if "/" in line and not line.startswith(" ")),
     ]
     assert tuple(names) == ROOMS
+
+
+def test_tests_lie_in_the_rooms_of_what_they_test() -> None:
+    """Helpers have a folder of their own; what concerns the whole project is in `project`."""
+    folders = {path.relative_to(TESTS).parent for path in TESTS.rglob("*.py") if path != TESTS / "conftest.py"}
+    assert {str(folder) for folder in folders} <= {*ROOMS, "project", "helpers"}
+    misplaced = [path.name for path in (TESTS / "helpers").iterdir() if path.name.startswith(("test_", "conftest"))]
+    assert misplaced == []
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_test_file_is_imported(path: Path) -> None:
+    """But by itself, in a program that it starts."""
+    others = [name for name in modules(path) if name.split(".")[-1] != path.stem]
+    assert [name for name in others if name.split(".")[-1].startswith(("test_", "conftest"))] == []

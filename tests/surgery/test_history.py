@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from models import Functional, cnn, fnn, images, points, residual, untouched
-from sensli import Grower, Growth, History, find_sites, insert, replay, triggers, undo
+from recorded import infinite
+from sensli import Growth, History, find_sites, insert, replay, undo
 from sensli.cli.main import main
 from sensli.errors import HistoryError
 from sensli.surgery.history.record import Look, SiteMerit
@@ -119,18 +119,6 @@ def test_a_readable_history_that_does_not_fit_leaves_the_model_alone(alter):
     model = fnn()
     with untouched(model), pytest.raises(HistoryError):
         replay(model, History.from_dict(data))
-
-
-def infinite() -> History:
-    """A history of a training in which the existing weights had no gradient: the threshold's quotient is infinite."""
-    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
-    model[2].requires_grad_(False)
-    nn.init.ones_(model[0].bias)
-    x, y = torch.zeros(4, 2), torch.tensor([0, 1, 0, 0])
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(1))
-    grower.step([(x, y)], cross_entropy, metric=math.nan)
-    return grower.history
 
 
 @pytest.mark.parametrize("ratio", [math.inf, -math.inf, math.nan])

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from browser import chromium, opened
+from recorded import infinite
 from sensli import Grower, History, triggers
 from sensli.cli import demo
 from sensli.page import page_data, write_page
-from test_history import infinite
 
 pytestmark = pytest.mark.process
 

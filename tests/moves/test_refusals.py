@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from building import build, example_of
 from sensli import find_sites, insert
 from sensli.errors import UnsupportedModel
-from test_architectures import build, example_of
 
 
 def reasons(model: nn.Module, x: Tensor, **options: str) -> dict[str, str]:

@@ -6,35 +6,17 @@ import json
 import math
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from recorded import BATCHES, X, Y, grow, make_model
 from sensli import Grower, History, replay, triggers
 from sensli.errors import HistoryError
 from sensli.surgery.history import record as record_module
 from sensli.surgery.history.outline import outline
 from sensli.surgery.history.record import Look, Record
-
-X = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
-Y = (X[:, 0] * X[:, 1] > 0).long()
-BATCHES = [(X, Y)]
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-
-
-def grow(calls: int = 4, **options: Any) -> Grower:
-    model = make_model()
-    grower = Grower(model, example=X[:1], **{"trigger": triggers.Every(2), "tau": 0, **options})
-    for call in range(calls):
-        grower.step(BATCHES, cross_entropy, metric=1 / (call + 1))
-    return grower
 
 
 def test_every_look_is_kept_with_all_merits() -> None:

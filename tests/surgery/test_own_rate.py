@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+from schedules import EACH, KINDS, STEPS, Make, rates, state, step
 from sensli import Growth, find_sites, insert, undo
 from sensli.errors import OptimizerError
-from test_schedulers import EACH, KINDS, STEPS, Make, rates, state, step
 
 AT = 6
 

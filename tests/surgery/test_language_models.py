@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from architectures import GENERATORS, TRANSFORMERS
+from building import assert_same, build, outputs
 from sensli import find_sites, insert, measure, replay, undo
 from sensli.surgery.history.history import History
-from test_architectures import assert_same, build, outputs
 
 pytest.importorskip("transformers")
 # An encoder-decoder says at every call that its way to compute the loss was new once.

@@ -14,7 +14,7 @@ import torch
 
 import programs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # a block of code and, where one follows at once, the block of its output
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.S)

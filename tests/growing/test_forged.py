@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from forging import JSON_VALUES, OTHERS, VALUES, altered, damaged
+from forging import JSON_VALUES, OTHERS, RAN, VALUES, Trap, altered, damaged
 from sensli import Grower, Growth, History, load_checkpoint, replay, save_checkpoint, triggers
 from sensli.errors import CheckpointError, HistoryError
 from sensli.growing import storage
@@ -24,17 +24,6 @@ from sensli.page import page_data, read_history, write_page
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
-RAN: list[int] = []
-
-
-class Trap:
-    """An object that would run code when it is loaded."""
-
-    def __reduce__(self) -> Any:
-        return (RAN.append, (1,))
-
-    def __deepcopy__(self, memo: Any) -> Trap:
-        return self
 
 
 class Net(nn.Module):

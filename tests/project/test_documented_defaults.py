@@ -16,7 +16,7 @@ from sensli import norms, page, triggers
 from sensli.paper import config
 from sensli.surgery.history import record
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 NAMED = re.compile(r"`+(\w+)=([^`]+?)`+[^.`|]*\bis the default")  # `tau=1`, the paper's threshold, is the default
 # words for a value, as a reader of a table understands them
 WORDS = {"false": False, "none": None, "exact": None, "never": (), "one each": ()}
