@@ -58,7 +58,6 @@ def test_sites_of_one_kind(model_file: Path, capsys: pytest.CaptureFixture[str])
         (["sites", "nothere:make", "--input", "1x2"], "cannot be imported"),
         (["sites", "mymodel:make", "--input", "1,2"], "write a shape such as 1x3x32x32"),
         (["sites", "mymodel:make", "--input", "1x4x8x8"], "does not run through Sequential"),
-        (["bench", "--only", "speed"], "Known: 'find', 'measure'"),
         (
             ["demo", "--out", "mymodel.py/x"],
             "mymodel.py/x/demo.png cannot be written: Not a directory. Choose another place",
@@ -141,7 +140,6 @@ def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]
         "demo",
         "sites",
         "report",
-        "bench",
         "paper",
         "paper list",
         "paper run",
@@ -150,6 +148,4 @@ def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]
     ):
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
-        assert (
-            f"example: {'SENSLI_DATA=~/data ' if command == 'bench' else ''}sensli {command}" in capsys.readouterr().out
-        )
+        assert f"example: sensli {command}" in capsys.readouterr().out

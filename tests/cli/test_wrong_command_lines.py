@@ -188,8 +188,7 @@ def lines() -> Iterator[list[str]]:
         yield ["report", file]
     for out in ("folder", "text.txt/x", "/dev/null", "/dev/full", "\0"):
         yield ["report", "history.json", "--out", out]
-        yield ["bench", "--only", "linear", "--out", out]
-    yield from (["report"], ["bench", "--only"], ["bench", "--only", "speed"], ["bench", "x"], ["bench", "--only", ""])
+    yield from (["report"], ["bench"])
     for out in ("text.txt", "text.txt/x", "/dev/null", "\0"):
         yield ["demo", "--out", out]
     for seed in ("x", "1.5", "-1", str(2**70)):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from benchmarks.resume import killed_and_resumed
 from schedules import EACH
 from sensli import Grower, History, find_sites, insert, load_checkpoint, save_checkpoint, triggers
-from sensli.benchmarks.resume import killed_and_resumed
 from sensli.errors import CheckpointError
 from sensli.growing import storage
 

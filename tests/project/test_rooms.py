@@ -14,8 +14,7 @@ SOURCE = ROOT / "src" / "sensli"
 TESTS = ROOT / "tests"
 # A room may import from those before it, and from itself.
 ROOMS = (
-    "errors", "text", "modules", "engines", "trace", "moves", "merits", "surgery", "growing", "page", "integrations", "paper", "benchmarks",
-    "cli",
+    "errors", "text", "modules", "engines", "trace", "moves", "merits", "surgery", "growing", "page", "integrations", "paper", "cli",
 )  # fmt: skip
 # Inside of surgery the records and what follows a change know nothing of the change itself.
 INNER = ("surgery.state", "surgery.history", "surgery")

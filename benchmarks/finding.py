@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sensli.benchmarks.figure import Figure
-from sensli.benchmarks.networks import paper_cnn
+from benchmarks.figure import Figure
+from benchmarks.networks import paper_cnn
 from sensli.moves.finding import find_sites
 
 ROUNDS = 5

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 
+from benchmarks.figure import Figure
 from sensli import Grower, load_checkpoint, save_checkpoint
-from sensli.benchmarks.figure import Figure
 from sensli.growing import triggers
 
 EPOCHS = 24

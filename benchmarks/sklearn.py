@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sensli.benchmarks.figure import Figure
+from benchmarks.figure import Figure
 
 WIDTH, FOLDS = 100, 5
 SEEDS = (0, 1, 2)  # one sample more or less of the smaller data sets is most of a standard error

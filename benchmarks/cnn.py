@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from sensli.benchmarks.figure import Figure
-from sensli.benchmarks.measuring import interleaved
-from sensli.benchmarks.networks import paper_cnn
+from benchmarks.figure import Figure
+from benchmarks.measuring import interleaved
+from benchmarks.networks import paper_cnn
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
 from sensli.paper import catalog, cnn, convnets, costs, pipeline

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sensli.benchmarks.figure import Figure
-from sensli.benchmarks.language import BYTES, LanguageModel, next_byte_loss
-from sensli.benchmarks.measuring import interleaved
+from benchmarks.figure import Figure
+from benchmarks.language import BYTES, LanguageModel, next_byte_loss
+from benchmarks.measuring import interleaved
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
 

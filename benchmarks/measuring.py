@@ -9,15 +9,16 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sensli.benchmarks.cifar10 import training_data
-from sensli.benchmarks.figure import Figure
-from sensli.benchmarks.networks import deep_network, densenet, extended, paper_cnn, wide_cnn
+from benchmarks.cifar10 import training_data
+from benchmarks.figure import Figure
+from benchmarks.networks import deep_network, densenet, extended, paper_cnn, wide_cnn
 from sensli.merits.measuring import measure
 from sensli.merits.norms import squared_norm
 from sensli.merits.probe import Probe
@@ -129,8 +130,9 @@ def memory() -> list[Figure]:
 
 
 def _peak(work: str) -> float:
-    command = [sys.executable, "-m", "sensli.benchmarks.measuring", work]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    command = [sys.executable, "-m", "benchmarks.measuring", work]
+    root = Path(__file__).parents[1]  # where `python -m` finds this package
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, cwd=root).stdout)
 
 
 def _in_fresh_process(work: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from sensli.benchmarks.figure import Figure
+from benchmarks.figure import Figure
 from sensli.paper import catalog, networks, stacked
 from sensli.paper.config import Options, Plan, Settings, plan
 from sensli.paper.engines import Job

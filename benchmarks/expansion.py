@@ -2,7 +2,7 @@
 
 A model of six blocks is trained; then two blocks are added by merit, evenly, at the top or at the bottom, and training goes on with the
 same batches for the same number of steps: of all weights, or of the new blocks alone.
-`python -m sensli.benchmarks.expansion` prints the table.
+`python -m benchmarks.expansion` prints the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sensli.benchmarks.language import LanguageModel, batches, next_byte_loss, text_of_python
+from benchmarks.language import LanguageModel, batches, next_byte_loss, text_of_python
 from sensli.merits.measuring import measure
 from sensli.merits.ranking import CHOICES
 from sensli.moves.finding import find_sites
