@@ -17,7 +17,7 @@ from benchmarks import cnn, finding, measuring, resume, sklearn, transformers
 from benchmarks.figure import Figure
 from benchmarks.random_models import random_models
 from benchmarks.spirals import spirals
-from sensli._version import __version__
+from sensli import __version__
 from sensli.errors import SensliError, one_of
 from sensli.text.strict_json import dumps as strict_json
 from sensli.text.tables import text_table

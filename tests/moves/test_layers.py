@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sensli.moves.layers import Layer, grouped_like, same_size_kernel
-from sensli.trace.activations import ACTIVATIONS, Activation
+from sensli.moves.trace.activations import ACTIVATIONS, Activation
 
 LAYERS = [
     Layer(form, kind, 4, kernel, groups, activation)

@@ -20,7 +20,7 @@ import torch
 
 from experiments import GOOD
 from pictures import TINY, raw, tiny
-from sensli._version import __version__
+from sensli import __version__
 from sensli.paper import cli, data, runner
 from sensli.paper.config import Options, parse, plan
 from sensli.paper.data import DataError

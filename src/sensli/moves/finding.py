@@ -20,14 +20,14 @@ from sensli.modules.wrappers import bare
 from sensli.moves.layers import FORMS
 from sensli.moves.placing import Placing, Refused
 from sensli.moves.sites import Site, Sites, Skipped
+from sensli.moves.trace.activations import Activation, functional
+from sensli.moves.trace.flow import Call, Flow, Seen, record
+from sensli.moves.trace.graph import nearest_parameters, origin
+from sensli.moves.trace.stacks import Stack, find_stacks, parent_of
+from sensli.moves.trace.surroundings import LAYERS, Surroundings
 from sensli.moves.trial import Trial, Verdict
 from sensli.moves.twin.twinning import TwinFinder
 from sensli.moves.twin.twins import INITS
-from sensli.trace.activations import Activation, functional
-from sensli.trace.flow import Call, Flow, Seen, record
-from sensli.trace.graph import nearest_parameters, origin
-from sensli.trace.stacks import Stack, find_stacks, parent_of
-from sensli.trace.surroundings import LAYERS, Surroundings
 
 KINDS = ("conv", "linear", "block")
 

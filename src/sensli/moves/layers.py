@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from sensli.errors import one_of
 from sensli.moves.geometry import Geometry
+from sensli.moves.trace.activations import ACTIVATIONS, RELU, Activation
 from sensli.moves.twin.twins import Twin
-from sensli.trace.activations import ACTIVATIONS, RELU, Activation
 
 FORMS = ("relu", "residual", "parametric", "twin")
 

@@ -12,13 +12,13 @@ from sensli.errors import SensliError
 from sensli.moves.layers import Layer, grouped_like, same_size_kernel
 from sensli.moves.lists import ListPlace
 from sensli.moves.sites import Ref, Site
+from sensli.moves.trace.activations import CONVOLUTIONS, RELU, TANH, Activation, functional
+from sensli.moves.trace.flow import Call, Seen
+from sensli.moves.trace.graph import Channels, channels, is_score, is_weight, operation, origin
+from sensli.moves.trace.stacks import parent_of
+from sensli.moves.trace.surroundings import Surroundings
 from sensli.moves.twin.twinning import TwinFinder
 from sensli.moves.twin.zeroing import NoTwin, never_negative
-from sensli.trace.activations import CONVOLUTIONS, RELU, TANH, Activation, functional
-from sensli.trace.flow import Call, Seen
-from sensli.trace.graph import Channels, channels, is_score, is_weight, operation, origin
-from sensli.trace.stacks import parent_of
-from sensli.trace.surroundings import Surroundings
 
 
 class Refused(SensliError):

@@ -27,7 +27,7 @@ from sensli.moves.cutting import Cut, apply_cut, plan_cut, take_out
 from sensli.moves.sites import Ref, Site
 from sensli.moves.stand_ins import StandIn, TwinStandIn, is_null
 from sensli.moves.taps import handed_on, tap
-from sensli.trace.flow import Flow, Seen, fresh
+from sensli.moves.trace.flow import Flow, Seen, fresh
 
 
 @dataclass

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sensli.engines.distributed import Changing
-from sensli.engines.fsdp import readable_part
 from sensli.errors import HistoryError
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
 from sensli.modules.chain import GROWTH
+from sensli.modules.engines.distributed import Changing
+from sensli.modules.engines.fsdp import readable_part
 from sensli.modules.wrappers import bare
 from sensli.moves.building import build_layer
 from sensli.moves.cutting import apply_cut, inserted, join, plan_cut, renames_of, take_out

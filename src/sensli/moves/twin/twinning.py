@@ -10,12 +10,12 @@ from torch import nn
 from sensli.modules.chain import Chain
 from sensli.moves.layers import Layer, ParametricLayer, ResidualLayer
 from sensli.moves.lists import ListPlace
+from sensli.moves.trace.flow import Call, Flow, Seen
+from sensli.moves.trace.stacks import likeness, signature
 from sensli.moves.twin.counting import plan_list
 from sensli.moves.twin.numbering import equal_blocks, own_numbers
 from sensli.moves.twin.twins import Twin
 from sensli.moves.twin.zeroing import NoTwin, find_null, find_twin, never_negative, twin_like
-from sensli.trace.flow import Call, Flow, Seen
-from sensli.trace.stacks import likeness, signature
 
 
 class TwinFinder:

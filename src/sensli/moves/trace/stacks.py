@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.chain import Chain
-from sensli.trace.flow import Call, Flow
-from sensli.trace.graph import operation, reaches
+from sensli.moves.trace.flow import Call, Flow
+from sensli.moves.trace.graph import operation, reaches
 
 # A path along these operations alone, from a block's output to its input, is a skip connection.
 _SKIP = frozenset({

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sensli.engines.fsdp import is_sharded, unsharded
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules.arguments import Slot, first_tensor, value_at, value_slot
 from sensli.modules.copies import copied_model, made_general
+from sensli.modules.engines.fsdp import is_sharded, unsharded
 from sensli.modules.running import describe, device_of, forked_random_state, mapped, run, tensors, to_device
 from sensli.modules.wrappers import eager
-from sensli.trace.graph import behind
+from sensli.moves.trace.graph import behind
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sensli.trace.graph import operation
+from sensli.moves.trace.graph import operation
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

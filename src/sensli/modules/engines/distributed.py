@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from sensli.engines import fsdp
 from sensli.errors import DistributedError
+from sensli.modules.engines import fsdp
 from sensli.modules.wrappers import around, forget_compiled, is_a
 
 
@@ -169,7 +169,7 @@ class Changing(Together):
             fsdp.check(around(self._model)[-1])
             fsdp.reshard(self._model)
         for wrapper in self._ddps():
-            from sensli.engines import ddp
+            from sensli.modules.engines import ddp
 
             ddp.check(wrapper)
 
@@ -182,7 +182,7 @@ class Changing(Together):
             if self._sharded:
                 fsdp.look_again(self._model)
             for wrapper in self._ddps():
-                from sensli.engines import ddp
+                from sensli.modules.engines import ddp
 
                 ddp.rebuild(wrapper)
 
