@@ -4,7 +4,6 @@
 in without changing the function, and the optimizer follows. `Grower` does all of it once per epoch.
 """
 
-from sensli._version import __version__
 from sensli.errors import SensliError
 from sensli.growing import triggers
 from sensli.growing.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -19,6 +18,8 @@ from sensli.moves.sites import Site, Sites
 from sensli.surgery.history.history import Growth, History
 from sensli.surgery.insertion import insert, undo
 from sensli.surgery.replaying import replay
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "__version__",

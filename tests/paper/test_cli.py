@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from paper.test_config import GOOD
+from experiments import GOOD
 from sensli.paper import cli
 from sensli.paper.errors import BadExperiment
 

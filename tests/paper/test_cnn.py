@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from paper.pictures import TINY, raw, tiny
+import pictures
+from pictures import TINY, raw, tiny
 from sensli import count_flops, find_sites, measure
 from sensli.paper import cnn, convnets, data, files, machine, pipeline, runner, training
 from sensli.paper.config import Network, Options, parse, plan
@@ -211,7 +212,7 @@ import os, signal, sys
 sys.path[:0] = {paths!r}
 import torch
 from pathlib import Path
-from paper.pictures import TINY, raw
+from pictures import TINY, raw
 from sensli.paper import data, runner
 from sensli.paper.config import Options, parse, plan
 from sensli.paper.engines import Job
@@ -242,7 +243,7 @@ work()
 @pytest.mark.process
 @pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
 def test_a_killed_process_goes_on_to_the_bit(tmp_path):
-    paths = [str(Path(__file__).parents[1]), str(Path(cnn.__file__).parents[2])]
+    paths = [str(Path(pictures.__file__).parent), str(Path(cnn.__file__).parents[2])]
     script = KILLED.format(paths=paths, out=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from paper.pictures import raw, tiny
+from pictures import raw, tiny
 from sensli.paper import cli, cnn, cnnevidence, costs, data, evidence, runner, tables
 from sensli.paper.cnnevidence import SamePlace, Separation
 from sensli.paper.config import Options, parse, plan

@@ -10,25 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from experiments import GOOD
 from sensli.paper import catalog, networks, tables
 from sensli.paper.config import Data, Network, Optimizer, Options, Schedule, Settings, digest, parse, plan
 from sensli.paper.engines import engine
 from sensli.paper.errors import BadExperiment
-
-GOOD = {
-    "name": "mine",
-    "title": "a test",
-    "shows": "nothing",
-    "runs": 3,
-    "settings": {
-        "network": {"kind": "fnn", "widths": [4, 4]},
-        "optimizer": {"lr": 0.1},
-        "batch": 450,
-        "epochs": 20,
-    },
-    "arms": {"LI": {"insert_at": [5]}, "small": {}},
-    "recipes": {"stated": {}, "run": {"settings": {"optimizer": {"lr": 0.2}}}},
-}
 
 
 def changed(path: str, value: object) -> dict:

@@ -7,14 +7,13 @@ import shutil
 
 import pytest
 
-from forging import JSON_VALUES, VALUES, altered, damaged
-from paper.test_store import make_plan
+from experiments import make_plan
+from forging import JSON_VALUES, RAN, VALUES, Trap, altered, damaged
 from sensli.paper import runner, tables
 from sensli.paper.engines import Job
 from sensli.paper.errors import PaperError
 from sensli.paper.files import read_json, read_tensors, write_json, write_tensors
 from sensli.paper.store import Store
-from test_forged import RAN, Trap
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paper.pictures import raw
+from pictures import raw
 from sensli.paper import pipeline
 from sensli.paper.config import Data
 from sensli.paper.data import FACTS

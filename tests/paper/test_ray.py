@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paper.pictures import TINY, raw, tiny
-from paper.test_config import GOOD
-from sensli._version import __version__
+from experiments import GOOD
+from pictures import TINY, raw, tiny
+from sensli import __version__
 from sensli.paper import cli, data, runner
 from sensli.paper.config import Options, parse, plan
 from sensli.paper.data import DataError

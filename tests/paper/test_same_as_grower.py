@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from paper import reference
-from paper.test_stacked import settings
+import reference
+from experiments import settings
 from sensli import Grower, count_flops, triggers
 from sensli.paper import networks, spirals, stacked
 from sensli.paper.config import Network, Settings

@@ -7,27 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from paper import reference
+import reference
+from experiments import settings
 from sensli.paper import networks, spirals, stacked
-from sensli.paper.config import Data, Network, Optimizer, Settings
+from sensli.paper.config import Data, Network, Optimizer
 from sensli.paper.engines import Job
 from sensli.paper.stack import Stack
 
 RUNS = (0, 1, 2, 5)
-
-
-def settings(**changes) -> Settings:
-    base = {
-        "network": Network("fnn", (4, 4)),
-        "optimizer": Optimizer(lr=0.2),
-        "batch": 90,
-        "epochs": 24,
-        "data": Data(train=90),
-        "insert_at": (6, 15),
-        "dtype": "float64",
-    }
-    return Settings(**{**base, **changes})
-
 
 CASES = {
     "fnn, full batch": settings(),

@@ -8,16 +8,12 @@ import os
 import pytest
 import torch
 
-from paper.test_config import GOOD
+from experiments import GOOD, make_plan
 from sensli.paper import runner, stacked
 from sensli.paper.config import Options, parse, plan
 from sensli.paper.engines import Job
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.store import Store
-
-
-def make_plan(recipe="stated", **options):
-    return plan(parse(GOOD, "mine.json"), recipe, Options(**options))
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ examples:
   sensli report history.json                          the animation of your own training, as one HTML file
   sensli paper run 2                                  an experiment of the paper, with table and figure
   sensli sites saved/model --text notes.txt           where a language model would gain most
-  sensli bench                                        the benchmarks, run on this machine
 """
 
 
@@ -155,18 +154,6 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     paper.add_parser(commands)
-
-    bench = commands.add_parser(
-        "bench",
-        help="run the benchmarks on this machine",
-        description="Measure the published figures as ratios within one run, print them as a table and write them as JSON.",
-        epilog="example: SENSLI_DATA=~/data sensli bench --only measure probe",
-    )
-    bench.add_argument("--only", nargs="+", metavar="NAME", help="run only these benchmarks")
-    bench.add_argument(
-        "--out", type=Path, default=Path("bench.json"), help="where to write JSON (default: %(default)s)"
-    )
-    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -236,9 +223,3 @@ def _report(args: argparse.Namespace) -> None:
     for look in history.record.looks:
         print(paint_decision(look))
     print(f"animation: {page}   (open it in a browser)")
-
-
-def _bench(args: argparse.Namespace) -> None:
-    from sensli.benchmarks import run_benchmarks
-
-    run_benchmarks(args.only, args.out)

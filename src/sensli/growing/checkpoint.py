@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli.engines.distributed import Together, numbered
-from sensli.engines.fsdp import distributed_like, empty_like, is_sharded, reshard, whole
 from sensli.errors import CheckpointError, WrongType, brief
 from sensli.growing import shards, storage
 from sensli.growing.grower import Grower
 from sensli.modules import checks, random_state
+from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.fsdp import distributed_like, empty_like, is_sharded, reshard, whole
 from sensli.modules.marks import count_growths
 from sensli.modules.running import mapped, tensors
 from sensli.modules.wrappers import bare

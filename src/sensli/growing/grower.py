@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sensli.engines.distributed import Together, numbered
-from sensli.engines.fsdp import is_sharded, reshard
 from sensli.errors import HistoryError, SensliError, ZeroMerits
 from sensli.growing.logs import Log, check_log, tell
 from sensli.growing.searching import Search
@@ -24,6 +22,8 @@ from sensli.merits.measuring import check_level, measure
 from sensli.merits.merits import Merit, Merits
 from sensli.merits.norms import choose
 from sensli.modules import checks
+from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.fsdp import is_sharded, reshard
 from sensli.modules.flops import count_flops
 from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sensli.engines.distributed import Together
-from sensli.engines.fsdp import is_sharded
 from sensli.errors import OptimizerError
+from sensli.modules.engines.distributed import Together
+from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.wrappers import bare
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites, Skipped

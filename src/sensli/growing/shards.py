@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensli.engines.distributed import Together, numbered
 from sensli.errors import CheckpointError
 from sensli.growing import storage
+from sensli.modules.engines.distributed import Together, numbered
 from sensli.text.writing import ABANDONED
 
 _START = "shards-"

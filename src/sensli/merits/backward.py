@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.merits.sensitivity import Catch
 from sensli.modules.running import describe, device_of, run, tensors, to_device
-from sensli.trace.graph import leaves
+from sensli.moves.trace.graph import leaves
 
 LossFunction = Callable[[Any, Any], Tensor]
 

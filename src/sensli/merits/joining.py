@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sensli.engines.distributed import Together
 from sensli.merits.sensitivity import SiteCatch, Sum, WeightCatch
+from sensli.modules.engines.distributed import Together
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sensli.engines.distributed import Together, numbered
-from sensli.engines.fsdp import is_sharded, unsharded
 from sensli.errors import MeasurementError
 from sensli.merits.backward import LossFunction, backward
 from sensli.merits.confidence import GROUPS, is_clear, next_look
@@ -21,6 +19,8 @@ from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import choose
 from sensli.merits.sensitivity import Catch
 from sensli.modules import checks, random_state
+from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.fsdp import is_sharded, unsharded
 from sensli.modules.running import device_of, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site

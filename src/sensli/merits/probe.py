@@ -10,8 +10,6 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from sensli.engines.distributed import Together
-from sensli.engines.fsdp import is_sharded
 from sensli.errors import MeasurementError, WrongType
 from sensli.merits.estimates import as_merits, mean_of_weights
 from sensli.merits.joining import Caught, joined, same_values
@@ -19,6 +17,8 @@ from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import choose
 from sensli.merits.sensitivity import Catch
 from sensli.modules import checks
+from sensli.modules.engines.distributed import Together
+from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.running import device_of
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site

@@ -22,7 +22,7 @@ from sensli.moves.geometry import Geometry
 from sensli.moves.point import Point
 from sensli.moves.sites import Site
 from sensli.moves.taps import Watch, handed_on, tap
-from sensli.trace.activations import CONVOLUTIONS
+from sensli.moves.trace.activations import CONVOLUTIONS
 
 
 class Sum:

@@ -14,10 +14,10 @@ from sensli.moves.kinds import KINDS
 from sensli.moves.layer.forms import FORMS
 from sensli.moves.search import Request, Search
 from sensli.moves.sites import Site, Sites, Skipped
+from sensli.moves.trace.flow import record
+from sensli.moves.trace.stacks import parent_of
 from sensli.moves.trial import Trial
 from sensli.moves.twin.twins import INITS
-from sensli.trace.flow import record
-from sensli.trace.stacks import parent_of
 
 WHERE = ("conv", "linear", "block")
 

@@ -19,7 +19,7 @@ from sensli.moves.point import Point
 if TYPE_CHECKING:
     from sensli.moves.search import Search
     from sensli.moves.sites import Site
-    from sensli.trace.flow import Call, Seen
+    from sensli.moves.trace.flow import Call, Seen
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from sensli.moves.lists import ListPlace
 from sensli.moves.move import Kind
 from sensli.moves.point import Point, Ref
 from sensli.moves.sites import Site, Skipped
+from sensli.moves.trace.flow import Call, Flow, Seen
+from sensli.moves.trace.graph import is_weight, origin
+from sensli.moves.trace.stacks import find_stacks, parent_of
+from sensli.moves.trace.surroundings import LAYERS, Surroundings
 from sensli.moves.trial import Trial, Verdict
-from sensli.trace.flow import Call, Flow, Seen
-from sensli.trace.graph import is_weight, origin
-from sensli.trace.stacks import find_stacks, parent_of
-from sensli.trace.surroundings import LAYERS, Surroundings
 
 _ATTEMPTS = 24  # trials of one search: more would cost more than they find
 

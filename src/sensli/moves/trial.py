@@ -26,7 +26,7 @@ from sensli.moves.cutting import Cut, apply_cut, plan_cut, take_out
 from sensli.moves.inserting import Inserts
 from sensli.moves.sites import Site
 from sensli.moves.taps import handed_on, tap
-from sensli.trace.flow import Flow, Seen, fresh
+from sensli.moves.trace.flow import Flow, Seen, fresh
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sensli._version import __version__
+from sensli import __version__
 from sensli.errors import HistoryError
 from sensli.modules import checks
 from sensli.page.film import Film

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sensli._version import __version__
+from sensli import __version__
 from sensli.errors import SensliError
 from sensli.growing.terminal import Reach
 from sensli.paper.cluster import RayError, connected

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sensli._version import __version__
+from sensli import __version__
 from sensli.paper.config import Settings
 from sensli.paper.machine import Machine
 

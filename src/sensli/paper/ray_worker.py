@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sensli._version import __version__
+from sensli import __version__
 from sensli.errors import SensliError
 from sensli.paper.engines import engine
 from sensli.paper.errors import PaperError

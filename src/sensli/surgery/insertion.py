@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from sensli.engines.distributed import Changing
 from sensli.errors import HistoryError
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
+from sensli.modules.engines.distributed import Changing
 from sensli.modules.marks import grown, mark, unmark
 from sensli.modules.wrappers import bare
 from sensli.moves.move import Edit

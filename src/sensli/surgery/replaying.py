@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from sensli.engines.distributed import Changing
 from sensli.errors import HistoryError, SensliError
 from sensli.modules.copies import copied_model
+from sensli.modules.engines.distributed import Changing
 from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import Growth, History, as_growths

@@ -29,7 +29,7 @@ from sensli.moves.layer.gauge import LayerGauge
 from sensli.moves.layer.stand_in import StandIn
 from sensli.moves.move import Cost
 from sensli.moves.point import Point
-from sensli.trace.activations import ACTIVATIONS, RELU, Activation
+from sensli.moves.trace.activations import ACTIVATIONS, RELU, Activation
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site

@@ -12,10 +12,10 @@ from sensli.moves.layer.forms import Layer
 from sensli.moves.layer.placing import Placing
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
-from sensli.trace.activations import Activation, functional
-from sensli.trace.flow import Call, Seen
-from sensli.trace.graph import nearest_parameters, origin
-from sensli.trace.surroundings import LAYERS
+from sensli.moves.trace.activations import Activation, functional
+from sensli.moves.trace.flow import Call, Seen
+from sensli.moves.trace.graph import nearest_parameters, origin
+from sensli.moves.trace.surroundings import LAYERS
 
 
 class LayerKind:

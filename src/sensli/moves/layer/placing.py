@@ -9,10 +9,10 @@ from typing import Any
 from sensli.moves.layer.forms import Layer, grouped_like, same_size_kernel
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
-from sensli.trace.activations import CONVOLUTIONS, RELU, TANH, Activation, functional
-from sensli.trace.flow import Call, Seen
-from sensli.trace.graph import Channels, channels, is_score, operation, origin
-from sensli.trace.surroundings import never_negative
+from sensli.moves.trace.activations import CONVOLUTIONS, RELU, TANH, Activation, functional
+from sensli.moves.trace.flow import Call, Seen
+from sensli.moves.trace.graph import Channels, channels, is_score, operation, origin
+from sensli.moves.trace.surroundings import never_negative
 
 
 class Placing:

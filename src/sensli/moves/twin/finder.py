@@ -10,13 +10,13 @@ from torch import nn
 from sensli.modules.chain import Chain
 from sensli.moves.layer.forms import ParametricLayer, ResidualLayer
 from sensli.moves.lists import ListPlace
+from sensli.moves.trace.flow import Call, Flow, Seen
+from sensli.moves.trace.stacks import likeness, signature
+from sensli.moves.trace.surroundings import never_negative
 from sensli.moves.twin.counting import plan_list
 from sensli.moves.twin.numbering import equal_blocks, own_numbers
 from sensli.moves.twin.twins import Twin
 from sensli.moves.twin.zeroing import NoTwin, find_null, find_twin, twin_like
-from sensli.trace.flow import Call, Flow, Seen
-from sensli.trace.stacks import likeness, signature
-from sensli.trace.surroundings import never_negative
 
 
 class TwinFinder:

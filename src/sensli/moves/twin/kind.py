@@ -9,11 +9,11 @@ from torch import nn
 
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
+from sensli.moves.trace.flow import Call, Seen
+from sensli.moves.trace.stacks import parent_of
 from sensli.moves.twin.finder import TwinFinder
 from sensli.moves.twin.twins import Twin
 from sensli.moves.twin.zeroing import NoTwin
-from sensli.trace.flow import Call, Seen
-from sensli.trace.stacks import parent_of
 
 
 class TwinKind:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sensli.engines.fsdp import readable_part
 from sensli.errors import UnsupportedSite, one_of
 from sensli.modules.arguments import Slot, value_at
 from sensli.modules.copies import copied_block
+from sensli.modules.engines.fsdp import readable_part
 from sensli.moves.inserting import Inserts, example_parameter
 from sensli.moves.move import Cost, Gauge
 from sensli.moves.point import Point

@@ -20,10 +20,10 @@ from sensli.modules.arguments import Slot, first_tensor, is_plain, with_value, w
 from sensli.modules.copies import copied_block
 from sensli.modules.flops import count_flops
 from sensli.modules.running import forked_random_state
+from sensli.moves.trace.flow import Call, Flow, Seen
+from sensli.moves.trace.graph import nearest_parameters
+from sensli.moves.trace.surroundings import never_negative
 from sensli.moves.twin.twins import Twin
-from sensli.trace.flow import Call, Flow, Seen
-from sensli.trace.graph import nearest_parameters
-from sensli.trace.surroundings import never_negative
 
 _LOCKS = 3  # how many first choices are taken back before giving up
 

@@ -1,0 +1,96 @@
+"""What a search for sites costs, with the trial of every place: in forward passes of the model, and as the model gets deeper."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.figure import Figure
+from benchmarks.networks import paper_cnn
+from sensli.moves.finding import find_sites
+
+ROUNDS = 5
+
+
+class _Block(nn.Module):
+    """The residual block of a ResNet-18; with a stride it halves the map."""
+
+    def __init__(self, given: int, width: int) -> None:
+        super().__init__()
+        stride = 1 if given == width else 2
+        self.conv1, self.norm1 = nn.Conv2d(given, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.short = nn.Identity() if given == width else nn.Conv2d(given, width, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.short(x) + self.norm2(self.conv2(inner)))
+
+
+def _resnet() -> nn.Module:
+    stages = [nn.Sequential(_Block(a, b), _Block(b, b)) for a, b in ((64, 64), (64, 128), (128, 256), (256, 512))]
+    stem = [nn.Conv2d(3, 64, 7, 2, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+
+
+def _transformer() -> nn.Module:
+    blocks = [nn.TransformerEncoderLayer(192, 3, 768, batch_first=True, norm_first=True) for _ in range(12)]
+    return nn.Sequential(nn.Linear(48, 192), *blocks, nn.Linear(192, 10))
+
+
+def _mlp(depth: int, width: int = 8) -> nn.Module:
+    return nn.Sequential(
+        *[part for _ in range(depth) for part in (nn.Linear(width, width), nn.ReLU())], nn.Linear(width, 2)
+    )
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    # The processor's time: a search is one thread's work, and others on the machine must not count.
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def search_cost() -> list[Figure]:
+    """Searches in turn with forward passes in training mode, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        figures = [_in_passes(name, make(), example) for name, make, example in _models()]
+        return [*figures, _growth_with_depth()]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _models() -> list[tuple[str, Callable[[], nn.Module], Tensor]]:
+    return [
+        ("ResNet-18", _resnet, torch.randn(2, 3, 224, 224)),
+        ("transformer of 12 blocks", _transformer, torch.randn(4, 196, 48)),
+        ("the paper's CNN", paper_cnn, torch.randn(16, 3, 32, 32)),
+        ("MLP of 12 layers", lambda: _mlp(12, 512), torch.randn(512, 512)),
+    ]
+
+
+def _in_passes(name: str, model: nn.Module, example: Tensor) -> Figure:
+    model.train()
+    find_sites(model, example)
+    taken: list[tuple[float, float]] = []
+    for _ in range(ROUNDS):
+        taken.append((_seconds(lambda: model(example)), _seconds(lambda: find_sites(model, example))))
+    passes = statistics.median(search for _, search in taken) / statistics.median(forward for forward, _ in taken)
+    return Figure(f"find_sites of {name} / forward pass", passes, 10, "trials included, training mode, one thread")
+
+
+def _growth_with_depth() -> Figure:
+    def seconds(depth: int) -> float:
+        model, example = _mlp(depth), torch.randn(2, 8)
+        return statistics.median(_seconds(lambda: find_sites(model, example)) for _ in range(3))
+
+    seconds(50)
+    shallow, deep = seconds(100), seconds(800)
+    return Figure("find_sites of 800 layers / 8 x that of 100", deep / (8 * shallow), 1.5, "1 is linear")

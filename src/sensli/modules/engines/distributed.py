@@ -1,0 +1,195 @@
+"""Several processes do the same: what fails on one fails on all, sums are taken over all, and every rank decides alike.
+
+Whoever changes or measures a model opens a `Together`. Without several processes it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from sensli.errors import DistributedError
+from sensli.modules.engines import fsdp
+from sensli.modules.wrappers import around, forget_compiled, is_a
+
+
+def process_group(model: nn.Module) -> Any:
+    """The processes that train this model together, or None if there is one only."""
+    for each in around(model):
+        if is_a(each, "DistributedDataParallel"):
+            group: Any = each.process_group
+            return group if dist.get_world_size(group) > 1 else None
+    own = around(model)[-1]
+    return fsdp.process_group(own) if isinstance(own, nn.Module) and fsdp.is_sharded(own) else None
+
+
+class Together:
+    """A piece of work that all ranks do at once. ``agree`` is the point of no return: it passes on all ranks or on none.
+
+    Work before it may fail on some ranks only; then all of them raise, so that none waits for another in vain. Pieces may be nested: what
+    fails around an inner one meets the others wherever they wait, and is told once.
+    """
+
+    def __init__(self, model: nn.Module | None, what: str) -> None:
+        self.group = None if model is None else process_group(model)
+        self.what = what
+        self._agreed = False
+
+    @classmethod
+    def of_the_job(cls, what: str) -> Together:
+        """Of all processes of the job, where there is no model yet that says which train it."""
+        together = cls(None, what)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            together.group = dist.group.WORLD
+        return together
+
+    @property
+    def rank(self) -> int:
+        """This process among those that train the model; 0 if there is one only."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(value, Exception):
+            self.failed(value)
+
+    def failed(self, error: Exception) -> None:
+        """Tell the other ranks, unless they know it already or have gone on."""
+        if self.group is None or self._agreed or _is_known(error):
+            return
+        self._agreed = True
+        with suppress(DistributedError):  # of a rank that is gone: this error says more
+            gather(self.group, (f"{type(error).__name__}: {error}", self.what, None), self.what)
+        _make_known(error)
+
+    def agree(self, fact: Any = None, *, last: bool = True) -> list[Any]:
+        """Wait for all ranks; raise if one failed. Returns the facts of all ranks, by rank. Unless it is the last time, work goes on."""
+        self._agreed = True
+        if self.group is None:
+            self._agreed = last
+            return [fact]
+        answers = gather(self.group, (None, self.what, fact), self.what)
+        for rank, (error, _, _) in enumerate(answers):
+            if error is not None:
+                raise _known(
+                    f"could not {self.what}, because rank {rank} failed: {error} Nothing was changed on any rank."
+                )
+        for rank, (_, what, _) in enumerate(answers):
+            if what != answers[0][1]:
+                raise _known(
+                    f"Ranks disagree: rank 0 is about to {answers[0][1]}, rank {rank} to {what}. All must hold the same model and take the "
+                    "same decisions. Nothing was changed."
+                )
+        self._agreed = last
+        return [fact for _, _, fact in answers]
+
+    def agree_on(self, facts: Mapping[str, Any], own: Any = None, *, last: bool = True) -> list[Any]:
+        """As `agree`, and all ranks must have come with the same facts; what differs is named. Returns what each has of its own."""
+        answers = self.agree((dict(facts), own), last=last)
+        told = [facts for facts, _ in answers]
+        for rank, its in enumerate(told):
+            different = [name for name in {**told[0], **its} if told[0].get(name) != its.get(name)]
+            if different:
+                self._agreed = True
+                name = different[0]
+                raise _known(
+                    f"Ranks disagree, so they cannot {self.what}: {name} is {told[0].get(name)} on rank 0 and {its.get(name)} on rank "
+                    f"{rank}. All must hold the same model and settings and take the same decisions. Nothing was changed."
+                )
+        return [own for _, own in answers]
+
+
+def numbered(name: str, things: Iterable[Any]) -> dict[str, str]:
+    """Facts for `agree_on` from a list, so that the first entry that differs is named."""
+    return {f"{name} {number}": f"'{thing}'" for number, thing in enumerate(things, 1)}
+
+
+def gather(group: Any, value: Any, what: str) -> list[Any]:
+    """Each rank's value, by rank. A rank that is gone makes the others raise instead of waiting."""
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(answers, value, group=group)
+    except RuntimeError as error:
+        raise _known(
+            f"could not {what}, because another process of the job has ended or does not answer ({error}). "
+            "Start the job again from its last checkpoint."
+        ) from error
+    return answers
+
+
+_KNOWN = "sensli_known_to_all_ranks"  # a mark on an error, so that pieces of work around this one do not tell it again
+
+
+def _make_known(error: Exception) -> None:
+    setattr(error, _KNOWN, True)
+
+
+def _known(text: str) -> DistributedError:
+    error = DistributedError(text)
+    _make_known(error)
+    return error
+
+
+def _is_known(error: BaseException | None) -> bool:
+    """Whether all ranks know of an error, or of the one that it was raised for."""
+    while error is not None:
+        if getattr(error, _KNOWN, False):
+            return True
+        error = error.__cause__
+    return False
+
+
+class Changing(Together):
+    """A change of a model that all ranks make at once; when it is over, what stands around the model follows."""
+
+    def __init__(self, model: nn.Module, what: str) -> None:
+        super().__init__(model, what)
+        self._model = model
+        self._sharded = isinstance(model, nn.Module) and fsdp.is_sharded(model)
+
+    def __enter__(self) -> Changing:
+        try:
+            self._check()
+        except Exception as error:
+            self.failed(error)
+            raise
+        return self
+
+    def _check(self) -> None:
+        if self._sharded:
+            fsdp.check(around(self._model)[-1])
+            fsdp.reshard(self._model)
+        for wrapper in self._ddps():
+            from sensli.modules.engines import ddp
+
+            ddp.check(wrapper)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, value, trace)
+        if value is None:
+            forget_compiled(self._model)
+            if self._sharded:
+                fsdp.look_again(self._model)
+            for wrapper in self._ddps():
+                from sensli.modules.engines import ddp
+
+                ddp.rebuild(wrapper)
+
+    def prepare(self, layer: nn.Module, path: str) -> None:
+        """Make a new layer like what stands around its place, before its parameters are handed to anybody."""
+        if self._sharded:
+            fsdp.shard_like(layer, around(self._model)[-1], path)
+
+    def _ddps(self) -> Iterable[Any]:
+        return [each for each in around(self._model) if is_a(each, "DistributedDataParallel")]

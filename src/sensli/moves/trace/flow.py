@@ -1,0 +1,227 @@
+"""One run of the example on a copy of the model: which module was called when, with what, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.errors import BadExample, UnsupportedModel
+from sensli.modules.arguments import Slot, first_tensor, value_at, value_slot
+from sensli.modules.copies import copied_model, made_general
+from sensli.modules.engines.fsdp import is_sharded, unsharded
+from sensli.modules.running import describe, device_of, forked_random_state, mapped, run, tensors, to_device
+from sensli.modules.wrappers import eager
+from sensli.moves.trace.graph import behind
+
+
+@dataclass
+class Seen:
+    """A tensor as it was when it passed: later in-place operations move its graph node and its version."""
+
+    tensor: Tensor
+    node: Any
+    version: int
+    negative: bool  # whether any of its values was below zero
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Seen:
+        known = tensor.is_floating_point() and tensor.numel() > 0 and tensor.device.type != "meta"
+        return cls(tensor, tensor.grad_fn, tensor._version, known and bool(tensor.detach().amin() < 0))
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether somebody worked in place on it afterwards."""
+        return self.tensor._version != self.version
+
+
+@dataclass
+class Call:
+    """One call of one module: its inputs and outputs, and when it began and ended among all calls."""
+
+    path: str
+    module: nn.Module
+    began: int
+    inputs: list[Seen]
+    positional: (
+        bool  # the first of the inputs is the first argument itself, so that a layer can stand before the module
+    )
+    ended: int = -1
+    output: Seen | None = None  # None if it did not return a single tensor
+    returned: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    # For a module that maps a space into itself, possibly as the first part of a tuple: where the value came in, and both its ends.
+    slot: Slot | None = None
+    given: Seen | None = None
+    result: Seen | None = None
+
+
+@dataclass
+class Flow:
+    """All calls of a run in the order of their beginning, on a copy of the model whose parameters all take gradients."""
+
+    model: nn.Module
+    calls: list[Call] = field(default_factory=list)
+    parameter_names: dict[int, str] = field(default_factory=dict)
+    opaque: list[str] = field(default_factory=list)
+    nodes: set[Any] = field(default_factory=set)  # all graph nodes that the model's output depends on
+    output: Any = None
+    takes_gradients: bool = True  # whether the model takes an example that asks for a gradient
+
+    def __post_init__(self) -> None:
+        self._by_path: dict[str, list[Call]] = {}
+
+    def calls_of(self, path: str) -> list[Call]:
+        return self._by_path.get(path, [])
+
+    def reaches(self, seen: Seen) -> bool:
+        """Whether a gradient of the model's output comes back to these values."""
+        return seen.node is not None and seen.node in self.nodes
+
+    def finish(self, output: Any) -> None:
+        """The run is over: sort its calls by module, and walk once through the graph behind the output."""
+        self.output = output
+        for call in self.calls:
+            self._by_path.setdefault(call.path, []).append(call)
+        self.nodes = behind(t.grad_fn for t in tensors(output) if t.is_floating_point() or t.is_complex())
+
+
+def record(model: nn.Module, example: Any) -> Flow:
+    """Run the example once, in eval mode, through a copy whose weights are a little moved; the model itself is only read."""
+    _check(model)
+    flow = Flow(_copied(model))
+    flow.parameter_names = {id(p): name for name, p in flow.model.named_parameters()}
+    given = to_device(example, device_of(model))
+    moved: dict[str, Tensor] | None = made_general(flow.model)
+    while True:
+        try:
+            output = _run(flow, given, flow.takes_gradients)
+        except Exception as error:
+            if not flow.takes_gradients and moved is None:
+                raise BadExample(
+                    f"the example ({describe(example)}) does not run through {type(model).__name__}: {type(error).__name__}: {error}. "
+                    "Give a tensor, a tuple of arguments or a dict of keyword arguments, shaped like one batch of the training data."
+                ) from error
+            if moved is None:
+                flow.takes_gradients = (
+                    False  # some models refuse an input that asks for a gradient, and train all the same
+                )
+        else:
+            if moved is None or all_finite(output):
+                break
+        if moved is not None:  # once more with the weights as they are: not every model can take others
+            with torch.no_grad():
+                for name, value in moved.items():
+                    flow.model.get_parameter(name).copy_(value)
+            moved = None
+    flow.finish(output)
+    return flow
+
+
+def _check(model: nn.Module) -> None:
+    on_meta = next(
+        (name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), None
+    )
+    if on_meta is not None:
+        raise UnsupportedModel(
+            f"'{on_meta}' of {type(model).__name__} is on the meta device: it has a shape but no values, so there is nothing to run or "
+            "to measure. Load the weights first (model.to_empty(device='cpu') allocates memory, load_state_dict fills it)."
+        )
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy to run things on, in eval mode, all of its parameters asking for gradients."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            copied = unsharded(model) if is_sharded(model) else copied_model(model)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and sites are looked for on a copy so "
+            "that the model stays as it is. Remove what cannot be copied (open files, locks, handles of other processes)."
+        ) from error
+    # Never chained: somebody's eval() returns None.
+    copied.eval()
+    for parameter in copied.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(True)
+    return copied
+
+
+def _run(flow: Flow, given: Any, nodes: bool) -> Any:
+    model = flow.model
+    with forked_random_state(model), torch.inference_mode(False), torch.enable_grad(), eager(), _watched(flow):
+        return run(model, fresh(given, nodes=nodes))
+
+
+@contextmanager
+def _watched(flow: Flow) -> Iterator[None]:
+    """Every call of every module is noted as long as the context lasts."""
+    clock = count()
+    open_calls: list[Call] = []
+
+    def before(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            seen = [Seen.of(t) for t in tensors((args, kwargs))]
+            first = bool(args) and isinstance(args[0], Tensor)
+            call = Call(path, module, next(clock), seen, first, args=args, kwargs=kwargs)
+            flow.calls.append(call)
+            open_calls.append(call)
+
+        return hook
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        call = open_calls.pop()
+        while call.module is not module:  # that one raised, and the model's own code went on without it
+            call = open_calls.pop()
+        call.ended = next(clock)
+        _note_output(call, output)
+
+    handles: list[Any] = []
+    flow.calls.clear()
+    flow.opaque.clear()
+    try:
+        for path, module in flow.model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                flow.opaque.append(path)
+                continue
+            # Before the user's own hooks, as a layer in front of the module would be.
+            handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(after))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note_output(call: Call, output: Any) -> None:
+    call.returned = type(output).__name__
+    if isinstance(output, Tensor):
+        call.output = Seen.of(output)
+    value = first_tensor(output)
+    call.slot = None if value is None else value_slot(call.args, call.kwargs, value)
+    if value is not None and call.slot is not None:
+        given = value_at(call.args, call.kwargs, call.slot)
+        call.given = next(seen for seen in call.inputs if seen.tensor is given)
+        call.result = call.output or Seen.of(value)
+
+
+def fresh(example: Any, *, nodes: bool = False) -> Any:
+    """A copy of an example that does not share memory with the user's, and has graph nodes of its own where they are wanted."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        new = tensor.detach().clone()
+        return new.requires_grad_().clone() if nodes and new.is_floating_point() else new
+
+    return mapped(example, copied)
+
+
+def all_finite(output: Any) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors(output) if t.is_floating_point() or t.is_complex())

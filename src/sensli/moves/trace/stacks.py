@@ -1,0 +1,262 @@
+"""Stacks of blocks: modules in a row, each of which maps a space into itself. Layers go between them, not into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sensli.modules.chain import Chain
+from sensli.moves.trace.activations import functional
+from sensli.moves.trace.flow import Call, Flow, Seen
+from sensli.moves.trace.graph import operation, reaches
+
+# A path along these operations alone, from a block's output to its input, is a skip connection.
+_SKIP = frozenset({
+    "Add", "View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone", "Alias", "ToCopy", "Relu", "NativeDropout",
+    "NativeLayerNorm", "FusedRmsNorm", "NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm",
+})  # fmt: skip
+
+# What a loop does to a block's output before it adds it, all of it zero at zero but for some, which a trial tells.
+_ELEMENTWISE = frozenset({
+    "View", "Alias", "Clone", "ToCopy", "Mul", "Div", "Neg", "NativeDropout", "Tanh", "Relu", "Gelu", "Silu", "Mish", "Elu", "Celu",
+    "LeakyRelu", "Hardswish", "Hardtanh", "Softsign", "Sigmoid", "Softplus", "Sin", "PreluKernel",
+})  # fmt: skip
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, Chain)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks of one container in the order of the data flow, the output of each the input of the next."""
+
+    container: str
+    blocks: tuple[Call, ...]
+    residual: bool  # the blocks have skip connections
+    row: int  # how many blocks of the same class stand in a row there, equal or not
+    added: bool = False  # not the blocks but the loop around them adds what came in: x = x + block(x)
+
+    def boundaries(self) -> Iterator[tuple[Call, str, Seen]]:
+        """The points before the first block and after each, in the order of the data flow."""
+        first = self.blocks[0]
+        assert first.given is not None
+        # In a plain chain of equal blocks the first one's input is a place only if it is an activation's output.
+        if self.residual or functional(first.given.node) is not None:
+            yield first, "before", first.given
+        for block in self.blocks:
+            assert block.result is not None
+            yield block, "after", block.result
+
+
+def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
+    """Runs of equal blocks in `nn.Sequential` and `nn.ModuleList`; a single block counts if it has a skip connection.
+
+    ``added``: also runs whose loop adds the skip.
+
+    Where a stack stands inside a block of another, one of the two counts: see `_inner_counts`. Blocks that stand in no container come last.
+    """
+    found: list[Stack] = _find_added(flow) if added else []
+    modules = dict(flow.model.named_modules())
+    for path, container in modules.items():
+        inner = path != "" and isinstance(modules.get(parent_of(path)), _CONTAINERS)
+        # The parts of a chain that stands in a container were seen as members of that one.
+        if isinstance(container, _CONTAINERS) and not (inner and isinstance(container, Chain)):
+            calls = [_as_block(flow, member) for member in _members(path, container)]
+            for row in _runs(calls, lambda module: type(module)):
+                for run in _runs(row, signature):
+                    if len(run) > 1 or _has_skip(run[0]):
+                        found.append(Stack(path, tuple(run), _has_skip(run[0]), len(row)))
+    stacks = _without_nested(found)
+    blocks = Paths(block.path for stack in stacks for block in stack.blocks)
+    # The smallest first: what contains a block is not one.
+    for path, module in reversed(modules.items()):
+        if (
+            path == ""
+            or isinstance(modules.get(parent_of(path)), _CONTAINERS)
+            or not any(True for _ in module.children())
+        ):
+            continue
+        call = _as_block(flow, path) if not blocks.around(path) and not blocks.below(path) else None
+        if call is not None and call.given is not None and _has_skip(call):
+            stacks.append(Stack(parent_of(path), (call,), True, 1))
+            blocks.add(path)
+    return stacks
+
+
+def _find_added(flow: Flow) -> list[Stack]:
+    """Runs of equal modules whose loop adds the skip itself: ``for block in blocks: x = x + block(x)``, scaled or bent on the way."""
+    sums = Sums(flow.nodes)
+    stacks: list[Stack] = []
+    for path, container in flow.model.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)) or flow.calls_of(path):
+            continue
+        run: list[Call] = []
+        for name, child in container.named_children():
+            calls = flow.calls_of(f"{path}.{name}" if path else name)
+            equal = not run or signature(child) == signature(run[0].module)
+            good = len(calls) == 1 and any(True for _ in child.parameters()) and not isinstance(child, Chain)
+            if not (good and equal and calls[0].result is not None and sums.adds(calls[0])):
+                run = []
+                break
+            run.append(calls[0])
+        if run:
+            stacks.append(Stack(path, tuple(run), True, len(run), added=True))
+    return stacks
+
+
+class Sums:
+    """The additions of a run, and whether one of them adds what a module gives to what it was given."""
+
+    def __init__(self, nodes: set[Any]) -> None:
+        # By the node of either side, so that looking one up costs nothing.
+        self._ends: dict[Any, list[Any]] = {}
+        for node in nodes:
+            if operation(node) in ("Add", "Sub") and len(node.next_functions) == 2:
+                for one, other in (0, 1), (1, 0):
+                    bypass = _passed(node.next_functions[one][0])
+                    self._ends.setdefault(bypass, []).append(node.next_functions[other][0])
+
+    def adds(self, call: Call) -> bool:
+        assert call.given is not None and call.result is not None
+        given = _passed(call.given.node)
+        return given is not None and any(_follows_by_itself(end, call.result.node) for end in self._ends.get(given, []))
+
+
+def _passed(node: Any) -> Any:
+    """The node behind views and copies, which change nothing."""
+    while node is not None and operation(node) in ("View", "Alias", "Clone", "ToCopy"):
+        node = node.next_functions[0][0]
+    return node
+
+
+def _follows_by_itself(node: Any, target: Any, limit: int = 16) -> bool:
+    """Whether a value is made of another one alone, element by element: scaled, bent, dropped out."""
+    for _ in range(limit):
+        if node is target:
+            return node is not None
+        if node is None or operation(node) not in _ELEMENTWISE:
+            return False
+        sources = [s for s, _ in node.next_functions if s is not None and operation(s) != "AccumulateGrad"]
+        if len(sources) != 1:
+            return False
+        node = sources[0]
+    return False
+
+
+class Paths:
+    """A set of module paths that knows quickly what lies around and below another one."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths: set[str] = set()
+        self._above: set[str] = set()
+        for path in paths:
+            self.add(path)
+
+    def add(self, path: str) -> None:
+        self._paths.add(path)
+        self._above.update(ancestors(path))
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._paths
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def around(self, path: str) -> bool:
+        """Whether one of them is this module or contains it."""
+        return path in self._paths or any(above in self._paths for above in ancestors(path))
+
+    def below(self, path: str) -> bool:
+        """Whether this module contains one of them."""
+        return path in self._above
+
+
+def parent_of(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """The paths of the modules around a module, the nearest first; the model itself comes last."""
+    while path:
+        path = parent_of(path)
+        yield path
+
+
+def _without_nested(found: list[Stack]) -> list[Stack]:
+    owners: dict[str, list[Stack]] = {}
+    for stack in found:
+        for block in stack.blocks:
+            owners.setdefault(block.path, []).append(stack)
+    beaten: set[int] = set()
+    for stack in found:
+        first = stack.blocks[0].path
+        for path in (first, *ancestors(first)):
+            for outer in owners.get(path, ()):
+                if outer is not stack:
+                    beaten.add(id(outer if _inner_counts(stack, outer) else stack))
+    return [stack for stack in found if id(stack) not in beaten]
+
+
+def _inner_counts(inner: Stack, outer: Stack) -> bool:
+    """Blocks with skip connections are the units people think in: the innermost row of them counts, and nothing inside its blocks."""
+    return inner.residual and (inner.row > 1 or outer.row == 1 or not outer.residual)
+
+
+def _members(path: str, container: nn.Module) -> Iterator[str]:
+    """Paths of the children in order; a chain that stands for one of them gives its parts."""
+    for name, child in container.named_children():
+        member = f"{path}.{name}" if path else name
+        if isinstance(child, Chain):
+            yield from _members(member, child)
+        else:
+            yield member
+
+
+def _runs(calls: Sequence[Call | None], kind: Callable[[nn.Module], object]) -> list[list[Call]]:
+    """Blocks of one kind in a row, the output of each the input of the next."""
+    runs: list[list[Call]] = []
+    last: Call | None = None
+    for call in calls:
+        if call is not None:
+            if last is not None and _follows(last, call) and kind(last.module) == kind(call.module):
+                runs[-1].append(call)
+            else:
+                runs.append([call])
+        last = call
+    return runs
+
+
+def _as_block(flow: Flow, path: str) -> Call | None:
+    """The call of a child that could be a block: called once, with parameters, from a value to one of the same shape."""
+    calls = flow.calls_of(path)
+    if len(calls) != 1 or calls[0].result is None:
+        return None
+    module, output = calls[0].module, calls[0].result.tensor
+    plain_layer = not any(True for _ in module.children()) and type(module).__module__.startswith("torch.nn")
+    if plain_layer or not any(True for _ in module.parameters()) or not output.is_floating_point():
+        return None
+    return calls[0]
+
+
+def _follows(last: Call, call: Call) -> bool:
+    assert last.result is not None and call.given is not None
+    same_node = call.given.node is not None and call.given.node is last.result.node
+    return same_node or call.given.tensor is last.result.tensor
+
+
+def signature(module: nn.Module) -> tuple[object, ...]:
+    """What makes two blocks equal: class, and names and shapes of parameters."""
+    return (type(module), tuple((name, tuple(p.shape)) for name, p in module.named_parameters()))
+
+
+def likeness(module: nn.Module) -> tuple[object, ...]:
+    """What two blocks share that differ in size alone: the classes of all their parts, and the names of their parameters."""
+    parts = tuple((name, type(part)) for name, part in module.named_modules())
+    return (parts, tuple(name for name, _ in module.named_parameters()))
+
+
+def _has_skip(call: Call) -> bool:
+    assert call.result is not None and call.given is not None
+    return call.given.node is not None and reaches(call.result.node, call.given.node, _SKIP, "Add")

@@ -1,0 +1,39 @@
+"""Small experiments on two spirals, as a file has them and as settings: seconds to train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sensli.paper.config import Data, Network, Optimizer, Options, Plan, Settings, parse, plan
+
+GOOD: dict[str, Any] = {
+    "name": "mine",
+    "title": "a test",
+    "shows": "nothing",
+    "runs": 3,
+    "settings": {
+        "network": {"kind": "fnn", "widths": [4, 4]},
+        "optimizer": {"lr": 0.1},
+        "batch": 450,
+        "epochs": 20,
+    },
+    "arms": {"LI": {"insert_at": [5]}, "small": {}},
+    "recipes": {"stated": {}, "run": {"settings": {"optimizer": {"lr": 0.2}}}},
+}
+
+
+def make_plan(recipe: str = "stated", **options: Any) -> Plan:
+    return plan(parse(GOOD, "mine.json"), recipe, Options(**options))
+
+
+def settings(**changes: Any) -> Settings:
+    base: dict[str, Any] = {
+        "network": Network("fnn", (4, 4)),
+        "optimizer": Optimizer(lr=0.2),
+        "batch": 90,
+        "epochs": 24,
+        "data": Data(train=90),
+        "insert_at": (6, 15),
+        "dtype": "float64",
+    }
+    return Settings(**{**base, **changes})

@@ -1,0 +1,473 @@
+"""The callback for the Trainer of Hugging Face, with the real Trainer and a real torchrun: grows, logs, resumes to the bit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import (  # noqa: E402  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import programs  # noqa: E402
+import ranks  # noqa: E402
+from parallel import same_on_all_ranks  # noqa: E402
+from sensli import Grower, find_sites, measure, triggers  # noqa: E402
+from sensli.errors import CheckpointError, SensliError, UnsupportedModel  # noqa: E402
+from sensli.integrations.transformers import GrowthCallback  # noqa: E402
+from sensli.page import read_history  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the library, about itself
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+VOCABULARY, EXACT = 17, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def make_model(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2, n_embd=8, n_head=2, vocab_size=VOCABULARY, n_positions=8, bos_token_id=0, eos_token_id=1, **options
+        )
+    )  # fmt: skip
+
+
+def rows(ragged: bool = False) -> list[dict[str, Tensor]]:
+    """Tokens of which every second one repeats the one before; ragged: rows of different lengths count, the rest is ignored."""
+    ids = torch.randint(0, VOCABULARY, (32, 6), generator=torch.Generator().manual_seed(1))
+    ids[:, 1::2] = ids[:, ::2]
+    labels = ids.clone()
+    for index in range(len(ids) if ragged else 0):
+        labels[index, 6 - index % 4 :] = -100
+    return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+
+
+def make(folder: Any, callback: Any, *, model: Any = None, cls: Any = Trainer, **options: Any) -> Any:
+    parts = {
+        name: options.pop(name)
+        for name in ("optimizers", "eval_dataset", "compute_loss_func", "train_dataset", "model_init")
+        if name in options
+    }
+    settings: dict[str, Any] = {
+        "num_train_epochs": 4, "per_device_train_batch_size": 8, "learning_rate": 0.01, "save_strategy": "epoch",
+        "logging_strategy": "epoch", "report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": 3,
+    }  # fmt: skip
+    args = TrainingArguments(output_dir=str(folder), **{**settings, **options})
+    if model is None and "model_init" not in parts:
+        model = make_model()
+    trainer = cls(model, args, callbacks=[callback], **{"train_dataset": rows(), **parts})
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def grow(*at: int, **options: Any) -> GrowthCallback:
+    return GrowthCallback(triggers.At(*at), **{"tau": 0.0, **options})
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert list(one) == list(other)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+# --- the loss is the Trainer's own ---
+
+
+def shifted(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class OwnLoss(Trainer):  # type: ignore[misc, unused-ignore]
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        output = model(inputs["input_ids"])  # by position
+        loss = 3 * shifted(output.logits, labels)
+        return (loss, output) if return_outputs else loss
+
+
+def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
+    callback = grow(2, 3, lr_scale=0.9)
+    model = make_model(**EXACT).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = make(
+        tmp_path, callback, model=model, cls=OwnLoss, save_strategy="no", train_sampling_strategy="sequential",
+        gradient_accumulation_steps=2, max_grad_norm=0.5,
+        optimizers=(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)),
+    )  # fmt: skip
+    trainer.train()
+
+    plain = make_model(**EXACT).double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    ids = torch.stack([row["input_ids"] for row in rows()])
+    grower = Grower(
+        plain, optimizer, example={"input_ids": ids[:8]}, trigger=triggers.At(2, 3), tau=0.0, lr_scale=0.9, scheduler=scheduler
+    )  # fmt: skip
+    plain.train()
+    for _ in range(4):
+        for batch in ids.split(16):
+            optimizer.zero_grad()
+            (3 * shifted(plain(batch).logits, batch)).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+        grower.step([({"input_ids": x}, x) for x in ids.split(8)], lambda out, x: 3 * shifted(out.logits, x))
+    assert [growth.name for growth in callback.history] == [growth.name for growth in grower.history]
+    assert len(callback.history) == 2 and model.config.n_layer == 4
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-4, atol=1e-7)  # GPT-2 casts to float32
+
+
+def smoothed(output: Any, labels: Tensor) -> Tensor:
+    return cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.2)
+
+
+def summed(output: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    kept = cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return kept / num_items_in_batch
+
+
+@pytest.mark.parametrize("way", ["model", "smoothing", "function"])
+def test_merits_are_those_of_the_trainer_s_loss_over_all_tokens(way: str, tmp_path: Path) -> None:
+    options = {"smoothing": {"label_smoothing_factor": 0.2}, "function": {"compute_loss_func": summed}}.get(way, {})
+    callback, model = grow(1, tau=1e9), make_model(**EXACT)
+    model.loss_type = "ForCausalLM"  # from which the Trainer knows that the first token of a row does not count
+    trainer = make(
+        tmp_path, callback, model=model, learning_rate=0.0, num_train_epochs=1, save_strategy="no",
+        train_dataset=rows(ragged=True), **options,
+    )  # fmt: skip
+    trainer.train()
+    batch = {name: torch.stack([row[name] for row in rows(ragged=True)]) for name in ("input_ids", "labels")}
+    loss = (lambda out, b: smoothed(out, b["labels"])) if way == "smoothing" else (lambda out, b: out.loss)
+    expected = measure(model, find_sites(model, batch), [batch], loss)
+    assert callback.grower is not None and callback.grower.last_merits is not None
+    found = callback.grower.last_merits
+    assert [m.value for m in found] == pytest.approx([m.value for m in expected], rel=1e-4)
+    assert [m.ratio for m in found] == pytest.approx([m.ratio for m in expected], rel=1e-4)
+    assert not callback.history and "forward" not in vars(model)
+
+
+# --- checkpoints ---
+
+
+class Interrupted(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 11:
+            raise KeyboardInterrupt
+
+
+RESUME = """
+import sys, torch, test_hugging_face as t
+torch.set_num_threads(1)
+trainer = t.make(sys.argv[1], t.grow(1, 2, 4, select="random"))
+trainer.train(resume_from_checkpoint=True)
+torch.save(trainer.model.state_dict(), sys.argv[2])
+t.compiled_in_bf16(sys.argv[1] + "/compiled")
+"""
+
+
+@pytest.mark.process
+def test_an_interrupted_run_goes_on_to_the_bit_in_a_fresh_process(tmp_path: Path) -> None:
+    whole = make(tmp_path / "whole", grow(1, 2, 4, select="random"))
+    whole.train()
+    trainer = make(tmp_path / "cut", callback := grow(1, 2, 4, select="random"))
+    trainer.add_callback(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert len(callback.history) == 2
+    arguments = [sys.executable, "-c", RESUME, str(tmp_path / "cut"), str(tmp_path / "weights")]
+    done = programs.run(arguments, tmp_path, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_same(whole.model.state_dict(), torch.load(tmp_path / "weights", weights_only=True))
+
+    # in the process that was interrupted too, back over a growth
+    trainer.remove_callback(Interrupted)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
+    assert_same(whole.model.state_dict(), trainer.model.state_dict())
+    assert len(callback.history) == 3
+    assert read_history(tmp_path / "cut" / "checkpoint-16" / "sensli.json") == callback.history
+
+
+def with_sgd() -> dict[str, Any]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))}
+
+
+def with_images() -> dict[str, Any]:
+    """A model that the library saves under older names than those its Trainer looks for."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=4, patch_size=2, num_labels=2))
+    return {
+        "model": model,
+        "train_dataset": [{"pixel_values": torch.randn(3, 4, 4), "labels": i % 2} for i in range(32)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}, 8),  # the last of an epoch
+        ({"save_strategy": "steps", "save_steps": 5, "gradient_checkpointing": True, "weight_decay": 0.1}, 10),
+        ({"gradient_accumulation_steps": 3, "model_init": lambda: make_model()}, 4),
+        (with_sgd, 8),
+        (with_images, 8),
+    ],
+    ids=["steps", "checkpointing", "accumulation", "sgd", "images"],
+)
+@pytest.mark.slow
+def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
+    def settings() -> dict[str, Any]:
+        return {"num_train_epochs": 3, "logging_strategy": "no", **(options() if callable(options) else options)}
+
+    growing: dict[str, Any] = {"lr_scale": 0.8, "batches": 2, "own_rate": 0.5 if step == 8 else None}
+    whole = make(tmp_path, first := grow(2, 3, **growing), **settings())
+    whole.train()
+    resumed = make(tmp_path / "again", second := grow(2, 3, **growing), **settings())
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert len(first.history) == len(second.history) == 2
+    assert first.history == second.history
+    assert_same(whole.model.state_dict(), resumed.model.state_dict())
+
+
+def test_the_best_model_comes_back_with_its_layers_and_everything_is_logged(tmp_path: Path) -> None:
+    plateau = triggers.Plateau(patience=1, threshold=10.0)  # nothing ever is an improvement
+    callback = GrowthCallback(plateau, monitor="eval_loss", tau=0.0)
+    trainer = make(
+        tmp_path, callback, eval_strategy="epoch", eval_dataset=rows()[:8], load_best_model_at_end=True,
+        greater_is_better=True, metric_for_best_model="eval_loss",  # so that an early one is the best
+    )  # fmt: skip
+    sizes = []
+
+    class Sizes(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            sizes.append(sum(p.numel() for p in model.parameters()))
+
+    trainer.add_callback(Sizes())
+    trainer.train()
+    logs = trainer.state.log_history
+    looks = [entry for entry in logs if "sensli/merit" in entry]
+    assert [entry["epoch"] for entry in looks] == [2.0, 3.0, 4.0]
+    counted = [entry["sensli/parameters"] for entry in logs if "sensli/parameters" in entry]
+    assert counted[:3] == sizes[1:] and counted[0] < counted[1]
+    assert all(entry["sensli/flops"] > 0 and entry["sensli/ratio"] > 0 for entry in looks)
+    assert len([entry for entry in logs if "loss" in entry]) == 4  # the Trainer's own are all there
+
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name != "checkpoint-16"  # or the test would prove nothing
+    expected = load_file(best / "model.safetensors")
+    assert_same(expected, {name: trainer.model.state_dict()[name] for name in expected})
+    assert len(callback.history) == len(read_history(best / "sensli.json")) < 3 == len(looks)
+    assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+    logits = trainer.predict(rows()[:4]).predictions
+    loaded = GPT2LMHeadModel.from_pretrained(best)
+    loaded.eval()
+    assert loaded.config.n_layer == 2 + len(callback.history)
+    with torch.no_grad():
+        again = loaded(torch.stack([row["input_ids"] for row in rows()[:4]])).logits
+    torch.testing.assert_close(torch.from_numpy(logits), again)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    first = make(tmp_path, grow(1, 2), num_train_epochs=2, model=make_model())
+    first.train()
+    folder = tmp_path / "checkpoint-8"
+    grown = GPT2LMHeadModel.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match="Give the Trainer the small model"):
+        make(tmp_path / "x", grow(1, 2), model=grown).train(resume_from_checkpoint=str(folder))
+    with pytest.raises(ValueError, match="valid checkpoint"):
+        first.train(resume_from_checkpoint=str(tmp_path / "absent"))
+    assert first.model.config.n_layer == 4  # untouched
+
+    (folder / "sensli.json").write_text('{"format": 1, "gro')
+    with pytest.raises(CheckpointError, match=r"sensli\.json is damaged"):
+        make(tmp_path / "x", grow(1, 2)).train(resume_from_checkpoint=str(folder))
+    (folder / "sensli.json").unlink()
+    with pytest.raises(CheckpointError, match=r"does not have.*sensli\.json is missing"):
+        make(tmp_path / "x", grow(1, 2)).train(resume_from_checkpoint=str(folder))
+
+
+class Net(nn.Module):
+    """A module of one's own: no configuration, no save_pretrained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, VOCABULARY))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.layers(self.table(input_ids))
+        return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def compiled_in_bf16(folder: str) -> None:
+    """A model of one's own, compiled, in mixed precision. In a process of its own: some processors need another setting for bf16."""
+    options = {"bf16": True, "torch_compile": True, "torch_compile_backend": "eager", "num_train_epochs": 3}
+    weights = []
+    for name, checkpoint in (("a", None), ("b", f"{folder}/a/checkpoint-8")):
+        trainer = make(f"{folder}/{name}", callback := grow(1, 3), model=Net(), **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        weights.append(trainer.model.state_dict())
+        assert len(callback.history) == 2 and hasattr(trainer.model_wrapped, "_orig_mod")
+    assert_same(*weights)
+
+
+# --- several processes ---
+
+
+def several(folder: str, processes: int) -> Any:
+    """One run on the same joined batches, whatever the number of processes, and the same again from the middle."""
+
+    def trainer(name: str) -> tuple[Any, GrowthCallback]:
+        callback = grow(1, 2, 3)
+        settings: dict[str, Any] = {
+            "gradient_accumulation_steps": 2,
+            "num_train_epochs": 3,
+            "train_dataset": rows(ragged=True),
+        }
+        size = 8 // processes
+        model = make_model(**EXACT).double()
+        return make(f"{folder}/{name}", callback, model=model, per_device_train_batch_size=size, **settings), callback
+
+    whole, callback = trainer("whole")
+    whole.train()
+    resumed, _ = trainer("again")
+    resumed.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-4")
+    assert_same(whole.model.state_dict(), resumed.model.state_dict())
+    merits = [entry["sensli/merit"] for entry in whole.state.log_history if "sensli/merit" in entry]
+    names = [growth.name for growth in callback.history]
+    return {"model": dict(whole.model.state_dict()), "merits": merits, "names": names}
+
+
+def in_two_processes() -> Any:
+    found = several(os.getcwd(), dist.get_world_size())
+    same_on_all_ranks_of(found["model"])
+    with pytest.raises(UnsupportedModel, match="fully_shard"):
+        make("sharded", grow(1), fsdp=True)
+    return found
+
+
+def same_on_all_ranks_of(state: dict[str, Tensor]) -> None:
+    module = nn.Module()
+    for index, tensor in enumerate(state.values()):
+        module.register_buffer(f"b{index}", tensor)
+    same_on_all_ranks(module)
+
+
+@pytest.mark.process
+def test_two_processes_equal_one_on_the_joined_batches(tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    found = ranks.run(in_two_processes, 2, tmp_path / "two")
+    expected = several(str(tmp_path / "one"), 1)
+    assert found["names"] == expected["names"] and len(found["names"]) == 3
+    assert found["merits"] == pytest.approx(expected["merits"], rel=1e-5)  # GPT-2 casts to float32 for the loss
+    for name, tensor in expected["model"].items():
+        torch.testing.assert_close(found["model"][name], tensor, rtol=1e-6, atol=1e-8)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"fp16": True}, "Use bf16=True"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"monitor": "eval_loss"}, "eval_strategy='no'"),
+        ({"monitor": "loss", "save_strategy": "steps"}, "Set save_strategy='epoch'"),
+    ],
+)
+def test_what_the_trainer_s_design_forbids_is_refused_before_training(
+    options: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    monitor = options.pop("monitor", None)
+    with pytest.raises(SensliError, match=text):
+        make(tmp_path, grow(1, monitor=monitor), **options)
+
+
+def test_mistakes_are_told_before_training(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    for options, text in (
+        ({"tau": -1.0}, "tau must be .*, got -1.0"),
+        ({"batches": 0}, "batches must be .*, got 0"),
+        ({"optimizer": None}, "belongs to the trainer"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=text):
+            grow(1, **options)
+    callback = grow(1)
+    assert torch.equal(before, torch.get_rng_state())
+    trainer = make(tmp_path, callback)
+    with pytest.raises(SensliError, match="belongs to another Trainer"):
+        make(tmp_path, callback)
+    trainer.args._n_gpu = 2
+    with pytest.raises(UnsupportedModel, match="DataParallel"):
+        trainer.train()
+    with pytest.raises(SensliError, match="nowhere to grow for where='conv'"):
+        make(tmp_path, grow(3, where="conv")).train()
+    trainer = make(
+        tmp_path, grow(1, monitor="eval_absent"), eval_strategy="epoch", eval_dataset=rows()[:8], save_strategy="no"
+    )
+    with pytest.raises(SensliError, match=r"monitor='eval_absent' was not logged.*eval_loss"):
+        trainer.train()
+
+
+def test_a_callback_that_is_added_later(tmp_path: Path) -> None:
+    make(tmp_path, grow(1), num_train_epochs=2).train()
+    args = TrainingArguments(
+        str(tmp_path / "x"), num_train_epochs=2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3,
+        per_device_train_batch_size=8, learning_rate=0.01, logging_strategy="no",
+    )  # fmt: skip
+    for attach in (True, False):
+        trainer = Trainer(make_model(), args, train_dataset=rows())
+        trainer.add_callback(callback := grow(1))
+        if attach:
+            callback.attach(trainer)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if attach else None)
+        assert len(callback.history) == 1 and trainer.model.config.n_layer == 3
+
+
+def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_path: Path) -> None:
+    def frozen(callback: GrowthCallback) -> Any:
+        model = make_model()
+        model.transformer.h.requires_grad_(False)
+        trains = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trains, lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        return make(
+            tmp_path, callback, model=model, optimizers=(optimizer, schedule), save_strategy="no", num_train_epochs=1
+        )
+
+    def behind(site: Any) -> bool:
+        return site.path == "transformer.h.1"
+
+    with pytest.raises(SensliError, match=r"(?s)nowhere to grow.*nothing would train a layer there.*group="):
+        frozen(grow(1, where=behind)).train()  # before the first epoch
+    callback = grow(1, where=behind, group=0)
+    trainer = frozen(callback)
+    trainer.train()
+    assert len(callback.history) == 1
+    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert all(id(p) in held for p in trainer.model.parameters() if p.requires_grad)

@@ -1,0 +1,82 @@
+"""What cannot grow is refused with a reason before anything changes; what a convolution is like stays."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from building import build, example_of
+from sensli import find_sites, insert
+from sensli.errors import UnsupportedModel
+
+
+def reasons(model: nn.Module, x: Tensor, **options: str) -> dict[str, str]:
+    return dict(find_sites(model, x, **options).skipped)
+
+
+def test_recurrent_layers_and_modules_used_twice() -> None:
+    model, batch = build("recurrent")
+    assert "is recurrent" in reasons(model, example_of(batch))["lstm"]
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.fc(self.fc(x).relu()).relu())
+
+    model = Twice()
+    assert "times in one forward pass" in reasons(model, torch.randn(3, 4))["fc"]
+    assert [site.path for site in find_sites(model, torch.randn(3, 4))] == ["head"]
+
+
+def test_scripted_and_quantised_modules() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(4, 4))
+        quantised = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
+        mixed = reasons(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), quantised), torch.randn(3, 4)
+        )  # torch warns: no gradient
+    assert "quantised" in mixed["2.0"]
+    assert "scripted" in reasons(nn.Sequential(scripted, nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4))["0"]
+
+
+def test_the_meta_device() -> None:
+    x, model = torch.randn(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(UnsupportedModel, match="meta device"):
+        find_sites(copy.deepcopy(model).to("meta"), x)
+    site = find_sites(model, x)[0]
+    model.to("meta")
+    names = list(model.state_dict())
+    with pytest.raises(UnsupportedModel, match="meta device"):
+        insert(model, site)
+    assert list(model.state_dict()) == names
+
+
+def test_blocks_without_a_twin_say_why() -> None:
+    model, batch = build("plain_blocks")
+    assert all(
+        "twin would learn nothing" in reason for reason in reasons(model, example_of(batch), layer="twin").values()
+    )
+    model, batch = build("mlp")
+    assert reasons(model, example_of(batch), layer="twin") == {
+        "": "no stack of blocks was reached by the example, so there is nowhere to grow"
+    }
+    with pytest.raises(ValueError, match=r"init must be one of .*, got 'new'"):
+        find_sites(model, example_of(batch), init="new")
+
+
+def test_the_memory_layout_of_images_is_kept() -> None:
+    model, (x, _) = build("cnn_channels_last")
+    model.eval()
+    for site in find_sites(model, x):
+        insert(model, site)
+    new = [p for name, p in model.named_parameters() if "grown" in name and p.ndim == 4]
+    assert new and all(p.is_contiguous(memory_format=torch.channels_last) for p in new)
+    assert model[:3](x).is_contiguous(memory_format=torch.channels_last)

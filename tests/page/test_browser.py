@@ -1,0 +1,172 @@
+"""The growth page in a real browser: it loads cleanly, the slider moves the picture, and every number is the history's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from browser import chromium, opened
+from recorded import infinite
+from sensli import Grower, History, triggers
+from sensli.cli import demo
+from sensli.page import page_data, write_page
+
+pytestmark = pytest.mark.process
+
+CANVAS = "document.querySelector('#boundary .main canvas').toDataURL()"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
+    """The page of a short demo, and the history it was made from."""
+    out = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("EPOCHS", 60), ("LOOKS", (20, 40)), ("TAU", 0.2)):
+            patch.setattr(demo, name, value)
+        demo.demo(out, seed=0, as_json=True)
+    return out / "growth.html", History.load(out / "history.json")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
+    """The page of a convolutional network that grew once and refused once; its names try to break out of the page."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    x, y = torch.randn(16, 1, 8, 8), torch.randint(0, 2, (16,))
+    history = History()
+    for tau in (0.0, 1e6):
+        grower = Grower(model, example=x[:1], trigger=triggers.Every(5), tau=tau)
+        grower.history, grower.calls = history, history.record.calls
+        for _ in range(5):
+            grower.step([(x, y)], cross_entropy, metric=1 / (grower.calls + 3))
+    file = write_page(
+        tmp_path_factory.mktemp("report") / "page.html",
+        page_data(history, title="</script><img src=x onerror=alert(1)> <!--data-->", measure="loss"),
+    )
+    return file, history
+
+
+def test_the_numbers_are_the_historys(browser: Any, film: tuple[Path, History]) -> None:
+    file, history = film
+    metrics = dict(history.record.metrics)
+    for look in history.record.looks:
+        with opened(browser, file, place=f"epoch={look.call}") as page:
+            assert page.locator("#epoch").inner_text() == f"epoch {look.call}"
+            shown = page.eval_on_selector_all("[data-merit]", "all => all.map(e => e.dataset.merit)")
+            assert [float(value) for value in shown] == [merit.value for merit in look.merits]
+            assert page.locator(".bar.won .name span").first.inner_text() == look.merits[look.chosen[0]].site
+            assert f"{look.merits[0].value:.2e}" in page.locator("[data-merit]").first.inner_text()
+            assert float(page.get_attribute("#tau", "data-tau")) == look.tau == 0.2
+            assert look.reason in page.locator(".why").inner_text()
+            assert page.locator("#decision .line").inner_text() == str(look)
+            grown = page.locator("[data-curve=grown]")
+            assert float(grown.get_attribute("data-value")) == metrics[look.call]
+            assert float(grown.inner_text().split()[-1]) == pytest.approx(metrics[look.call], rel=1e-3)
+            parameters = sum(
+                unit.parameters for call, units in history.record.outlines if call == look.call for unit in units
+            )
+            assert page.locator("#size").inner_text() == f"{parameters} parameters"
+
+
+def test_an_infinite_ratio_is_shown(browser: Any, tmp_path: Path) -> None:
+    file = write_page(tmp_path / "page.html", page_data(infinite()))
+    with opened(browser, file, place="epoch=1") as page:
+        assert "Infinity x mean" in page.locator("[data-merit]").first.inner_text()
+        assert "inf x mean" in page.locator("#decision .line").inner_text()
+
+
+def test_the_slider_moves_the_picture(browser: Any, film: tuple[Path, History]) -> None:
+    with opened(browser, film[0]) as page:
+        assert page.locator("#epoch").inner_text() == "epoch 60"
+        before, cursor = page.evaluate(CANVAS), page.get_attribute("#cursor", "x1")
+        columns = "new Set([...document.querySelectorAll('[data-column]')].map(c => c.dataset.column)).size"
+        assert page.evaluate(columns) == 6
+        page.focus("#slider")
+        page.keyboard.press("Home")
+        assert page.locator("#epoch").inner_text() == "epoch 0"
+        page.wait_for_function(f"{columns} === 4")
+        assert page.evaluate(CANVAS) != before
+        assert page.get_attribute("#cursor", "x1") != cursor
+        assert "The first look at all places is at epoch 20" in page.locator("#decision").inner_text()
+        page.keyboard.press("n")
+        assert page.locator("#epoch").inner_text() == "epoch 20"
+        page.wait_for_function(f"{columns} === 5")
+        assert "inserted: Linear(10, 10) + ReLU after " in page.locator("#state").inner_text()
+        page.keyboard.press("ArrowLeft")
+        assert page.locator("#epoch").inner_text() == "epoch 19"
+
+
+def test_the_film_plays_and_stops(browser: Any, film: tuple[Path, History]) -> None:
+    with opened(browser, film[0], reduced_motion="reduce") as page:
+        page.click("#play")
+        page.wait_for_function("Number(document.getElementById('slider').value) > 3")
+        assert page.get_attribute("#play", "aria-label") == "Stop"
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press("Space")
+        assert page.get_attribute("#play", "aria-label") == "Play"
+        stopped = page.input_value("#slider")
+        page.wait_for_timeout(300)
+        assert page.input_value("#slider") == stopped
+
+
+@pytest.mark.parametrize("which", ["film", "report"])
+def test_it_fits_a_phone_and_has_words_for_everything(browser: Any, which: str, request: pytest.FixtureRequest) -> None:
+    file, _ = request.getfixturevalue(which)
+    with opened(browser, file, viewport={"width": 360, "height": 740}, color_scheme="dark") as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
+        nameless = (
+            "[...document.querySelectorAll('button, input, [role=img]')].filter(e => !e.getAttribute('aria-label'))"
+        )
+        assert page.evaluate(f"{nameless}.length") == 0
+        small = "[...document.querySelectorAll('button')].filter(e => e.getBoundingClientRect().height < 40).length"
+        assert page.evaluate(small) == 0
+
+
+def test_a_report_shows_any_model_and_a_refusal(browser: Any, report: tuple[Path, History]) -> None:
+    file, history = report
+    assert [len(look.inserted) for look in history.record.looks] == [1, 0]
+    boxes = "[...document.querySelectorAll('[data-unit]')].map(e => e.dataset.unit)"
+    with opened(browser, file, place="epoch=4") as page:
+        assert page.evaluate(boxes) == ["0", "1", "2", "3", "4", "5"]
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function(f"{boxes}.length === 7")
+        assert page.evaluate(boxes) == [unit.path for unit in history.record.outlines[1][1]]
+        page.keyboard.press("n")
+        assert "nothing inserted" in page.locator("#decision").inner_text()
+        assert page.locator(".bar.won").count() == 0
+        assert page.locator("#boundary").is_hidden()
+        # a title is text, whatever stands in it
+        assert page.locator("h1").inner_text() == "</script><img src=x onerror=alert(1)> <!--data-->"
+        assert page.locator("img").count() == 0
+
+
+def test_no_size_of_the_window_is_an_error(
+    browser: Any, film: tuple[Path, History], report: tuple[Path, History]
+) -> None:
+    """Before the first layout and in a hidden frame a page has no width; it draws itself when it gets one."""
+    for file, _ in (film, report):
+        with opened(browser, file, viewport={"width": 1, "height": 1}) as page:
+            page.set_viewport_size({"width": 900, "height": 700})
+            page.wait_for_function("document.querySelector('#loss svg').width.baseVal.value > 300")
+
+
+def test_without_javascript_the_words_are_there(browser: Any, film: tuple[Path, History]) -> None:
+    file, history = film
+    with opened(browser, file, java_script_enabled=False) as page:
+        text = page.locator("#words").inner_text()
+        for look in history.record.looks:
+            assert str(look) in text and look.reason in text
+        assert page.get_by_text("The film needs JavaScript").is_visible()

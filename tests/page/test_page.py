@@ -1,0 +1,112 @@
+"""The growth page without a browser: what is read, what is refused, what the file holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from recorded import BATCHES, X, grow, make_model
+from sensli import Grower, History, find_sites, insert, measure, triggers
+from sensli.cli.main import main
+from sensli.errors import HistoryError
+from sensli.growing.checkpoint import save_checkpoint
+from sensli.page import page_data, read_history
+from sensli.page.writing import render
+
+
+def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grower = grow()
+    grower.history.save(tmp_path / "history.json")
+    (tmp_path / "state.json").write_text(json.dumps(grower.state_dict()))
+    torch.save({"model": grower.model.state_dict(), "grower": grower.state_dict()}, tmp_path / "run.pt")
+    save_checkpoint(tmp_path / "run.ckpt", grower.model, grower=grower)
+    for name in ("history.json", "state.json", "run.pt", "run.ckpt"):
+        assert read_history(tmp_path / name).record == grower.history.record
+        assert main(["report", str(tmp_path / name), "--metric", "loss"]) == 0
+        out = capsys.readouterr().out
+        page = (tmp_path / name).with_suffix(".html")
+        assert str(page) in out and page.exists()
+        for look in grower.history.record.looks:
+            assert str(look) in out
+    assert main(["report", str(tmp_path / "history.json"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [look["inserted"] for look in told["looks"]] == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "neither JSON nor a file of torch.save"),
+        (b"{", "cannot be read (JSONDecodeError"),
+        (b"{}", "does not contain a history"),
+        (b"PK\x03\x04broken", "cannot be read"),
+        (b'{"growths": []}', "no record of the training"),
+        (b'{"growths": [3]}', "the history is damaged"),
+    ],
+)
+def test_what_is_no_history_is_refused_in_one_line(
+    tmp_path: Path, content: bytes, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    assert main(["report", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.startswith("sensli: ") and len(error.strip().splitlines()) == 1
+    assert not file.with_suffix(".html").exists()
+
+
+def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (Path.touch, (tmp_path / "sprung",))  # type: ignore[return-value]
+
+    torch.save({"grower": Trap()}, tmp_path / "bad.pt")
+    with pytest.raises(HistoryError, match="cannot be read"):
+        read_history(tmp_path / "bad.pt")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_the_page_is_one_file_with_the_data_in_it() -> None:
+    history = grow().history
+    page = render(page_data(history, title="<b> & co"))
+    assert not re.search(r"(?:src|href)=\"(?!data:)", page) and "http://" not in page.replace(
+        "http://www.w3.org/2000/svg", ""
+    )
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S).group(1))  # type: ignore[union-attr]
+    assert data["title"] == "<b> & co" and "<h1>&lt;b&gt; &amp; co</h1>" in page
+    assert data["curves"][0]["values"] == [metric for _, metric in history.record.metrics]
+    assert data["frames"] == [0, 1, 2, 3, 4]
+    assert [look["line"] for look in data["looks"]] == [str(look) for look in history.record.looks]
+    for look in data["looks"]:
+        for merit in look["merits"]:
+            assert merit["value"] == pytest.approx(merit["ratio"] * look["mean"])
+
+
+def test_a_history_without_a_record_is_refused() -> None:
+    model = make_model()
+    history = History([insert(model, find_sites(model, X[:1])[0])])
+    with pytest.raises(HistoryError, match="no record of the training"):
+        page_data(history)
+
+
+def test_an_undone_growth_is_said_to_be_undone() -> None:
+    history = grow().history
+    history.pop()
+    assert [look["undone"] for look in page_data(history)["looks"]] == [[], [2]]
+
+
+def test_tables_in_a_notebook() -> None:
+    model = make_model()
+    sites = find_sites(model, X[:1])
+    merits = measure(model, sites, BATCHES, cross_entropy)
+    grower = Grower(model, example=X[:1], trigger=triggers.Every(1), tau=0)
+    grower.step(BATCHES, cross_entropy)
+    for shown in (sites, merits, grower.history):
+        html = shown._repr_html_()
+        assert html.startswith("<table>") and str(sites[0].layer) in html
+    assert f"{merits.best.value:.3e}" in merits._repr_html_()

@@ -1,0 +1,126 @@
+"""The documentation's code runs and prints what it says, its error texts are those of the code, and it builds strictly."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+
+import programs
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# a block of code and, where one follows at once, the block of its output
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.S)
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_prints_what_the_page_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All blocks of a page run one after another, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    with torch.random.fork_rng():
+        for code, output in BLOCK.findall(page.read_text()):
+            exec(compile(code, str(page), "exec"), names)
+            printed = capsys.readouterr().out
+            if not output:
+                continue
+            # Words to the letter; numbers after training to some per cent, because processors round differently.
+            assert NUMBER.sub("#", printed) == NUMBER.sub("#", output)
+            found, promised = (list(map(float, NUMBER.findall(text))) for text in (printed, output))
+            assert found == pytest.approx(promised, rel=0.1)
+
+
+def test_every_method_and_task_has_code_that_runs() -> None:
+    cards = {page for folder in ("methods", "tasks") for page in (DOCS / folder).glob("*.md")}
+    assert len(cards) >= 10 and cards <= set(PAGES)
+
+
+def _texts(pattern: str = "**/*.py") -> Iterator[str]:
+    """All texts of the source; what an f-string fills in becomes a sign of its own."""
+    for file in (ROOT / "src" / "sensli").glob(pattern):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def _is_raised(heading: str, texts: list[str]) -> bool:
+    name, _, what = heading.partition(" must be ")
+    if name in texts and what:  # a checked argument: the name and what it must be meet when the error is raised
+        return _is_raised(what, texts)
+    pattern = ".+?".join(re.escape(part) for part in heading.split("…"))
+    return any(re.search(pattern, text, re.S) for text in texts)
+
+
+def _quoted() -> list[str]:
+    headings = re.findall(r"^### (.+)$", (DOCS / "errors.md").read_text(), re.M)
+    return [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
+
+
+def test_errors_of_every_part_are_there() -> None:
+    """Each file that a user's mistake can reach has at least one of its texts on the page."""
+    parts = "modules/engines/ddp modules/engines/distributed modules/engines/fsdp modules/wrappers moves/finding moves/trace/flow"
+    parts += " merits/measuring merits/merits surgery/averaging surgery/insertion surgery/history/history surgery/state/optim"
+    parts += (
+        " surgery/state/own_rate surgery/state/rates growing/checkpoint growing/grower growing/storage growing/triggers"
+    )
+    parts += " text/writing page/reading integrations/lightning integrations/sklearn cli/loading"
+    known = [text for text in _quoted() if len(text) > 12]
+    texts = {part: list(_texts(f"{part}.py")) for part in parts.split()}
+    assert [part for part, its in texts.items() if not any(_is_raised(text, its) for text in known)] == []
+
+
+def test_error_texts_are_those_of_the_code() -> None:
+    texts = list(_texts())
+    quoted = _quoted()
+    assert len(quoted) > 25
+    assert [text for text in quoted if not _is_raised(text, texts)] == []
+
+
+def _build(root: Path, site: Path) -> CompletedProcess[str]:
+    """The command of `make docs`, as the Makefile has it, in a copy or in the project itself."""
+    recipe = re.search(r"mkdocs (build .*)", (ROOT / "Makefile").read_text())
+    assert recipe is not None
+    command = [sys.executable, "-m", "mkdocs", *recipe.group(1).split(), "--site-dir", str(site)]
+    return programs.run(command, root)
+
+
+@pytest.mark.process
+def test_it_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is missing. Get it with: pip install 'sensli[docs]'")
+    done = _build(ROOT, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "api" / "index.html").read_text()
+    for name in ("find_sites", "Grower", "Plateau", "Look", "load_checkpoint", "GrowthCallback", "GrowingClassifier"):
+        assert f'id="sensli.{name}"' in page or f".{name}" in page
+    # nothing is loaded from another server
+    front = (tmp_path / "site" / "index.html").read_text()
+    assert "fonts.googleapis" not in front
+
+
+@pytest.mark.process
+def test_a_dead_link_stops_the_build(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is missing. Get it with: pip install 'sensli[docs]'")
+    dead = ["nowhere.md", "concepts.md#nowhere", "/concepts.md"]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# A page\n\n" + "\n".join(f"[gone]({link})\n" for link in dead))
+    (tmp_path / "docs" / "concepts.md").write_text("# Concepts\n")
+    validation = re.search(r"^validation: .*$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert validation is not None
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: links\n{validation.group()}\n")
+    done = _build(tmp_path, tmp_path / "site")
+    told = done.stdout + done.stderr
+    assert done.returncode != 0 and f"Aborted with {len(dead)} warnings in strict mode" in told
+    assert [link for link in dead if f"'{link}'" not in told] == []

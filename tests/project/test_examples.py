@@ -1,0 +1,91 @@
+"""The examples of the engines run, in processes of their own where it matters, and none is over 40 lines."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import programs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Runs an example in this process, which has imported its libraries already, and returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(script: str) -> str:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_here
+
+
+def run(script: str, folder: Path, command: list[str] | None = None, arguments: list[str] | None = None) -> str:
+    full = [*(command or [sys.executable]), str(EXAMPLES / script), *(arguments or [])]
+    done = programs.run(full, folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(script: Path) -> None:
+    assert len(script.read_text().splitlines()) <= 40
+
+
+@pytest.mark.process
+def test_resume_goes_on_where_it_stopped(here: Callable[[str], str], tmp_path: Path) -> None:
+    assert "from call 0, 0 growths" in here("10_resume.py")
+    assert "from call 30, 3 growths" in run("10_resume.py", tmp_path)
+
+
+@pytest.mark.process
+def test_ddp(tmp_path: Path) -> None:
+    printed = run("11_ddp.py", tmp_path, TORCHRUN)
+    assert "all 2 processes: growth 2" in printed
+    assert "weights the same on all ranks: True" in printed
+
+
+@pytest.mark.process
+def test_lightning_in_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    printed = run("12_lightning.py", tmp_path, arguments=["2"])
+    sums = [line.split("sum of weights ")[1] for line in printed.splitlines() if "sum of weights" in line]
+    assert printed.count("2 growths") == 2
+    assert len(sums) == 2 and sums[0] == sums[1]
+
+
+@pytest.mark.filterwarnings("default")
+def test_hugging_face(here: Callable[[str], str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    printed = here("13_hugging_face.py")
+    assert "rank 0: 3 blocks" in printed and "growth 2: Twin(LlamaDecoderLayer)" in printed
+    assert (tmp_path / "grown" / "checkpoint-48" / "sensli.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_scikit_learn(here: Callable[[str], str]) -> None:
+    pytest.importorskip("sklearn")
+    printed = here("14_scikit_learn.py")
+    assert "growth 1: Linear(32, 32) + ReLU" in printed
+
+
+@pytest.mark.process
+def test_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    printed = run("15_many_runs_with_ray.py", tmp_path)
+    assert "3 of 3 arms computed" in printed and "wide (stated), large: 20 runs" in printed
+
+
+@pytest.mark.process
+def test_mixed_precision(tmp_path: Path) -> None:
+    """In its own process: on some processors bf16 kernels end it with an illegal instruction."""
+    assert "2 layers inserted, the averaged model is right on 9" in run("16_mixed_precision.py", tmp_path)

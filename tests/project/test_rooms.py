@@ -1,0 +1,98 @@
+"""The rooms of the house: imports between them go in one direction, and CONTRIBUTING shows them as they are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "sensli"
+TESTS = ROOT / "tests"
+# A room may import from those before it, and from itself.
+ROOMS = (
+    "errors", "text", "modules", "moves", "merits", "surgery", "growing", "page", "integrations", "paper", "cli",
+)  # fmt: skip
+# Inside of a room too: engines build on the rest of modules, the trace knows nothing of moves, and the records and what follows a
+# change know nothing of the change itself.
+INNER = (("modules", "modules.engines"), ("moves.trace", "moves"), ("surgery.state", "surgery.history", "surgery"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names below sensli that a file imports, also inside of functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sensli":
+            base = node.module.removeprefix("sensli").removeprefix(".")
+            yield from (f"{base}.{alias.name}" if base else alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("sensli.") for a in node.names if a.name.startswith("sensli."))
+
+
+def within(name: str, order: tuple[str, ...]) -> str | None:
+    """The innermost of these rooms that a dotted name lies in."""
+    return max((room for room in order if f"{name}.".startswith(f"{room}.")), key=len, default=None)
+
+
+def modules(path: Path) -> Iterator[str]:
+    """Dotted names of the modules that a file imports, also in a program that it holds as text."""
+    yield from re.findall(r"^ *(?:from|import) +([\w.]+)", path.read_text(), re.M)
+
+
+FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent != SOURCE or path.stem == "errors"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_in_one_direction(path: Path) -> None:
+    room = path.relative_to(SOURCE).with_suffix("").parts[0]
+    for name in imports(path):
+        other = name.split(".")[0]
+        if other in ROOMS:
+            assert ROOMS.index(other) <= ROOMS.index(room), f"{room} must not import from {other} ({name})"
+    here = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    for order in INNER:
+        for name in imports(path):
+            own, other = within(here, order), within(name, order)
+            if own and other:
+                assert order.index(other) <= order.index(own), f"{own} must not import from {other} ({name})"
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    folders = {path.parent for path in SOURCE.rglob("*.py")} - {SOURCE}
+    assert {folder.relative_to(SOURCE).parts[0] for folder in folders} == set(ROOMS) - {"errors"}
+    for folder in folders:
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert text, f"{folder.relative_to(SOURCE)} does not say what it is for"
+
+
+def test_the_house_has_a_dozen_entries_and_the_mark_of_typed_packages() -> None:
+    entries = {path.name for path in SOURCE.iterdir()} - {"__pycache__", "py.typed"}
+    assert entries == {"__init__.py", "errors.py", *ROOMS} - {"errors"} and len(entries) <= 12
+
+
+def test_contributing_shows_the_rooms_as_they_are() -> None:
+    shown = (ROOT / "CONTRIBUTING.md").read_text()
+    block = shown.split("```\nerrors", 1)[1].split("```", 1)[0]
+    names = [
+        "errors",
+        *(line.split("/")[0].strip() for line in block.splitlines() if "/" in line and not line.startswith(" ")),
+    ]
+    assert tuple(names) == ROOMS
+
+
+def test_tests_lie_in_the_rooms_of_what_they_test() -> None:
+    """Helpers have a folder of their own; what concerns the whole project is in `project`."""
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py") if path != TESTS / "conftest.py"}
+    strange = [str(folder) for folder in folders if not (SOURCE / folder / "__init__.py").is_file()]
+    assert sorted(strange) == ["helpers", "project"]
+    misplaced = [path.name for path in (TESTS / "helpers").iterdir() if path.name.startswith(("test_", "conftest"))]
+    assert misplaced == []
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_test_file_is_imported(path: Path) -> None:
+    """But by itself, in a program that it starts."""
+    others = [name for name in modules(path) if name.split(".")[-1] != path.stem]
+    assert [name for name in others if name.split(".")[-1].startswith(("test_", "conftest"))] == []

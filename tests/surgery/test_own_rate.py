@@ -1,0 +1,135 @@
+"""A learning rate of its own for a new layer, and only the new layer training, under every scheduler of torch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+from schedules import EACH, KINDS, STEPS, Make, rates, state, step
+from sensli import Growth, find_sites, insert, undo
+from sensli.errors import OptimizerError
+
+AT = 6
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 2)).double()
+
+
+def two_groups(model: nn.Module, kind: Callable[..., Optimizer]) -> Optimizer:
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    return kind([{"params": weights}, {"params": biases, "lr": 0.05}], lr=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("make", EACH)
+def test_its_own_rate_follows_the_schedule_at_its_own_height(make: Make, kind: Callable[..., Optimizer]) -> None:
+    plain = two_groups(network(), kind)
+    reference = make(plain)
+    expected = [step(plain, reference) for _ in range(STEPS)]
+
+    model = network()
+    optimizer = two_groups(model, kind)
+    scheduler = make(optimizer)
+    seen = [step(optimizer, scheduler) for _ in range(AT)]
+    site = find_sites(model, torch.randn(5, 3).double())[1]
+    growth = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=0.25)
+    new = {id(p) for name, p in model.named_parameters() if name in growth.parameters}
+    assert [{id(p) for p in group["params"]} <= new for group in optimizer.param_groups] == [False, False, True, True]
+    grown = []
+    for _ in range(STEPS - AT):
+        rate = step(optimizer, scheduler)
+        seen.append(rate[:2])
+        grown.append(rate[2:])
+    assert seen == expected  # the others as without growth
+    values: list[Any] = [v for each in (scheduler, *getattr(scheduler, "_schedulers", ())) for v in _floors(each)]
+    if not any(values):
+        for own, neighbours in zip(grown, expected[AT:], strict=True):
+            assert own == pytest.approx([0.25 * rate for rate in neighbours], rel=1e-9)
+    assert all(rate >= 0 for own in grown for rate in own)
+
+
+def _floors(scheduler: LRScheduler) -> list[float]:
+    floors = [
+        getattr(scheduler, "eta_min", 0),
+        getattr(scheduler, "default_min_lr", 0) or 0,
+        *getattr(scheduler, "min_lrs", ()),
+    ]
+    # a change below eps is not made, which a quarter of the rate reaches first
+    return [*floors, float(getattr(scheduler, "eps", 0) > 1e-6)]
+
+
+@pytest.mark.parametrize("make", EACH)
+def test_undo_takes_groups_and_entries_out_again(make: Make) -> None:
+    model = network()
+    optimizer = two_groups(model, KINDS[0])
+    scheduler = make(optimizer)
+    for _ in range(AT):
+        step(optimizer, scheduler)
+    before, weights = state(optimizer, [scheduler]), copy.deepcopy(model.state_dict())
+    site = find_sites(model, torch.randn(5, 3).double())[0]
+    growth = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=3.0, lr_scale=0.5, freeze_rest=True)
+    growth = Growth.from_dict(json.loads(json.dumps(growth.to_dict())))
+    undo(model, growth, optimizer=optimizer, scheduler=scheduler)
+    assert repr(state(optimizer, [scheduler])) == repr(before)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_only_the_new_layer_trains() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    x, y = torch.randn(8, 3).double(), torch.randint(0, 2, (8,))
+    nn.functional.cross_entropy(model(x), y).backward()  # a gradient from before must not be stepped along
+    model[0].bias.requires_grad_(False)
+    growth = insert(model, find_sites(model, x)[0], optimizer=optimizer, freeze_rest=True)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == set(growth.parameters)
+    undo(model, growth, optimizer=optimizer)
+    assert not model[0].bias.requires_grad and model[0].weight.requires_grad  # what rested before rests on
+
+
+def test_refusals_change_nothing() -> None:
+    class Own(LRScheduler):
+        def __init__(self, optimizer: Optimizer) -> None:
+            self.heights = [1.0 for _ in optimizer.param_groups]
+            super().__init__(optimizer)
+
+        def get_lr(self) -> list[float]:
+            return [base * height for base, height in zip(self.base_lrs, self.heights, strict=True)]
+
+    model = network()
+    optimizer = two_groups(model, SGD)
+    site = find_sites(model, torch.randn(5, 3).double())[0]
+    names, before = list(model.state_dict()), rates(optimizer)
+    with pytest.raises(OptimizerError, match="must be a positive number"):
+        insert(model, site, optimizer=optimizer, own_rate=0.0)
+    with pytest.raises(OptimizerError, match="needs optimizer="):
+        insert(model, site, own_rate=0.5)
+    scheduler = Own(optimizer)
+    with pytest.raises(OptimizerError, match="without the scheduler of SGD"):
+        insert(model, site, optimizer=optimizer, own_rate=0.5)
+    with pytest.raises(OptimizerError, match=r"Own\.heights is as long a list"):
+        insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=0.5)
+    assert list(model.state_dict()) == names and rates(optimizer) == before
+
+    scheduler = StepLR(optimizer, 3)
+    growth = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=0.5)
+    optimizer.param_groups[2]["params"].append(nn.Parameter(torch.ones(1)))
+    with pytest.raises(OptimizerError, match="not the one that the growth added"):
+        undo(model, growth, optimizer=optimizer, scheduler=scheduler)

@@ -1,0 +1,182 @@
+"""What a Grower writes down: every look, every metric, the layers; and that it comes back from JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from recorded import BATCHES, X, Y, grow, make_model
+from sensli import Grower, History, replay, triggers
+from sensli.errors import HistoryError
+from sensli.surgery.history import record as record_module
+from sensli.surgery.history.outline import outline
+from sensli.surgery.history.record import Look, Record
+
+
+def test_every_look_is_kept_with_all_merits() -> None:
+    grower = grow()
+    record = grower.history.record
+    assert [look.call for look in record.looks] == [2, 4]
+    assert [look.inserted for look in record.looks] == [(1,), (2,)]
+    assert [len(look.merits) for look in record.looks] == [2, 3]
+    assert record.metrics == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    for look, growth in zip(record.looks, grower.history, strict=True):
+        chosen = look.merits[look.chosen[0]]
+        assert (chosen.site, chosen.value, chosen.ratio) == (
+            str(growth.site), growth.details["merit"], growth.details["ratio"],
+        )  # fmt: skip
+
+
+def test_a_look_without_insertion_is_kept_with_its_reason() -> None:
+    looks = grow(tau=1e9).history.record.looks
+    assert len(looks) == 2 and not looks[0].inserted and len(looks[0].merits) == 2
+    assert "below tau = 1e+09" in looks[0].reason
+    assert str(looks[0]).startswith("epoch 2: nothing inserted | the best, Linear(4, 4) + ReLU after")
+    no_room = grow(trigger=triggers.Every(2) & triggers.Budget(parameters=43)).history.record.looks
+    assert [look.reason for look in no_room] == ["the trigger's limits leave no room for a layer at any site"] * 2
+
+
+def test_the_reason_of_a_control_names_the_largest_merit() -> None:
+    look = grow(calls=2, select="smallest").history.record.looks[0]
+    assert look.chosen == (1,)
+    assert look.reason.startswith("select=smallest gave it, and the largest merit, ")
+    own = grow(calls=2, select=lambda merits: merits.worst).history.record.looks[0]
+    assert own.chosen == (1,) and own.reason.startswith("select=<lambda> gave it, and ")
+
+
+def test_zero_merits_are_kept_too() -> None:
+    grower = Grower(make_model(), example=X[:1], trigger=triggers.Every(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        grower.step(BATCHES, lambda output, target: output.sum() * 0.0)
+    assert [look.reason for look in grower.history.record.looks] == ["all merits are zero"]
+
+
+def test_one_line_per_decision() -> None:
+    look = grow().history.record.looks[0]
+    merit = look.merits[0]
+    before = 2 * (2 * 4 + 4 * 4 + 4 * 2)
+    assert look.flops == before and look.parameters == 42
+    assert str(look) == (
+        f"epoch 2: +{merit.site} | merit {merit.value:.1e}, {merit.ratio:.2g} x mean | 42 -> 62 parameters, x1.5, +{32 / before:.0%} FLOPs"
+    ).replace("%", " %")
+    both = grow(calls=2, count=2).history.record.looks[0]
+    assert len(str(both).splitlines()) == 2 and both.inserted == (1, 2)
+    assert "| 42 -> 62 parameters, x1.5," in str(both) and "| 62 -> 82 parameters, x1.3," in str(both)
+    assert "(2 layers at once)" in both.reason
+
+
+def test_round_trip_and_older_files() -> None:
+    history = grow().history
+    text = history.to_json()
+    again = History.from_json(text)
+    assert again == history and again.record == history.record
+    assert again.to_json() == text
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    data = history.to_dict()
+    del data["record"]  # as written before there was one
+    older = History.from_dict(data)
+    assert older == history and not older.record
+    assert "record" not in older.to_dict()
+    replay(make_model(), older)
+
+
+def test_a_damaged_record_is_refused_with_the_reason() -> None:
+    data = grow().history.to_dict()
+    data["record"]["looks"][0].pop("merits")
+    with pytest.raises(HistoryError, match="the history is damaged: the key 'merits' is missing"):
+        History.from_dict(data)
+
+
+def test_a_resumed_grower_goes_on_writing() -> None:
+    grower = grow(calls=2)
+    model = replay(make_model(), grower.history)
+    again = Grower(model, example=X[:1], trigger=triggers.Every(2), tau=0)
+    again.load_state_dict(json.loads(json.dumps(grower.state_dict())))
+    for call in (2, 3):
+        again.step(BATCHES, cross_entropy, metric=1 / (call + 1))
+    assert [look.call for look in again.history.record.looks] == [2, 4]
+    assert [call for call, _ in again.history.record.metrics] == [1, 2, 3, 4]
+    assert len(again.history.record.outlines) == 3
+
+
+def test_a_call_that_raises_leaves_no_trace() -> None:
+    grower = grow(calls=1)
+    with pytest.raises(RuntimeError):
+        grower.step([(X[:, :1], Y)], cross_entropy, metric=7.0)
+    assert grower.history.record.metrics == [(1, 1.0)] and not grower.history.record.looks
+
+
+def test_metrics_stay_few_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "LIMIT", 10)
+    record = Record()
+    for call in range(1, 101):
+        record.count(call, math.nan if call == 96 else float(call))
+    assert len(record.metrics) <= 10 and record.calls == 100
+    assert all(call == metric for call, metric in record.metrics if metric is not None)
+    assert (96, None) in record.metrics
+
+
+def test_the_log_is_told_every_decision() -> None:
+    told: list[Look] = []
+    grower = grow(log=told.append)
+    assert told == grower.history.record.looks
+    with pytest.raises(TypeError, match="log must be a function that takes one Look"):
+        grow(log=3)
+
+
+def test_tensorboard_gets_merits_sizes_and_decisions(tmp_path: Path) -> None:
+    """What its own reader finds in the file that its own writer wrote."""
+    pytest.importorskip("tensorboard", reason="TensorBoard is missing. Get it with: pip install 'sensli[dev]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        looks = grow(log=writer).history.record.looks
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    best = looks[0].merits[0]
+    merits = {event.step: event.value for event in events.Scalars(f"sensli/merit/{best.site}")}
+    assert merits[2] == pytest.approx(best.value)
+    assert [(e.step, e.value) for e in events.Scalars("sensli/parameters")] == [(2, 62), (4, 82)]
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("sensli/decision/text_summary")]
+    assert texts == [str(look) for look in looks]
+
+
+def test_a_log_that_fails_does_not_stop_the_training() -> None:
+    with pytest.warns(UserWarning, match="the log of the Grower failed: ZeroDivisionError"):
+        grower = grow(calls=2, log=lambda look: 1 / 0)
+    assert len(grower.history) == 1 and grower.calls == 2
+
+
+def test_outline_shows_layers_or_blocks_and_always_the_new_one() -> None:
+    units = outline(grow(calls=2).model)
+    assert [unit.growth for unit in units].count(1) == 1
+    assert [unit.label for unit in units if unit.growth] == ["Linear(4, 4) + ReLU"]
+    for layer, label in (
+        ("residual", "Residual(Linear(4, 4), ReLU)"),
+        ("parametric", "Parametric(Linear(4, 4), ReLU)"),
+    ):
+        assert [unit.label for unit in outline(grow(calls=2, layer=layer).model) if unit.growth] == [label]
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(30)))
+    assert [unit.label for unit in outline(deep)] == ["Sequential"] * 30
+    deep[3].add_module("new", nn.Linear(2, 2))
+    deep[3].get_submodule("new").sensli_growth = 1
+    assert len(outline(deep)) == 33
+    assert [unit.path for unit in outline(deep) if unit.growth] == ["3.new"]
+
+
+def test_outline_of_a_long_chain_stays_short() -> None:
+    chain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(200)))
+    chain[77].sensli_growth = 1
+    units = outline(chain)
+    assert len(units) <= 42
+    assert [unit.path for unit in units if unit.growth] == ["77"]
+    assert units[0].label == "Linear(2, 2) and 5 more"
+    assert sum(unit.parameters for unit in units) == sum(p.numel() for p in chain.parameters())
