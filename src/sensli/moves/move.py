@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sensli.moves.geometry import Geometry
 from sensli.moves.point import Point
+from sensli.moves.stretching import Resize
 
 if TYPE_CHECKING:
     from sensli.moves.search import Search
@@ -86,6 +87,7 @@ class Edit:
     module: nn.Module  # that module
     added: nn.Module | None = None  # a module that was not there before
     new: Sequence[New] = ()  # parameters that appear
+    resized: Sequence[Resize] = ()  # parameters and buffers that change their shape; the objects stay
     renames: Mapping[str, str]  # old to new names of parameters and buffers
     beside: Mapping[str, tuple[int, ...]]  # shapes of the parameters nearby, by name: a replay must find the same
 

@@ -47,6 +47,12 @@ class Ref:
                 return path, module
         return None
 
+    def find_module(self) -> nn.Module:
+        """The module itself, of a reference that is bound to one."""
+        module = None if self._module is None else self._module()
+        assert module is not None
+        return module
+
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "_module": None}
 

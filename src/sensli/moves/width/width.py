@@ -1,0 +1,298 @@
+"""A width: all axes that change together when a layer gets more units, and the edit that changes them.
+
+New units start with zero columns in everything that reads them, so the function is kept whatever their rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from sensli.errors import UnknownSite, UnsupportedModel, one_of
+from sensli.modules.engines.fsdp import is_sharded
+from sensli.moves.move import Cost, Edit, Gauge, New
+from sensli.moves.point import Point, Ref
+from sensli.moves.stretching import Resize, Stretch, like_layout
+
+if TYPE_CHECKING:
+    from sensli.moves.sites import Site
+
+FILLS = ("row", "column", "one", "zero", "mean")
+STARTS = ("sensitive", "random")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of one parameter or buffer that holds the units: what the new entries are filled with."""
+
+    module: Ref
+    name: str
+    dim: int
+    fill: str  # "row": what makes a unit; "column": zeros, in a reader; "one", "zero", "mean" (of the others): beside the way
+    start: int = 0
+    outer: int = 1
+    inner: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**{name: getattr(self, name) for name in _AXIS}, "module": self.module.path}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Axis:
+        """The inverse of `to_dict`."""
+        if data["fill"] not in FILLS:
+            raise ValueError(one_of("fill", data["fill"], FILLS))
+        return cls(Ref(data["module"]), **{name: data[name] for name in _AXIS})
+
+
+_AXIS = ("name", "dim", "fill", "start", "outer", "inner")
+
+
+@dataclass(frozen=True)
+class Size:
+    """An attribute of a module that counts units: ``out_features``, ``num_features``, ``groups``."""
+
+    module: Ref
+    name: str
+    per_unit: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"module": self.module.path, "name": self.name, "per_unit": self.per_unit}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Size:
+        """The inverse of `to_dict`."""
+        return cls(Ref(data["module"]), data["name"], data["per_unit"])
+
+
+@dataclass(frozen=True)
+class Width:
+    """More units for a width."""
+
+    tag: ClassVar[str] = "width"
+    kind: ClassVar[str] = "units"
+    tolerance: ClassVar[float | None] = 1e-4  # a longer sum is added up in another order
+
+    units: int  # how many there are
+    more: int  # how many would come
+    layer: str  # class of the first module that makes them, for people
+    axes: tuple[Axis, ...]
+    sizes: tuple[Size, ...] = ()
+    readers: tuple[str, ...] = ()  # for people
+    added: int = 0  # parameters
+    flops: int = 0  # of one forward pass, per sample
+    start: str = "sensitive"
+    _rows: tuple[Tensor, ...] | None = field(
+        default=None, repr=False, compare=False
+    )  # entries of the "row" axes, as measured
+
+    def line(self, point: Point) -> str:
+        others = f" and {len(self.readers) - 1} more" if len(self.readers) > 1 else ""
+        change = f"{self.layer} {self.units} -> {self.units + self.more}"
+        return f"+{self.more} units in {point.path} ({change}), read by {self.readers[0]}{others}"
+
+    def __str__(self) -> str:
+        return f"+{self.more} units"
+
+    def describe(self, model: nn.Module) -> str:
+        """Every tensor that changes, with its old and new shape."""
+        lines = []
+        for each in resizes(model, self):
+            lines.append(f"{each.name}: {tuple(each.old_shape)} -> {tuple(each.stretched(each.tensor.detach()).shape)}")
+        return "\n".join(lines)
+
+    def cost(self, point: Point) -> Cost:
+        return Cost(self.added, self.flops)
+
+    def gauge(self, site: Site, model: nn.Module) -> Gauge:
+        from sensli.moves.width.gauge import WidthGauge
+
+        return WidthGauge.of(self, site, model)
+
+    def plan(self, model: nn.Module, site: Site) -> Edit:
+        return Widening(model, site)
+
+    def made(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> Edit:
+        return _Widened(model, site, module, path)
+
+    def joining(self, model: nn.Module, site: Site) -> Sequence[New]:
+        return ()
+
+    def check(self, point: Point) -> None:
+        numbers = [self.units, self.more, *(n for axis in self.axes for n in (axis.outer, axis.inner))]
+        if min(numbers) < 1 or any(axis.start < 0 or axis.dim < 0 for axis in self.axes):
+            raise ValueError(f"{numbers} do not describe a width")
+        names = [*(axis.name for axis in self.axes), *(size.name for size in self.sizes)]
+        if any(name.startswith("__") or not name.isidentifier() for name in names):
+            raise ValueError(f"{names} are not names of parameters and sizes")
+
+    def on(self, model: nn.Module) -> Width:
+        """The same bound to the modules of a model, with their paths of today."""
+        axes = tuple(replace(axis, module=Ref.to(*found(model, axis.module))) for axis in self.axes)
+        sizes = tuple(replace(size, module=Ref.to(*found(model, size.module))) for size in self.sizes)
+        return replace(self, axes=axes, sizes=sizes)
+
+    def by_path(self) -> Width:
+        """The same known by paths alone, as another model of the same architecture has it."""
+        axes = tuple(replace(axis, module=Ref(axis.module.path)) for axis in self.axes)
+        sizes = tuple(replace(size, module=Ref(size.module.path)) for size in self.sizes)
+        return replace(self, axes=axes, sizes=sizes, _rows=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. Rows are values, and values are in a state dict."""
+        data = {name: getattr(self, name) for name in ("units", "more", "layer", "flops", "start", "added")}
+        return {
+            **data,
+            "readers": list(self.readers),
+            "axes": [axis.to_dict() for axis in self.axes],
+            "sizes": [size.to_dict() for size in self.sizes],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Width:
+        """The inverse of `to_dict`."""
+        if data["start"] not in STARTS:
+            raise ValueError(one_of("start", data["start"], STARTS))
+        lists = {
+            "readers": tuple(data["readers"]),
+            "axes": tuple(Axis.from_dict(axis) for axis in data["axes"]),
+            "sizes": tuple(Size.from_dict(size) for size in data["sizes"]),
+        }
+        return cls(**{**data, **lists})
+
+
+class Widening(Edit):
+    """Parameters and buffers get more entries, and the attributes that count them follow. The objects stay."""
+
+    def __init__(self, model: nn.Module, site: Site) -> None:
+        if is_sharded(model):
+            raise UnsupportedModel(
+                "a model sharded by fully_shard cannot be widened: its parameters are parts of tensors whose shape is fixed. Widen it "
+                "before it is sharded, or grow layers instead."
+            )
+        move = site.move
+        assert isinstance(move, Width)
+        self._move = move = move.on(model)
+        self.name, self.module = site.find(model)
+        self.site = replace(site, point=site.point.on(model), move=move)
+        self.resized = resizes(model, move)
+        self.renames = {}
+        self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
+
+    def build(self) -> None:
+        from sensli.moves.width.starts import new_rows
+
+        rows = self._move._rows if self._move._rows is not None else new_rows(self._move)
+        self._old = [each.tensor.detach().clone() for each in self.resized]
+        self._new = [_filled(each, self._move, rows) for each in self.resized]
+
+    def apply(self) -> None:
+        for each, value in zip(self.resized, self._new, strict=True):
+            put(each.tensor, value)
+        for size in self._move.sizes:
+            _change(size, self._move.more)
+
+    def revert(self) -> None:
+        for each, value in zip(self.resized, self._old, strict=True):
+            put(each.tensor, value)
+        for size in self._move.sizes:
+            _change(size, -self._move.more)
+
+
+class _Widened(Edit):
+    """A widening that was made before."""
+
+    def __init__(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> None:
+        assert isinstance(site.move, Width)
+        self.name, self.module, self.site = path, module, site
+        self._move = site.move.on(model)
+        self.resized = resizes(model, self._move, made=True)
+        self.renames, self.beside = {}, {}
+
+    def revert(self) -> None:
+        for each in self.resized:
+            put(each.tensor, like_layout(each.shrunk(each.tensor.detach()), each.tensor))
+        for size in self._move.sizes:
+            _change(size, -self._move.more)
+
+
+def resizes(model: nn.Module, width: Width, *, made: bool = False) -> list[Resize]:
+    """The parameters and buffers that change, each once, with all their axes that do. ``made``: they have changed already."""
+    by_tensor: dict[int, tuple[str, Tensor, list[Stretch]]] = {}
+    for axis in width.axes:
+        path, module = found(model, axis.module)
+        tensor = getattr(module, axis.name, None)
+        stretch = Stretch(axis.dim, width.units, width.more, axis.start, axis.outer, axis.inner)
+        if not isinstance(tensor, Tensor) or tensor.dim() <= axis.dim or not _fits(stretch, tensor, made=made):
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else "missing"
+            raise UnknownSite(
+                f"{path}.{axis.name} is {shape}, which does not hold the {width.units} units that find_sites saw: the model has changed. "
+                "Call find_sites again."
+            )
+        _, _, stretches = by_tensor.setdefault(id(tensor), (f"{path}.{axis.name}", tensor, []))
+        if stretch not in stretches:
+            stretches.append(stretch)
+    found_ones = []
+    for name, tensor, stretches in by_tensor.values():
+        # From the end of an axis: what comes before keeps its position.
+        ordered = tuple(sorted(stretches, key=lambda stretch: (stretch.dim, -stretch.start)))
+        old = list(tensor.shape)
+        if made:
+            for stretch in ordered:
+                old[stretch.dim] -= stretch.outer * stretch.more * stretch.inner
+        found_ones.append(Resize(name, tensor, ordered, tuple(old)))
+    return found_ones
+
+
+def found(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
+    """A module of a width in the model."""
+    place = ref.find(model)
+    if place is None:
+        raise UnknownSite(
+            f"'{ref.path}' is not part of this {type(model).__name__}, but a width that was found has it. Call find_sites again."
+        )
+    return place
+
+
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor other values of another shape; whoever holds it sees them. A gradient of the old shape goes."""
+    tensor.grad = None
+    tensor.data = value
+
+
+def _fits(stretch: Stretch, tensor: Tensor, *, made: bool) -> bool:
+    units = stretch.units + stretch.more if made else stretch.units
+    return tensor.shape[stretch.dim] >= stretch.start + stretch.outer * units * stretch.inner
+
+
+def _filled(resize: Resize, width: Width, rows: Sequence[Tensor]) -> Tensor:
+    """The new values of one tensor; where two axes grow, what is new in both is a column: zero."""
+    value = resize.tensor.detach()
+    fills = {
+        Stretch(axis.dim, width.units, width.more, axis.start, axis.outer, axis.inner): (axis, index)
+        for index, axis in enumerate(width.axes)
+        if getattr(axis.module.find_module(), axis.name, None) is resize.tensor
+    }
+    numbers = {index: number for number, index in enumerate(i for i, a in enumerate(width.axes) if a.fill == "row")}
+    for stretch in sorted(
+        resize.stretches, key=lambda stretch: fills[stretch][0].fill != "row"
+    ):  # rows first: columns are zero in them
+        axis, index = fills[stretch]
+        new: Tensor | float
+        if axis.fill == "row":
+            new = rows[numbers[index]]
+        elif axis.fill == "mean":
+            new = float(value.float().mean())
+        else:
+            new = 1.0 if axis.fill == "one" else 0.0
+        value = stretch.applied(value, new)
+    return like_layout(value, resize.tensor)
+
+
+def _change(size: Size, more: int) -> None:
+    module = size.module.find_module()
+    setattr(module, size.name, getattr(module, size.name) + more * size.per_unit)
