@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -21,7 +20,8 @@ import torch
 from paper.pictures import TINY, raw, tiny
 from paper.test_config import GOOD
 from sensli._version import __version__
-from sensli.paper import cli, data, runner
+from sensli.cli.main import main
+from sensli.paper import data, runner
 from sensli.paper.config import Options, parse, plan
 from sensli.paper.data import DataError
 from sensli.paper.errors import PaperError
@@ -219,7 +219,7 @@ def test_ctrl_c_of_the_command_with_a_ray_of_its_own(tmp_path, capsys):
         out, err = process.communicate(timeout=200)
     finally:
         process.kill()
-    assert (process.returncode, err) == (130, "stopped\n")
+    assert (process.returncode, err) == (130, "Interrupted. Run the same command again to resume.\n")
     assert "quick: 1 run, " in out and "slow" not in out
     assert below
     within(100, lambda: not any(Path(f"/proc/{one}").exists() for one in below))
@@ -272,9 +272,9 @@ def test_another_version_on_a_machine_is_said():
         ),
         (
             ["2", "--on", "ray", "--ray-cpus", "3"],
-            "--ray-cpus must be between 1 and 2, which the largest machine has, got 3.",
+            "--ray-cpus must be between 1 and 2 (the CPUs of the largest machine), got 3.",
         ),
-        (["5", "--on", "ray", "--device", "cuda"], "--device cuda: no machine of this Ray has a GPU"),
+        (["5", "--on", "ray", "--device", "cuda"], "--device cuda is not available: no machine of this Ray has a GPU"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, words, text):
@@ -290,6 +290,4 @@ def test_without_ray_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
 
 
 def call(folder, words):
-    parser = argparse.ArgumentParser()
-    cli.add_commands(parser)
-    return cli.main(parser.parse_args(["run", *words, "--out", str(folder / "out")]))
+    return main(["paper", "run", *words, "--out", str(folder / "out")])

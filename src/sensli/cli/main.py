@@ -33,9 +33,9 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; a mistake of the user gives one line and exit code 2, Ctrl-C exit code 130."""
+    """Run a command; a user's mistake gives one line and exit code 2, Ctrl-C exit code 130."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end the command
+        if isinstance(stream, io.TextIOWrapper):  # a character that a terminal cannot show must not end the command
             stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     if any("\0" in argument for argument in (sys.argv[1:] if arguments is None else arguments)):
@@ -44,20 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args.run(args)
         if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk and a closed pipe show here, not when Python ends
+            sys.stdout.flush()  # a full disk or a closed pipe is noticed here, not when Python exits
     except KeyboardInterrupt:
-        return _failed("stopped", 130)
+        return _failed("Interrupted." + " Run the same command again to resume." * args.resumes, 130)
     except BrokenPipeError:  # `sensli sites ... | head`
         return _failed("", 0)
     except SystemExit as error:
-        return _failed(f"sensli: the model's own code ended the program (exit code {error.code}).", 2)
+        return _failed(f"sensli: the model's own code exited (exit code {error.code}).", 2)
     except (SensliError, OSError) as error:
         return _failed(f"sensli: {' '.join(str(error).split())}", 2)
     return 0
 
 
 def _failed(text: str, code: int) -> int:
-    """One line on the standard error; what cannot be written to a broken output is dropped, so that Python ends quietly."""
+    """One line on the standard error; what cannot be written to a broken output is dropped, so that Python exits quietly."""
     if text and sys.stderr is not None:
         print(text, file=sys.stderr)
     try:
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("sensli", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=text)
     parser.add_argument("--version", action="version", version=f"sensli {__version__}")
+    parser.set_defaults(resumes=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     demo = commands.add_parser(
@@ -168,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seed(text: str) -> int:
-    """A number that torch takes as a seed."""
+    """A number that torch accepts as a seed."""
     number = int(text)
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^63 - 1, got {text}")

@@ -23,7 +23,7 @@ ENGINES = {"stacked": "sensli.paper.stacked", "cnn": "sensli.paper.cnn"}
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and the three lines to the outside: where to go on, how to save, whom to tell."""
+    """What is to be trained, and how to reach the outside: where to resume, how to save, whom to tell."""
 
     settings: Settings
     seed: int

@@ -1,7 +1,7 @@
 """Checks: each looks up stored results, compares, and says in one line what was found.
 
-A check runs over every recipe of its experiment that has results. Where an experiment is not there yet, the line says
-that it is awaited; it fills in by itself once results are stored.
+A check runs over every recipe of its experiment that has results. Where an experiment has not been computed, the line says
+so; it is filled in once results are stored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sensli.paper.errors import BadExperiment, NoResults
 from sensli.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED, OPPOSITE, Paired, interval, number, paired
 from sensli.paper.store import Result, Store
 
-ONE_RUN = "one run, no verdict"
-NOT_TRAINED = "did not train"
-NO_VERDICT = (ONE_RUN, NOT_TRAINED, AWAITING)
+ONE_RUN = "inconclusive: one run"
+NOT_LEARNT = "inconclusive: the network did not learn"
+UNDECIDED = (ONE_RUN, NOT_LEARNT, AWAITING)
 CHANCE = 0.85  # a test error on ten classes above which a network has learnt nothing
 CNN = ("1", "5", "9", "12", "14")
 WORDS = {"train_loss": "training loss", "test_loss": "test loss", "test_error": "test error"}
@@ -45,7 +45,7 @@ class Evidence:
         self.store, self.options = store, options
         self.experiments = catalog.bundled()
         self._loaded: dict[str, dict[str, Result] | None] = {}
-        self.left_out: list[str] = []  # of what some results are stored, and not all
+        self.left_out: list[str] = []  # why, where only some of the results are stored
 
     def each(self, name: str, recipes: tuple[str, ...] = ()) -> Iterator[tuple[Plan, dict[str, Result]]]:
         """Every recipe of an experiment (or the named ones) that has all its results."""
@@ -89,16 +89,16 @@ def _called(experiment: str) -> str:
 
 @dataclass(frozen=True)
 class Smaller:
-    """The first arm has smaller values than the second, over paired runs: at the end, unless told otherwise."""
+    """The first arm has smaller values than the second, over paired runs: at the end, unless another moment is given."""
 
     experiment: str
     first: str
     second: str
     curves: tuple[str, ...] = ("train_loss", "test_error")
     recipes: tuple[str, ...] = ()
-    hidden: bool = False  # the claim is that no difference is to be seen
+    hidden: bool = False  # the claim is that there is no visible difference
     epoch: int | None = None  # compare after this epoch
-    equal_cost: bool = False  # compare with the second when it has used as many FLOPs as the first in all
+    equal_cost: bool = False  # compare with the second when it has used as many FLOPs as the first did in total
     dead: bool | None = None  # only runs whose first arm had dead units at the insertion (True), or none (False)
 
     def weigh(self, evidence: Evidence) -> list[Finding]:
@@ -116,15 +116,15 @@ class Smaller:
                 pair = paired(*values)
                 setting = f"{named(one)}, {WORDS[curve]}{when}{self._subset()}: {self.first} against {self.second}"
                 if self.hidden:
-                    setting += " (claimed: no difference to be seen)"
+                    setting += " (claimed: no visible difference)"
                 idle = [arm for arm in (self.first, self.second) if at_chance(results[arm])]
                 remark = f"; at chance level: {' and '.join(idle)}" if idle else ""
-                verdict = self._verdict(pair) if len(idle) < 2 else NOT_TRAINED
+                verdict = self._verdict(pair) if len(idle) < 2 else NOT_LEARNT
                 findings.append(Finding(setting, _words(pair) + remark, verdict))
         return findings or awaiting(self.experiment, f"{self.first} against {self.second}")
 
     def _moments(self, one: Plan) -> tuple[tuple[int, int], str]:
-        """The epochs at which the two are read off, and words for it."""
+        """The epochs at which the two are compared, and how to say it."""
         if self.epoch is not None:
             return (self.epoch, self.epoch), f" after {self.epoch} epochs"
         if not self.equal_cost:
@@ -153,7 +153,7 @@ class Smaller:
 
 
 def at_chance(result: Result) -> bool:
-    """Whether a CNN ends no better than by guessing, as it does with the stated Adam 0.01."""
+    """Whether a CNN ends no better than guessing, as it does with the stated Adam 0.01."""
     return result.settings.engine == "cnn" and result.final("test_error").mean().item() > CHANCE
 
 
@@ -178,14 +178,14 @@ class Cheaper:
         for one, results in evidence.each(self.experiment):
             sides = results[self.first], results[self.second]
             setting = f"{named(one)}: {self.first} against {self.second}"
-            if "flops" in sides[0].runs:  # what was really inserted, and the time it really took
+            if "flops" in sides[0].runs:  # what was actually inserted, and the time it actually took
                 found = ratios(*sides)
                 measured = str(found) if self.time else f"FLOPs ratio {found.flops}"
                 verdict = CONFIRMED if found.flops.mean < 1 else OPPOSITE
                 if self.time and not found.steady.high < 1:
                     verdict = OPPOSITE if found.steady.low > 1 else NOT_CONFIRMED
                 if all(at_chance(side) for side in sides):
-                    verdict = NOT_TRAINED
+                    verdict = NOT_LEARNT
                 findings.append(Finding(setting, measured, verdict))
                 continue
             first, second = (engine(s).counts(s).flops for s in (one.arms[self.first], one.arms[self.second]))
@@ -245,7 +245,7 @@ class Threshold:
                 for k, time in enumerate(result.settings.insert_at)
             ]
             verdict = ONE_RUN if len(best) < 2 else CONFIRMED if mixed else NOT_CONFIRMED
-            verdict = NOT_TRAINED if at_chance(result) else verdict
+            verdict = NOT_LEARNT if at_chance(result) else verdict
             findings.append(Finding(f"{named(one)}: {self.arm}, ratio at least 1", "; ".join(parts), verdict))
         return findings or awaiting(self.experiment, f"{self.arm}, ratio at least 1")
 

@@ -158,13 +158,13 @@ def _old_layers(norms: torch.Tensor, place: torch.Tensor, time: int) -> torch.Te
     """Gradient norms of the layers that were there from the start, [runs, epochs, layers - 1]."""
     rows = []
     for values, p in zip(norms, place.tolist(), strict=True):
-        behind = [layer for layer in range(values.shape[1]) if layer != p + 1]
-        rows.append(torch.cat((values[:time, :-1], values[time:, behind])))
+        others = [layer for layer in range(values.shape[1]) if layer != p + 1]
+        rows.append(torch.cat((values[:time, :-1], values[time:, others])))
     return torch.stack(rows)
 
 
 def _panels(count: int, height: float = 5.6) -> tuple[Figure, list[Axes]]:
-    # a Figure of its own, not pyplot's: nothing global is changed and no window can open
+    # a separate Figure, not one of pyplot: nothing global is changed and no window can open
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, height), dpi=DPI, layout="constrained")

@@ -27,7 +27,7 @@ News = tuple[str, Any]  # ("share", how much is done), ("state", packed), ("done
 
 
 def work(version: str, payload: bytes) -> Iterator[News]:
-    """Train an order, or only check it if it has no runs. An error is in words, names the machine and can travel."""
+    """Train an order, or only check it if it has no runs. An error is one line, names the machine and can be sent back."""
     host = platform.node()
     if version != __version__:  # before anything is unpacked
         raise PaperError(
@@ -35,12 +35,12 @@ def work(version: str, payload: bytes) -> Iterator[News]:
         )
     news: SimpleQueue[News] = SimpleQueue()
     cancelled = threading.Event()
-    # The training calls back, a stream is asked: a thread stands between them.
+    # The training calls back while a stream is asked, so a thread runs between them.
     threading.Thread(target=_train, args=(unpacked(payload), host, news, cancelled), daemon=True).start()
     kind = ""
     try:
         while kind != "done":
-            with suppress(Empty):  # time to notice that Ray cancels this task: it does not wake what waits
+            with suppress(Empty):  # time to notice that Ray cancels this task: it does not wake a waiting thread
                 kind, value = news.get(timeout=TELL_EVERY)
                 if kind == "failed":
                     raise value
@@ -78,7 +78,7 @@ def _train(given: dict[str, Any], host: str, news: SimpleQueue[News], cancelled:
     except BaseException as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"on {host}: {type(error).__name__}: {one_line(error)} ({frame.filename}, line {frame.lineno})"
-        hint = "Run the same command without --on ray to see the whole traceback."
+        hint = "Run the same command without --on ray to see the full traceback."
         failure = PaperError(f"{text}. {hint}")
         failure.__cause__ = error
         news.put(("failed", failure))

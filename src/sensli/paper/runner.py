@@ -1,4 +1,4 @@
-"""Computing what is missing, each result on disk before it is spoken of."""
+"""Computing what is missing; each result is on disk before it is reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(
     machine: Machine = Machine(),  # noqa: B008 (frozen)
     place: Place = here,
 ) -> int:
-    """Compute all that is missing and return how many pieces that were. May be stopped at any moment."""
+    """Compute all that is missing and return how many pieces that were. May be interrupted at any moment."""
     store.check_writable()
     damaged = [bad for plan in plans for arm in plan.arms for bad in store.parts(plan, arm)[1]]
     work = pieces(plans, store)

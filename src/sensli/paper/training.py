@@ -53,7 +53,7 @@ class Training:
         self.called: Any = torch.compile(self.model) if self.compiled else self.model
 
     def fresh(self) -> None:
-        """Optimizer, schedule and grower for the model as it is; the grower goes on counting where it was."""
+        """Optimizer, schedule and grower for the model as it is; the grower continues to count where it was."""
         settings, chosen = self.settings, self.settings.optimizer
         self.optimizer: torch.optim.Optimizer
         if chosen.name == "adam":
@@ -191,7 +191,7 @@ def float_type(settings: Settings) -> torch.dtype:
 
 
 def wait_for(device: torch.device) -> None:
-    """A GPU works behind our back; a time means something only when it is done."""
+    """A GPU works asynchronously; a time means something only when it is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     elif device.type == "mps":
