@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import pytest
 
 from paper.test_config import GOOD
 from sensli.cli.main import main
 from sensli.paper import cli
+from sensli.paper.__main__ import main as module
 from sensli.paper.errors import BadExperiment
 
 SHORT = ["--runs", "3", "--epochs-scale", "0.02"]
@@ -99,6 +101,14 @@ def test_ctrl_c_is_no_traceback(call, capsys, monkeypatch):
     monkeypatch.setattr(cli.tables, "plain", stop)
     assert call("list") == 130
     assert capsys.readouterr().err == "Interrupted.\n", "there is nothing to resume"
+
+
+def test_the_module_is_the_same_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, code, told in ((["list"], 0, ""), (["run", "99"], 2, "sensli: unknown experiment '99'.")):
+        monkeypatch.setattr(sys, "argv", ["python -m sensli.paper", *words])
+        assert module() == code
+        assert capsys.readouterr().err.startswith(told)
 
 
 def test_plugs_into_a_command_line(tmp_path, monkeypatch, capsys):

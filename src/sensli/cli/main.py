@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from sensli.errors import SensliError
 from sensli.moves.finding import KINDS
 from sensli.moves.layers import FORMS
 from sensli.paper import cli as paper
+from sensli.text.commands import run_command
 from sensli.text.strict_json import dumps as strict_json
 
 _DESCRIPTION = """\
@@ -33,7 +33,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; a user's mistake gives one line and exit code 2, Ctrl-C exit code 130."""
+    """Run a command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that a terminal cannot show must not end the command
             stream.reconfigure(errors="backslashreplace")
@@ -41,38 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any("\0" in argument for argument in (sys.argv[1:] if arguments is None else arguments)):
         parser.error("an argument contains a NUL character")
     args = parser.parse_args(arguments)
-    try:
-        args.run(args)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk or a closed pipe is noticed here, not when Python exits
-    except KeyboardInterrupt:
-        return _failed("Interrupted." + " Run the same command again to resume." * args.resumes, 130)
-    except BrokenPipeError:  # `sensli sites ... | head`
-        return _failed("", 0)
-    except SystemExit as error:
-        return _failed(f"sensli: the model's own code exited (exit code {error.code}).", 2)
-    except (SensliError, OSError) as error:
-        return _failed(f"sensli: {' '.join(str(error).split())}", 2)
-    return 0
-
-
-def _failed(text: str, code: int) -> int:
-    """One line on the standard error; what cannot be written to a broken output is dropped, so that Python exits quietly."""
-    if text and sys.stderr is not None:
-        print(text, file=sys.stderr)
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code
+    return run_command(args)
 
 
 def _parser() -> argparse.ArgumentParser:
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("sensli", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=text)
     parser.add_argument("--version", action="version", version=f"sensli {__version__}")
-    parser.set_defaults(resumes=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     demo = commands.add_parser(

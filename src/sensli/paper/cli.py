@@ -29,6 +29,10 @@ def add_parser(subparsers: Any) -> None:
         description=text.capitalize() + ".",
         epilog="example: sensli paper run 2, then sensli paper report",
     )
+    add_commands(parser)
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=execute)
     commands = parser.add_subparsers(dest="paper_command", required=True, metavar="list|run|show|report")
 
