@@ -236,7 +236,7 @@ def test_an_error_in_a_task_is_one_line(tmp_path):
         runner.run([planned(TINY)], store, Machine(Brought(tmp_path / "broken"), "cpu"), ray_place())
     assert "\n" not in str(found.value) and f'File "{__file__}", line' in str(found.value.__cause__)
     missing = tiny(data={"name": "fashion_mnist", "train": 96, "validation": 32})
-    text = rf"on \S+: Fashion-MNIST is not complete in {tmp_path}\S+ and cannot be downloaded \(nothing is downloaded where SENSLI_OFF"
+    text = rf"on \S+: Fashion-MNIST is incomplete in {tmp_path}\S+ and cannot be downloaded \(SENSLI_OFFLINE is set, as"
     with pytest.raises(DataError, match=text):
         runner.run([planned(missing)], store, Machine(tmp_path, "cpu"), ray_place())
 
