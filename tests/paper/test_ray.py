@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ from sensli.cli.main import main
 from sensli.paper import data, runner
 from sensli.paper.config import Options, parse, plan
 from sensli.paper.data import DataError
+from sensli.paper.engines import Job
 from sensli.paper.errors import PaperError
 from sensli.paper.machine import Machine
 from sensli.paper.on_ray import ray_place
-from sensli.paper.pieces import Order
 from sensli.paper.ray_worker import packed, work
 from sensli.paper.store import Store
 
@@ -62,12 +63,12 @@ class Held(type(Path())):
 def _hold(folder):
     from sensli.paper import pieces, ray_worker
 
-    def train(given, save, *rest, **timing):
+    def train(job):
         def save_and_wait(state):
-            save(state)
+            job.save(state)
             within(300, Path(folder).exists)
 
-        return pieces.train(given, save_and_wait, *rest, **timing)
+        return pieces.train(replace(job, save=save_and_wait))
 
     ray_worker.train = train
     return Path(folder)
@@ -245,8 +246,8 @@ def test_a_cancelled_training_ends(monkeypatch):
     """Ray closes the stream of a task that it cancels; its process stays, and must not go on computing."""
     monkeypatch.setenv("SENSLI_OFFLINE", "1")  # as the task does, for the rest of its process
     slow = planned({**GOOD, "settings": {**GOOD["settings"], "epochs": 1_000_000}}).arms["small"]
-    order = Order(slow, 0, (0,), Machine(device="cpu"), None, None)
-    given = {"orders": [order], "threads": 1, "save_every": 1e9, "may_fetch": False}
+    job = Job(slow, 0, (0,), machine=Machine(device="cpu"), save_every=1e9)
+    given = {"jobs": [job], "threads": 1, "may_fetch": False}
     before = set(threading.enumerate())
     stream = work(__version__, packed(given))
     assert next(stream) == ("share", 0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sensli._version import __version__
@@ -18,10 +18,10 @@ from sensli.errors import SensliError
 from sensli.growing.terminal import Reach
 from sensli.paper.cluster import RayError, connected
 from sensli.paper.config import Settings
-from sensli.paper.engines import engine
+from sensli.paper.engines import Job, engine
 from sensli.paper.errors import BadExperiment, PaperError
 from sensli.paper.machine import Machine
-from sensli.paper.pieces import Order, Piece, keep, order
+from sensli.paper.pieces import Piece, job_of, keep
 from sensli.paper.ray_worker import News, one_line, packed, unpacked, work
 from sensli.paper.runner import Compute, Place
 from sensli.paper.store import Store
@@ -94,9 +94,9 @@ class _Tasks:
         self.task = ray.remote(max_retries=0, num_returns="streaming", scheduling_strategy="SPREAD")(work)
         self.running: dict[Any, int] = {}
 
-    def send(self, number: int, orders: Sequence[Order], *, may_fetch: bool = False) -> Any:
-        share = self.share(orders[0].settings)
-        given = {"orders": orders, "threads": share.cpus, "save_every": self.save_every, "may_fetch": may_fetch}
+    def send(self, number: int, jobs: Sequence[Job], *, may_fetch: bool = False) -> Any:
+        share = self.share(jobs[0].settings)
+        given = {"jobs": jobs, "threads": share.cpus, "may_fetch": may_fetch}
         options = {"num_cpus": share.cpus, "num_gpus": share.gpus, "name": "sensli"}
         stream = self.task.options(**options).remote(__version__, packed(given))
         self.running[stream] = number
@@ -121,8 +121,8 @@ class _Tasks:
         alone = dict.fromkeys(piece.settings for piece in pieces if engine(piece.settings).AT_ONCE)
         if not alone:
             return
-        orders = [Order(settings, 0, (), self.share(settings).machine, None, None) for settings in alone]
-        stream = self.send(-1, orders, may_fetch=may_fetch)
+        jobs = [Job(settings, 0, (), machine=self.share(settings).machine) for settings in alone]
+        stream = self.send(-1, jobs, may_fetch=may_fetch)
         self.news(stream, "before the first run")  # a task without runs only reports its end
         del self.running[stream]
 
@@ -147,8 +147,8 @@ class _Tasks:
             else:
                 del self.running[stream]
                 if kind == "done":
-                    done, host = unpacked(value)
-                    keep(piece, done, store, f" on {host}")
+                    outcome, host = unpacked(value)
+                    keep(piece, outcome, store, f" on {host}")
                     shares[number] = 1.0
                 else:
                     shares.pop(number, None)
@@ -164,7 +164,8 @@ class _Tasks:
         for number in list(waiting):
             piece = pieces[number]
             if not any(piece.needs(other) for other in unfinished):
-                self.send(number, [order(piece, store, self.share(piece.settings).machine)])
+                job = job_of(piece, store, self.share(piece.settings).machine)
+                self.send(number, [replace(job, save_every=self.save_every)])
                 waiting.remove(number)
 
     def cancel(self) -> None:

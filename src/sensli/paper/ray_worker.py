@@ -1,4 +1,4 @@
-"""What a Ray task does on its machine: train one order, and yield the progress, the states and the result as they come."""
+"""What a Ray task does on its machine: train a job, and yield the progress, the states and the result as they come."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -27,7 +28,7 @@ News = tuple[str, Any]  # ("share", how much is done), ("state", packed), ("done
 
 
 def work(version: str, payload: bytes) -> Iterator[News]:
-    """Train an order, or only check it if it has no runs. An error is one line, names the machine and can be sent back."""
+    """Train jobs, or only check those that have no runs. An error is one line, names the machine and can be sent back."""
     host = platform.node()
     if version != __version__:  # before anything is unpacked
         raise PaperError(
@@ -65,13 +66,11 @@ def _train(given: dict[str, Any], host: str, news: SimpleQueue[News], cancelled:
         if not given["may_fetch"]:
             os.environ["SENSLI_OFFLINE"] = "1"
         result = None
-        for one in given["orders"]:
-            engine(one.settings).ready(one.settings, one.machine)
-            if one.runs:
+        for job in given["jobs"]:
+            engine(job.settings).ready(job.settings, job.machine)
+            if job.runs:
                 tell(0.0)
-                result = train(
-                    one, lambda state: news.put(("state", packed(state))), tell, save_every=given["save_every"]
-                )
+                result = train(replace(job, save=lambda state: news.put(("state", packed(state))), tell=tell))
         news.put(("done", packed((result, host))))
     except SensliError as error:
         news.put(("failed", type(error)(f"on {host}: {error}")))

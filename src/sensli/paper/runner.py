@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 from sensli.growing.terminal import Reach, progress
 from sensli.paper.config import Plan
 from sensli.paper.engines import engine
 from sensli.paper.machine import Machine
-from sensli.paper.pieces import Piece, keep, order, pieces, train
+from sensli.paper.pieces import Piece, job_of, keep, pieces, train
 from sensli.paper.store import Store
 
 Compute = Callable[[Store, Reach], None]
@@ -54,9 +55,9 @@ def run(
 
 def _compute(piece: Piece, store: Store, machine: Machine, reach: Reach, before: float) -> None:
     reach(before, str(piece))
-    done = train(
-        order(piece, store, machine),
-        lambda state: store.save_state(piece.plan, piece.arm, piece.runs, state),
-        lambda share: reach(before + share * piece.cost, str(piece)),
+    job = replace(
+        job_of(piece, store, machine),
+        save=lambda state: store.save_state(piece.plan, piece.arm, piece.runs, state),
+        tell=lambda share: reach(before + share * piece.cost, str(piece)),
     )
-    keep(piece, done, store)
+    keep(piece, train(job), store)

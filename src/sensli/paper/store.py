@@ -157,9 +157,7 @@ class Store:
                     continue
         raise NoResults(f"{self.root}: run {run + 1} of {arm} is not stored, but another arm needs it.")
 
-    def save(
-        self, plan: Plan, arm: str, runs: list[int], outcome: Outcome, seconds: float, origin: dict[str, Any]
-    ) -> None:
+    def save(self, plan: Plan, arm: str, runs: list[int], outcome: Outcome) -> None:
         """Write the tensors first and the JSON last: a part without its JSON does not exist."""
         path = self._path(plan, arm, runs, "runs").with_suffix(".json")
         settings = plan.arms[arm]
@@ -177,10 +175,10 @@ class Store:
                 "seeds": [run_seed(plan.seed, run, "weights") for run in runs],
                 "settings": dataclasses.asdict(settings),
                 "counts": dataclasses.asdict(engine(settings).counts(settings)),
-                "seconds": round(seconds, 3),
+                "seconds": round(outcome.seconds, 3),
                 "format": RESULT_FORMAT,
                 "tensors": tensors,
-                **origin,
+                **outcome.origin,
             },
         )
         self._path(plan, arm, runs, "unfinished").unlink(missing_ok=True)
