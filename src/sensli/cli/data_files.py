@@ -14,8 +14,6 @@ from sensli.errors import BadExample
 from sensli.growing import storage
 from sensli.merits.backward import LossFunction
 
-_BYTES = 256
-
 
 def read_batches(path: Path) -> list[Any]:
     """One batch or a list of them: dicts of keyword arguments, or (input, target) pairs; from torch.save or a safetensors file."""

@@ -218,10 +218,10 @@ C8 = Claim(
     "Each of eight insertion times beats the baseline, and too late helps less. Best after 450 epochs in Exp10, the "
     "earlier the better in Exp11, little effect in Exp12.",
     (
-        *(Smaller("10", f"LI@{time}", "FNN1", LOSS, ("many",)) for time in range(150, 851, 100)),
-        *(Smaller("11", f"LI@{time}", "FNN1", LOSS, ("many",)) for time in range(50, 401, 50)),
-        Smaller("10", "LI@150", "LI@850", LOSS, ("many",)),
-        Smaller("11", "LI@50", "LI@400", LOSS, ("many",)),
+        *(Smaller("10", f"LI@{time}", "FNN1", LOSS, recipes=("many",)) for time in range(150, 851, 100)),
+        *(Smaller("11", f"LI@{time}", "FNN1", LOSS, recipes=("many",)) for time in range(50, 401, 50)),
+        Smaller("10", "LI@150", "LI@850", LOSS, recipes=("many",)),
+        Smaller("11", "LI@50", "LI@400", LOSS, recipes=("many",)),
         BestTime("10", (450,)),
         BestTime("11", (50,)),
         *(Smaller("12", f"LI@{time}", "CNN1", LOSS) for time in range(10, 81, 10)),
