@@ -59,9 +59,9 @@ def verdict(findings: list[Finding]) -> str:
     judged = [finding.verdict for finding in findings if finding.verdict not in UNDECIDED]
     if not judged:
         waits = any(finding.verdict == AWAITING for finding in findings)
-        return "awaiting the CNN experiments" if waits else "inconclusive (one run, or the network did not learn)"
+        return "awaiting results" if waits else "inconclusive (one run, or the network did not learn)"
     text = f"{overall(judged)} ({judged.count(CONFIRMED)} of {len(judged)} comparisons)"
-    return text + ("; the CNN part is awaited" if any(f.verdict == AWAITING for f in findings) else "")
+    return text + ("; awaiting further results" if any(f.verdict == AWAITING for f in findings) else "")
 
 
 def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
