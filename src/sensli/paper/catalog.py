@@ -12,7 +12,7 @@ from typing import Any
 
 from sensli.paper.config import Experiment, parse
 from sensli.paper.errors import BadExperiment
-from sensli.paper.reading import nearest
+from sensli.paper.reading import unknown
 
 PAPER = tuple(str(number) for number in range(1, 15))
 
@@ -53,7 +53,7 @@ def find(name: str) -> Experiment:
     known = bundled()
     if name in known:
         return known[name]
-    raise BadExperiment(f"unknown experiment {name!r}. {nearest(name, [*known, *GROUPS])}")
+    raise BadExperiment(unknown("experiment", name, [*known, *GROUPS]))
 
 
 def load(path: Path) -> Experiment:

@@ -20,7 +20,7 @@ from sensli.paper.engines import Counts, Job, Outcome
 from sensli.paper.errors import BadExperiment
 from sensli.paper.logbook import Logbook
 from sensli.paper.machine import Machine, has_bf16
-from sensli.paper.reading import nearest
+from sensli.paper.reading import nearest, unknown
 from sensli.paper.restoring import check_count, restoring
 from sensli.paper.seeds import generator
 from sensli.paper.training import Training, float_type, wait_for
@@ -53,9 +53,7 @@ def check(settings: Settings) -> None:
             f"channels: {len(network.channels)} poolings leave nothing of a {facts.size} x {facts.size} image."
         )
     if optimizer.name not in OPTIMIZERS:
-        raise BadExperiment(
-            f"optimizer, name: unknown optimizer {optimizer.name!r}. {nearest(optimizer.name, OPTIMIZERS)}"
-        )
+        raise BadExperiment(f"optimizer, name: {unknown('optimizer', optimizer.name, OPTIMIZERS)}")
     if optimizer.name == "adam" and optimizer.momentum:
         raise BadExperiment(f"optimizer, momentum must be 0 for 'adam', which has its own, got {optimizer.momentum}.")
     if settings.wake:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sensli.paper import presets
 from sensli.paper.errors import BadExperiment
-from sensli.paper.reading import check_keys, merged, nearest, read
+from sensli.paper.reading import check_keys, merged, read, unknown
 
 RESULT_FORMAT = 1  # part of every digest: results of another format are never mixed in
 
@@ -68,7 +68,7 @@ class Network:
     repeats: tuple[int, ...] = ()  # cnn only
 
     def __post_init__(self) -> None:
-        _need(self.kind in NETWORKS, f"unknown kind {self.kind!r}. {nearest(self.kind, NETWORKS)}")
+        _need(self.kind in NETWORKS, unknown("kind", self.kind, NETWORKS))
         _need(len(self.widths) > 0, "widths is empty: name at least one hidden layer, for example [5].")
         _need(all(width > 0 for width in self.widths), f"widths must be positive, got {list(self.widths)}.")
         fixed = self.kind != "resnet" and (self.end_bias or self.first_activation)
@@ -118,7 +118,7 @@ class Schedule:
     def __post_init__(self) -> None:
         _need(self.patience >= 0, f"patience must be at least 0, got {self.patience}.")
         _need(0 < self.factor < 1, f"factor must be between 0 and 1, got {self.factor}.")
-        _need(self.metric in METRICS, f"unknown metric {self.metric!r}. {nearest(self.metric, METRICS)}")
+        _need(self.metric in METRICS, unknown("metric", self.metric, METRICS))
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ class Settings:
     def __post_init__(self) -> None:
         _need(self.epochs > 0, f"epochs must be at least 1, got {self.epochs}.")
         _need(0 < self.batch <= self.data.train, f"batch must be between 1 and {self.data.train}, got {self.batch}.")
-        _need(self.select in SELECTIONS, f"unknown select {self.select!r}. {nearest(self.select, SELECTIONS)}")
-        _need(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}. {nearest(self.dtype, DTYPES)}")
+        _need(self.select in SELECTIONS, unknown("select", self.select, SELECTIONS))
+        _need(self.dtype in DTYPES, unknown("dtype", self.dtype, DTYPES))
         _need(self.lr_scale > 0, f"lr_scale must be positive, got {self.lr_scale}.")
         _need(self.tau >= 0, f"tau must be at least 0, got {self.tau}.")
         times = list(self.insert_at)
@@ -198,7 +198,7 @@ class Experiment:
         _need(len(self.arms) > 0, "arms is empty: name at least one.")
         _need(len(self.recipes) > 0, "recipes is empty: leave the key out, or name at least one.")
         for figure in self.figures:
-            _need(figure in FIGURES, f"unknown figure {figure!r}. {nearest(figure, FIGURES)}")
+            _need(figure in FIGURES, unknown("figure", figure, FIGURES))
         for name in (*self.arms, *self.recipes, self.name):
             fine = name != "" and all(letter.isalnum() or letter in " @._+-" for letter in name) and name[0] != "."
             _need(fine, f"the name {name!r} becomes a folder: use letters, digits, spaces and @ . _ + - only.")
@@ -264,7 +264,7 @@ def parse(data: Mapping[str, Any], where: str) -> Experiment:
 def plan(experiment: Experiment, recipe: str, options: Options, where: str | None = None) -> Plan:
     where = where or f"experiment {experiment.name}"
     if recipe not in experiment.recipes:
-        raise BadExperiment(f"{where}: unknown recipe {recipe!r}. {nearest(recipe, experiment.recipes)}")
+        raise BadExperiment(f"{where}: {unknown('recipe', recipe, experiment.recipes)}")
     if options.runs is not None and not 1 <= options.runs <= MOST_RUNS:
         raise BadExperiment(f"{where}: --runs must be between 1 and {MOST_RUNS:,}, got {options.runs}.")
     if not 0 < options.epochs_scale <= 100:

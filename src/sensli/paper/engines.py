@@ -16,8 +16,9 @@ from torch import Tensor
 from sensli.paper.config import Settings
 from sensli.paper.errors import BadExperiment
 from sensli.paper.machine import Machine
-from sensli.paper.reading import nearest
+from sensli.paper.reading import unknown
 
+SHOWN = 3  # iterations after an insertion whose gradient of the new weights is kept for the heatmaps
 ENGINES = {"stacked": "sensli.paper.stacked", "cnn": "sensli.paper.cnn"}
 
 
@@ -88,7 +89,7 @@ class Engine(Protocol):
 def engine(settings: Settings) -> Engine:
     name = settings.engine
     if name not in ENGINES:
-        raise BadExperiment(f"unknown engine {name!r}. {nearest(name, ENGINES)}")
+        raise BadExperiment(unknown("engine", name, ENGINES))
     module = cast(Engine, importlib.import_module(ENGINES[name]))
     module.check(settings)
     return module

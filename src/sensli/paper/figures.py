@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,10 +169,15 @@ def _panels(count: int, height: float = 5.6) -> tuple[Figure, list[Axes]]:
 
     figure = Figure(figsize=(7.0, height), dpi=DPI, layout="constrained")
     axes = list(figure.subplots(count, 1, sharex=True))
+    open_axes(axes)
+    return figure, axes
+
+
+def open_axes(axes: Iterable[Axes]) -> None:
+    """No frame above and on the right, and a light grid."""
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(True, color="0.92", linewidth=0.7)
-    return figure, axes
 
 
 def _line(axis: Axes, plan: Plan, result: Result, curve: str, label: str, *, shade: bool = True, **style: Any) -> None:

@@ -13,11 +13,10 @@ from sensli.merits.merits import Merits
 from sensli.merits.norms import NORMS
 from sensli.paper import convnets
 from sensli.paper.config import Settings
-from sensli.paper.engines import Outcome
+from sensli.paper.engines import SHOWN, Outcome
 from sensli.paper.restoring import check_alike, check_count
 from sensli.surgery.history.history import Growth
 
-SHOWN = 3  # iterations after an insertion whose gradient of the new kernel is kept for the heatmaps
 NAN = float("nan")
 
 

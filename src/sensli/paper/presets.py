@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sensli.paper.errors import BadExperiment
-from sensli.paper.reading import nearest
+from sensli.paper.reading import unknown
 
 if TYPE_CHECKING:
     from sensli.paper.config import Settings
@@ -61,7 +61,7 @@ PRESETS = {
 
 def known(name: str, where: str) -> Preset:
     if name not in PRESETS:
-        raise BadExperiment(f"{where}: unknown preset {name!r}. {nearest(name, PRESETS)}")
+        raise BadExperiment(f"{where}: {unknown('preset', name, PRESETS)}")
     return PRESETS[name]
 
 

@@ -31,11 +31,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{hint}Known: {', '.join(names)}."
 
 
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The text for a name that is not one of those known."""
+    return f"unknown {what} {name!r}. {nearest(name, known)}"
+
+
 def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
     known = list(known)
     for key in given:
         if key not in known:
-            raise BadExperiment(f"{where}: unknown key {key!r}. {nearest(key, known)}")
+            raise BadExperiment(f"{where}: {unknown('key', key, known)}")
 
 
 def read(cls: type[T], data: object, where: str) -> T:

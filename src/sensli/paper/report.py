@@ -13,7 +13,7 @@ from sensli.paper.document import Block, Bullets, Heading, Paragraph, Picture, T
 from sensli.paper.engines import engine
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.evidence import CNN, UNDECIDED, Evidence, Finding
-from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, interval, overall
+from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, Interval, interval, overall
 from sensli.paper.store import Result, Store
 from sensli.text.strict_json import dumps as strict_json
 from sensli.text.writing import write_bytes
@@ -210,8 +210,7 @@ def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan,
             own = engine(result.settings).counts(result.settings)
             finals = {}
             for curve in ("train_loss", "test_loss", "test_error"):
-                mean = interval(result.final(curve))
-                finals[curve] = {"mean": _short(mean.mean), "half": _short(mean.half) if mean.runs > 1 else None}
+                finals[curve] = _numbers(interval(result.final(curve)))
             arms[arm] = {**finals, "parameters": own.parameters, "flops": own.flops, "seconds": result.seconds}
             if "flops" in result.runs:
                 arms[arm]["flops"] = result.final("flops").mean().item()
@@ -219,8 +218,7 @@ def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan,
         both = costs.pair(one)
         if both is not None:
             experiments[one.key]["ratios"] = {
-                name: {"mean": _short(value.mean), "half": _short(value.half) if value.runs > 1 else None}
-                for name, value in vars(costs.ratios(results[both[0]], results[both[1]])).items()
+                name: _numbers(value) for name, value in vars(costs.ratios(results[both[0]], results[both[1]])).items()
             }
     facts = next(iter(stored[0][1].values())).facts
     judged = {
@@ -231,5 +229,6 @@ def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan,
     return {"claims": judged, "experiments": experiments, **provenance}
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+def _numbers(value: Interval) -> dict[str, float | None]:
+    """Mean and half width, shortened; one run has no width."""
+    return {"mean": float(f"{value.mean:.6g}"), "half": float(f"{value.half:.6g}") if value.runs > 1 else None}

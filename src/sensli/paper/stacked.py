@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 from sensli.paper import networks
 from sensli.paper.config import Settings
-from sensli.paper.engines import Counts, Job, Outcome
+from sensli.paper.engines import SHOWN, Counts, Job, Outcome
 from sensli.paper.errors import BadExperiment
 from sensli.paper.machine import Machine
 from sensli.paper.restoring import check_alike, check_count, restoring
@@ -23,7 +23,6 @@ from sensli.paper.spirals import CLASSES, POINTS, split
 from sensli.paper.stack import Looks, Pass, Stack
 
 AT_ONCE: int | None = None
-SHOWN = 3  # iterations after an insertion whose gradient of the new weights is kept for the heatmaps
 
 
 def check(settings: Settings) -> None:
