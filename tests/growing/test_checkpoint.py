@@ -307,7 +307,7 @@ def test_a_newer_format_or_another_file_is_named_as_such(tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match=r"format 2, newer than 1.*Update sensli"):
         load_checkpoint(file, make_model)
     torch.save({"model": 1}, file)
-    with pytest.raises(CheckpointError, match="no sensli checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a sensli checkpoint"):
         load_checkpoint(file, make_model)
     with pytest.raises(CheckpointError, match="No such file"):
         load_checkpoint(tmp_path / "absent", make_model)

@@ -128,7 +128,7 @@ def test_waking_dead_units_keeps_the_function_on_the_data():
 
 def test_refused_settings_say_why():
     for changes, text in (
-        ({"optimizer": Optimizer(lr=0.1, momentum=0.9)}, "no momentum"),
+        ({"optimizer": Optimizer(lr=0.1, momentum=0.9)}, "must be 'sgd' without momentum"),
         ({"tau": 1.0}, "tau"),
         ({"network": Network("resnet", (3, 3)), "wake": True}, "ReLU"),
         ({"data": Data(name="cifar10")}, "spirals"),

@@ -89,6 +89,30 @@ def test_error_texts_are_those_of_the_code() -> None:
     assert [text for text in quoted if not _is_raised(text, texts)] == []
 
 
+TRANSLATED = re.compile(
+    r"(?<!here )\b(?:is|are) no\b(?! longer)|\bbehind\b|\bstands?\b|\bgoe?s? on\b|\bof its own\b|\banew\b"
+)
+
+
+def _said() -> Iterator[str]:
+    """Texts that are handed to a call, as those of errors, warnings and help are: no docstrings."""
+    for file in (ROOT / "src" / "sensli").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            given = [*node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
+            for part in (part for argument in given for part in ast.walk(argument)):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value
+
+
+def test_messages_and_pages_are_in_plain_english() -> None:
+    """Phrases that read as if translated: say "is not a", "after", "continue", "separate", "again"."""
+    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "examples").glob("*.py")]
+    lines = [line for page in pages for line in page.read_text().splitlines()]
+    meant = ("left behind is removed", "runs behind [the report]")
+    found = [text for text in (*_said(), *lines) if TRANSLATED.search(text) and not any(word in text for word in meant)]
+    assert found == []
+
+
 def _build(root: Path, site: Path) -> CompletedProcess[str]:
     """The command of `make docs`, as the Makefile has it, in a copy or in the project itself."""
     recipe = re.search(r"mkdocs (build .*)", (ROOT / "Makefile").read_text())

@@ -213,7 +213,7 @@ def _load(
     if grower is not None:
         checks.instance("what make_grower(...) returns", grower, Grower, "a Grower")
         if content["grower"] is None:
-            raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to go on from.")
+            raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to restore.")
         with _loading("the grower"):
             grower.load_state_dict(content["grower"])
     together.agree()
@@ -430,7 +430,7 @@ def _load_each(what: str, made: Iterable[Any], saved: list[Any], load: Callable[
 
 def _history_of(network: nn.Module, grower: Grower | None, history: History | None) -> History:
     if grower is not None and history is not None and grower.history != history:
-        raise CheckpointError("the grower has a history of its own; give grower= or history=, not both.")
+        raise CheckpointError("the grower has its own history. Give grower= or history=, not both.")
     found = grower.history if grower is not None else history if history is not None else History()
     grown = count_growths(network)
     if grown != len(found):

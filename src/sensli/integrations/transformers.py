@@ -62,7 +62,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.trainer: Trainer | None = None
         self.grower: Grower | None = None  # of the training that runs or ran last
         self._history = History()
-        self._network: nn.Module | None = None  # whose growths the history tells of
+        self._network: nn.Module | None = None  # the model whose growths are in the history
         self._loaded: dict[str, Any] | None = None
         self._counted = -1  # the step at which an epoch was counted last
         self._waiting = False  # for the monitored number
@@ -102,7 +102,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                     "Use a version this release of sensli was tested with (5.22)."
                 )
         for method in around:
-            # On this Trainer alone, around what it has: a subclass may have its own.
+            # On this Trainer alone, around its own methods: a subclass may have overridden them.
             setattr(trainer, method.__name__, functools.partial(method, getattr(trainer, method.__name__)))
         self.trainer = trainer
 
@@ -134,7 +134,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._history = self.grower.history
             self._loaded = None
         with standing_in(network, hf_trainer.loss_step(trainer)):
-            self.grower.sites()  # a model without a place to grow should not be trained first
+            self.grower.sites()  # a model without a place to grow should fail before it is trained
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._has_come(state)
@@ -166,7 +166,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._monitor is None:
             self._look(loader, control, None)
         elif control.should_evaluate if self._monitor.startswith("eval_") else control.should_log:
-            self._waiting = True  # it comes after this, and before a checkpoint
+            self._waiting = True  # it is logged after this, and before a checkpoint is written
         else:
             self._look(loader, control, self._last_logged(state))
 
@@ -182,7 +182,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if facts:
             log = control.should_log
             trainer.log(facts)
-            control.should_log = log  # or the Trainer would take its own numbers for logged too
+            control.should_log = log  # otherwise the Trainer would take its own numbers for logged too
 
     def _last_logged(self, state: Any) -> float:
         for logs in reversed(state.log_history):
@@ -194,7 +194,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _has_come(self, state: Any) -> None:
         if self._waiting:
             self._waiting = False
-            self._last_logged(state)  # raises where it never came
+            self._last_logged(state)  # raises if it was never logged
 
     def _attach_late(self, state: Any) -> None:
         trainer = hf_trainer.calling_trainer(self)
@@ -202,8 +202,8 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             raise SensliError("this GrowthCallback has no Trainer. Call growth.attach(trainer) before trainer.train().")
         if state.global_step > 0:
             raise SensliError(
-                "this GrowthCallback came too late to grow the model before the weights of the checkpoint were loaded. Give it to "
-                "Trainer(callbacks=[...]), or call growth.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
+                "this GrowthCallback was added too late: the weights of the checkpoint were loaded before it could grow the model. Give it "
+                "to Trainer(callbacks=[...]), or call growth.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
             )
         self.attach(trainer)
 
@@ -212,7 +212,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         assert self.trainer is not None
         return self.trainer
 
-    # --- checkpoints: around methods of the Trainer, whose names these have ---
+    # --- checkpoints: these wrap methods of the Trainer and have their names ---
 
     def _save(self, given: Any, output_dir: str | None = None, state_dict: Any = None) -> Any:
         folder = Path(output_dir or str(self._trainer.args.output_dir))
@@ -223,7 +223,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _load_from_checkpoint(self, given: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
         if not Path(resume_from_checkpoint).is_dir():
-            return given(resume_from_checkpoint, model)  # which says so
+            return given(resume_from_checkpoint, model)  # which reports it
         state = hf_folder.read(Path(resume_from_checkpoint))
         self._rewind(state)
         result = given(resume_from_checkpoint, model)
@@ -236,7 +236,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _load_optimizer_and_scheduler(self, given: Any, checkpoint: str | None) -> Any:
         if checkpoint is not None and self._loaded is not None and self._loaded["names"]:
-            # The saved state goes by numbers, in the order in which that optimizer had followed the growths.
+            # The saved state is numbered in the order in which that optimizer followed the growths.
             network = bare(self._trainer.model_wrapped)
             add_own_groups(self._history, self._trainer.optimizer, self._trainer.lr_scheduler)
             for optimizer, names in zip(as_optimizers(self._trainer.optimizer), self._loaded["names"], strict=True):
