@@ -10,33 +10,34 @@ from torch import Tensor
 
 from sensli.moves.width.width import Axis, Width
 
-PER_UNIT = 2  # tried for each that would come
+PER_UNIT = 3  # tried for each that would come: a random direction, its opposite, and a unit that is there, perturbed
 
 
 def candidates(width: Width) -> tuple[Tensor, ...]:
     """Entries of all axes that make a unit, for more units than will be taken. The same on all ranks; draws no global random number."""
     generator = torch.Generator().manual_seed(width.units)
     count = width.more * PER_UNIT if width.start == "sensitive" else width.more
-    near = torch.randint(
-        width.units, (count // 2,), generator=generator
-    )  # units to be perturbed; the others are random
-    return tuple(_rows(axis, width.units, count, near, generator) for axis in width.axes if axis.fill == "row")
+    near = torch.randint(width.units, (count - 2 * width.more if count > width.more else 0,), generator=generator)
+    return tuple(_rows(axis, width, count, near, generator) for axis in width.axes if axis.fill == "row")
 
 
-def _rows(axis: Axis, units: int, count: int, near: Tensor, generator: torch.Generator) -> Tensor:
+def _rows(axis: Axis, width: Width, count: int, near: Tensor, generator: torch.Generator) -> Tensor:
     tensor: Tensor = getattr(axis.module.find_module(), axis.name).detach()
+    units, dim = width.units, axis.dim + 1
     old = tensor.double().cpu().unflatten(axis.dim, (axis.outer, units, axis.inner))
-    shape = list(old.shape)
-    shape[axis.dim + 1] = count
-    if tensor.dim() < 2:  # a bias is that of some other unit
-        picked = torch.randint(units, (count,), generator=generator)
-        drawn = old.index_select(axis.dim + 1, picked)
+    if tensor.dim() < 2:  # a bias is that of some unit that is there
+        picked = torch.randint(units, (width.more,), generator=generator)
+        drawn = opposite = old.index_select(dim, picked)
+        moved = old.index_select(dim, near)
     else:
+        shape = list(old.shape)
+        shape[dim] = width.more
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64) * old.std(correction=0)
-    if len(near):
-        kept = old.index_select(axis.dim + 1, near)
-        noisy = kept + 0.5 * drawn.narrow(axis.dim + 1, 0, len(near)) if tensor.dim() > 1 else kept
-        drawn = torch.cat([noisy, drawn.narrow(axis.dim + 1, len(near), count - len(near))], dim=axis.dim + 1)
+        opposite = -drawn  # behind a ReLU the one may be dead where the other is alive
+        moved = old.index_select(dim, near)
+        moved = moved + 0.5 * old.std(correction=0) * torch.randn(moved.shape, generator=generator, dtype=torch.float64)
+    if count > width.more:
+        drawn = torch.cat([drawn, opposite, moved], dim=dim)
     rows: Tensor = drawn.flatten(axis.dim, axis.dim + 2)
     return rows.to(tensor.device, tensor.dtype)
 

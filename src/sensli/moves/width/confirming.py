@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +24,7 @@ _ATTEMPTS = 24  # more would cost more than they find
 
 
 def confirm(search: Search, sites: Sequence[Site]) -> tuple[list[Site], list[tuple[Site, str]]]:
-    """Those that hold, and the others with the reason. All are tried at once, then in halves."""
+    """Those that hold, and the others with the reason. All are tried at once, then layer by layer of equal blocks, then in halves."""
     trial = _Trial(search)
     good: list[Site] = []
     wrong: list[tuple[Site, str]] = []
@@ -34,9 +35,16 @@ def confirm(search: Search, sites: Sequence[Site]) -> tuple[list[Site], list[tup
             continue
         attempts += 1
         problem = trial.of(group)
+        families: dict[str, list[Site]] = {}
+        for site in group:
+            families.setdefault(re.sub(r"\d+", "*", site.path), []).append(site)
         if not problem:
             good += group
         elif len(group) == 1 or attempts >= _ATTEMPTS:
+            wrong += [(site, problem) for site in group]
+        elif len(families) > 1:
+            waiting += families.values()
+        elif trial.of(group[:1]) == problem:  # what one of them does wrong its equals do too
             wrong += [(site, problem) for site in group]
         else:
             waiting += [group[: len(group) // 2], group[len(group) // 2 :]]

@@ -81,7 +81,6 @@ class _Run:
 
     def __init__(self, model: nn.Module, marks: list[tuple[str, int]], seen: dict[str, Seen]) -> None:
         self.model, self.marks, self.seen = model, marks, seen
-        self.full: set[int] = set()  # samples whose mark has spread over all units
 
     def of(self, example: Any) -> None:
         handles = list(self._hooks())
@@ -92,8 +91,10 @@ class _Run:
             for handle in handles:
                 handle.remove()
         for tensor in tensors(output):
-            for sample in self._marked(tensor, None):
-                self.seen[self.marks[sample][0]].leaves = True
+            each = _by_sample(tensor, len(self.marks))  # a mean over all samples, such as a loss, tells of nobody
+            if each is not None and each.is_floating_point():
+                for sample in each.flatten(1).isnan().any(1).nonzero().flatten().tolist() if each.dim() > 1 else ():
+                    self.seen[self.marks[sample][0]].leaves = True
 
     def _hooks(self) -> Iterator[Any]:
         for path, module in self.model.named_modules():
@@ -145,23 +146,21 @@ class _Run:
 
     def _other(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            value = first_tensor(output)
-            if value is None or not value.is_floating_point():
+            before, after = self._share(first_tensor(args)), self._share(first_tensor(output))
+            if before is None or after is None:
                 return
-            each = _by_sample(value, len(self.marks))
-            if each is None:
-                return
-            for sample in each.flatten(1).isnan().all(1).nonzero().flatten().tolist():
-                if sample not in self.full:
-                    self.full.add(sample)
-                    given = first_tensor(args)
-                    if given is not None and not bool(given.isnan().all()):
-                        known = self.seen[self.marks[sample][0]]
-                        known.mixed_by = known.mixed_by or f"{path} ({type(module).__name__})"
+            for sample in ((before > 0) & (after > before)).nonzero().flatten().tolist():
+                known = self.seen[self.marks[sample][0]]
+                known.mixed_by = known.mixed_by or f"{path} ({type(module).__name__})"
 
         return hook
 
-    def _marked(self, x: Tensor, channel: int | None) -> dict[int, frozenset[int]]:
+    def _share(self, x: Tensor | None) -> Tensor | None:
+        """For every sample the share of values that are marked."""
+        each = None if x is None or not x.is_floating_point() else _by_sample(x, len(self.marks))
+        return None if each is None or each.dim() < 2 else each.flatten(1).isnan().float().mean(1)
+
+    def _marked(self, x: Tensor, channel: int) -> dict[int, frozenset[int]]:
         """For every sample with marks the places along the channels that have one."""
         each = _by_sample(x, len(self.marks))
         if not x.is_floating_point() or not bool(x.isnan().any()):
@@ -169,8 +168,6 @@ class _Run:
         if each is None:  # nobody knows whose marks these are: everybody's
             return {sample: frozenset(range(x.shape[-1] if x.dim() else 1)) for sample in range(len(self.marks))}
         nan = each.isnan()
-        if channel is None:
-            return {s: frozenset() for s in nan.flatten(1).any(1).nonzero().flatten().tolist()}
         dim = _of_sample(each, x, channel) + 1
         places = nan.movedim(dim, 1).flatten(2).any(2) if nan.dim() > 2 else nan
         return {

@@ -80,7 +80,8 @@ class Replica:
         for mine, its in zip(self._copy.modules(), self._model.modules(), strict=True):
             mine.training = its.training  # parts of a model may be in different modes
         try:
-            with forked_random_state(self._model), torch.no_grad():
+            # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
+            with forked_random_state(self._model), torch.enable_grad():
                 self._copy(*args, **kwargs)
         except Exception as error:
             raise MeasurementError(
@@ -142,7 +143,7 @@ class Replica:
                 for index, (asker, _, _) in enumerate(self._widths):
                     places = (labels == index).nonzero().flatten()
                     if len(places):
-                        held = x.index_select(role.channel % x.dim(), places.to(x.device))
+                        held = x.detach().index_select(role.channel % x.dim(), places.to(x.device))
                         self.read.setdefault((id(asker), path), []).append(held)
             if rows is None:
                 return output
