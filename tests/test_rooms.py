@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,3 +64,9 @@ def test_contributing_shows_the_rooms_as_they_are() -> None:
         *(line.split("/")[0].strip() for line in block.splitlines() if "/" in line and not line.startswith(" ")),
     ]
     assert tuple(names) == ROOMS
+
+
+def test_contributing_names_files_that_are_there() -> None:
+    named = re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|md))`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 25
+    assert [name for name in named if not (SOURCE / name).exists() and not (ROOT / name).exists()] == []

@@ -21,26 +21,27 @@ from sensli.surgery.state.rates import Schedulers
 class Followers:
     """The optimizers, schedulers and averages of one model."""
 
-    model: nn.Module
     optimizer: Optimizers
     scheduler: Schedulers
     averaged: Averaged
 
-    def check(self, options: Options) -> None:
+    def check(self, model: nn.Module, options: Options) -> None:
         """Refuse those that could never follow a growth with these options, before any training."""
-        options.check_followers(bare(self.model), self.optimizer, self.scheduler)
-        check_alike(self.model, self.averaged)
+        options.check_followers(bare(model), self.optimizer, self.scheduler)
+        check_alike(model, self.averaged)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers, without wrappers of other libraries."""
         return as_optimizers(self.optimizer)
 
-    def insert(self, merit: Merit, history: History, options: Options, *, call: int, lr_scale: float) -> Growth:
+    def insert(
+        self, model: nn.Module, merit: Merit, history: History, options: Options, *, call: int, lr_scale: float
+    ) -> Growth:
         """Insert the layer, and let everything follow."""
-        check_alike(self.model, self.averaged)
+        check_alike(model, self.averaged)
         growth = insert(
-            self.model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=lr_scale,
+            model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=lr_scale,
             own_rate=options.own_rate, group=options.group,
         )  # fmt: skip
         growth = replace(growth, details={"epoch": call, "merit": merit.value, "ratio": merit.ratio})
@@ -48,9 +49,9 @@ class Followers:
         follow(self.averaged, growth)
         return growth
 
-    def take_back(self, history: History, kept: int) -> None:
+    def take_back(self, model: nn.Module, history: History, kept: int) -> None:
         """Undo all growths but the first ones, the last one first."""
         for growth in reversed(history[kept:]):
             unfollow(self.averaged, growth)
-            undo(self.model, growth, optimizer=self.optimizer, scheduler=self.scheduler)
+            undo(model, growth, optimizer=self.optimizer, scheduler=self.scheduler)
             history.pop()

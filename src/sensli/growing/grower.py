@@ -13,11 +13,12 @@ from sensli.engines.distributed import Together, numbered
 from sensli.engines.fsdp import is_sharded
 from sensli.errors import SensliError, ZeroMerits
 from sensli.growing.following import Followers
-from sensli.growing.logs import Log, tell
+from sensli.growing.logs import Log
+from sensli.growing.looked import Looked, keep
 from sensli.growing.options import Options
 from sensli.growing.room import Room
 from sensli.growing.searching import trained
-from sensli.growing.sizes import Sizes, flops_if_counted
+from sensli.growing.sizes import Sizes
 from sensli.growing.state import load, read, remember
 from sensli.growing.strategies.sensli import Sensli
 from sensli.growing.strategies.strategy import Strategy
@@ -31,7 +32,6 @@ from sensli.moves.sites import Site, Sites
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history.history import Growth, History
 from sensli.surgery.history.outline import outline
-from sensli.surgery.history.record import Look
 from sensli.surgery.state.optim import Optimizers
 from sensli.surgery.state.rates import Schedulers
 
@@ -56,8 +56,9 @@ class Grower:
         tau: The threshold: insert only if the merit is at least this many times the mean over the existing weights
             (default: 1.0).
         norm: The norm of the gradient, as in `measure` (default: "auto").
-        select: Which site to take: ``"largest"`` merit; as controls ``"smallest"`` or ``"random"``, for which the largest merit
-            still decides whether to insert at all; or a function of `Merits` that returns one of them (default: "largest").
+        select: Which site to take: ``"largest"`` merit; as controls ``"smallest"``, ``"random"``, ``"first"`` or ``"last"`` in the
+            data flow, or ``"even"`` spacing, for which the largest merit still decides whether to insert at all; or a function of
+            `Merits` that returns one of them (default: "largest").
         count: The largest number of layers to insert at once (default: 1).
         layer: The form of the new layers, as in `find_sites` (default: "auto").
         where: Which sites to consider, as in `find_sites`. None considers all of them.
@@ -109,8 +110,8 @@ class Grower:
     ) -> None:
         self.options = Options.among(locals())
         checks.example("example", example)
-        self._followers = Followers(model, optimizer, scheduler, averaged)
-        self._followers.check(self.options)
+        self._followers = Followers(optimizer, scheduler, averaged)
+        self._followers.check(model, self.options)
         self.model = model
         self.history = History()
         self.last_merits: Merits | None = None  # of the last look, also where nothing was inserted
@@ -147,7 +148,7 @@ class Grower:
             with Together(self.model, "step the grower") as together:
                 checks.batches("batches", batches)
                 checks.loss("loss_fn", loss_fn)
-                put_back = remember(self.history, self._followers, self._strategy, self.options.trigger)
+                put_back = remember(self.model, self.history, self._followers, self._strategy, self.options.trigger)
                 return self._step(together, batches, loss_fn, metric)
         except BaseException:
             if put_back is not None:
@@ -162,24 +163,24 @@ class Grower:
         self.calls += 1
         if not self.history.record:
             self.history.record.draw(0, outline(bare(self.model)))
-        trigger, look, grown = self.options.trigger, None, list[tuple[Merit, Growth]]()
+        trigger, looked, look = self.options.trigger, None, None
         fires = bool(trigger.fires(self._moment(metric)))
         together.agree_on({"whether the trigger fires": fires}, last=not fires)
         if fires:
             trigger.looked()
-            room, merits, reason = self._look(together, batches, loss_fn, metric)
-            if merits is not None:
-                grown = self._grow(together, self._decide(together, merits, metric), metric)
-                reason = self._strategy.reason(merits, [merit for merit, _ in grown]) + room.left_out
-            look = self._noted(room, merits, grown, reason)
-        self._log(metric, look)
+            looked = self._look(together, batches, loss_fn, metric)
+            if looked.merits is not None:
+                looked.grown = self._grow(together, self._decide(together, looked.merits, metric), metric)
+                looked.reason = self._strategy.reason(looked.merits, looked.taken) + looked.room.left_out
+            look = looked.noted(self.calls, self.options, bare(self.model), self._example)
+        keep(self.history.record, self.options, bare(self.model), self.calls, metric, look)
         if fires:
             together.agree()
-        return grown[0][1] if grown else None
+        return looked.grown[0][1] if looked is not None and looked.grown else None
 
     def _look(
         self, together: Together, batches: Iterable[Any], loss_fn: LossFunction | None, metric: float | None
-    ) -> tuple[Room, Merits | None, str]:
+    ) -> Looked:
         """What the sites that fit are worth; if there is nothing to choose from, the reason."""
         room = Room.of(self._sites(), self.options, self._moment(metric))
         together.agree_on(numbered("site", room.fitting), last=False)
@@ -188,13 +189,13 @@ class Grower:
                 text = f"call {self.calls}: nothing was inserted, because {room.why_none}. {room.advice}"
                 warnings.warn(text, stacklevel=4)
                 self._said_too_large = True
-            return room, None, room.why_none
+            return Looked(room, reason=room.why_none)
         try:
             self.last_merits = self._strategy.score(self.model, room.fitting, batches, loss_fn)
         except ZeroMerits as nothing:
             warnings.warn(f"call {self.calls}: nothing was inserted, because {nothing}", stacklevel=4)
-            return room, None, "all merits are zero"
-        return room, self.last_merits, ""
+            return Looked(room, reason="all merits are zero")
+        return Looked(room, self.last_merits)
 
     def _decide(self, together: Together, merits: Merits, metric: float | None) -> list[Merit]:
         """The merits whose sites the strategy would take, in that order; the same on all ranks."""
@@ -209,30 +210,15 @@ class Grower:
         for merit in chosen:
             if len(grown) < options.count and options.trigger.allows(merit.site, self._moment(metric)):
                 rate = 1.0 if grown else options.lr_scale  # once per look
-                growth = self._followers.insert(merit, self.history, options, call=self.calls, lr_scale=rate)
+                growth = self._followers.insert(
+                    self.model, merit, self.history, options, call=self.calls, lr_scale=rate
+                )
                 grown.append((merit, growth))
         if grown:
             options.trigger.grown()
         # Before a sharded model runs for its FLOPs, for which all ranks are needed.
         together.agree_on({"the number of growths": len(self.history)}, last=False)
         return grown
-
-    def _noted(self, room: Room, merits: Merits | None, grown: Sequence[tuple[Merit, Growth]], reason: str) -> Look:
-        """What the page and the log show of a look. FLOPs are counted after a growth only."""
-        taken, numbers = [merit for merit, _ in grown], tuple(growth.number for _, growth in grown)
-        flops = flops_if_counted(bare(self.model), self._example) if grown else None
-        return Look.of(
-            merits, taken, call=self.calls, tau=self.options.tau, select=self.options.selection, reason=reason, inserted=numbers,
-            parameters=room.parameters, flops=None if flops is None else flops - sum(merit.site.flops for merit in taken),
-        )  # fmt: skip
-
-    def _log(self, metric: float | None, look: Look | None) -> None:
-        record = self.history.record
-        record.count(self.calls, metric)
-        if look is not None:
-            record.looks.append(look)
-            record.draw(self.calls, outline(bare(self.model)))
-            tell(self.options.log, look)
 
     def _moment(self, metric: float | None) -> Moment:
         return Moment(self.calls, metric, len(self.history), Sizes(bare(self.model), self._example))

@@ -19,13 +19,15 @@ from sensli.surgery.history.history import History
 _NEWER = {"largest_loss"}  # states that were saved earlier lack it
 
 
-def remember(history: History, followers: Followers, strategy: Strategy, trigger: Trigger) -> Callable[[], None]:
+def remember(
+    model: nn.Module, history: History, followers: Followers, strategy: Strategy, trigger: Trigger
+) -> Callable[[], None]:
     """How to put back all that a step changes; with several processes all of them have to do it together."""
     growths, record = len(history), history.record.copied()
     chosen, fired = strategy.state_dict(), trigger.state_dict()
 
     def put_back() -> None:
-        followers.take_back(history, growths)
+        followers.take_back(model, history, growths)
         history.record.become(record)
         strategy.load_state_dict(chosen)
         if trigger.state_dict() != fired:
