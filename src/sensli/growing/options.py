@@ -16,7 +16,7 @@ from sensli.merits.ranking import Selection, check_selection
 from sensli.modules import checks
 from sensli.moves.finding import check_request
 from sensli.moves.sites import Site
-from sensli.surgery.state.optim import Optimizers, check_needed, check_optimizers
+from sensli.surgery.state.optim import Optimizers, check_group, check_needed, check_optimizers
 from sensli.surgery.state.own_rate import check_own_factor, check_own_rate
 from sensli.surgery.state.rates import Schedulers, check_factor, plan_rate_scaling
 
@@ -60,6 +60,7 @@ class Options:
             tolerance=tolerance,
             lr_scale=check_factor(self.lr_scale),
             own_rate=None if self.own_rate is None else check_own_factor(self.own_rate),
+            group=None if self.group is None else check_group(self.group),
             max_factor=_factor(self.max_factor),
             floor=checks.share("floor", self.floor, 1e-7, zero=True),
             seed=checks.whole("seed", self.seed, 0, least=0, below=2**64),

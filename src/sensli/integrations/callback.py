@@ -12,6 +12,7 @@ from sensli.growing.options import Options
 from sensli.growing.triggers import Trigger
 from sensli.integrations.looking import Facts
 from sensli.modules import checks
+from sensli.surgery.averaging import networks
 
 _OF_THE_TRAINER = ("model", "optimizer", "scheduler")
 _OF_THE_MODEL = ("example", "averaged")  # options of a Grower that are not among `Options`
@@ -38,6 +39,7 @@ class GrowingCallback:
         self._given = {name: options.pop(name) for name in _OF_THE_MODEL if name in options}
         if "example" in self._given:
             checks.example("example", self._given["example"])
+        networks(self._given.get("averaged"))
         self.options = Options(trigger=trigger, **options)
         self.grower: Grower | None = None  # made when there is a batch
         self._loaded: dict[str, Any] | None = None  # the state from a checkpoint, until the grower has it
