@@ -15,7 +15,7 @@ from models import batches, deep, fnn, loss_fn, points, untouched
 from sensli import Grower, Merits, Site, Sites, find_sites, measure
 from sensli.growing.options import Options
 from sensli.growing.strategies.strategy import Strategy
-from sensli.growing.triggers import At, Every, Moment
+from sensli.growing.triggers import At, Budget, Every, Moment
 from sensli.merits.merits import Merit
 from sensli.merits.ranking import SELECTIONS
 from sensli.paper.config import Data, Network, Optimizer, Settings
@@ -153,6 +153,15 @@ def test_warnings_of_a_look_name_the_line_that_called_step() -> None:
     with pytest.warns(UserWarning, match="nothing was inserted, because all 2 merits are zero") as caught:
         dead.step(DATA, loss_fn)
     assert caught[0].filename == __file__
+
+
+def test_a_look_without_room_says_how_large_the_model_is() -> None:
+    model = deep()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    growing = grower(model, trigger=Every(1) & Budget(parameters=size + 1))
+    assert growing.step(DATA, loss_fn) is None
+    look = growing.history.record.looks[0]
+    assert look.reason.startswith("the trigger's limits leave no room") and look.parameters == size
 
 
 # --- a strategy ---
