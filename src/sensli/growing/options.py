@@ -76,7 +76,7 @@ class Options:
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Options:
         """The options among the arguments of a function: a signature names them for the reader, and nothing repeats them."""
-        return cls(**{each.name: arguments[each.name] for each in fields(cls) if each.name in arguments})
+        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
 
     def check_followers(self, model: nn.Module, optimizer: Optimizers, scheduler: Schedulers) -> None:
         """Refuse what these options need and this optimizer, with its scheduler, does not have."""
