@@ -79,7 +79,8 @@ def _copied(state):
 
 def test_equal_merits_go_to_the_first_place():
     looks = type("Looks", (), {"merits": torch.tensor([[1.0, 2.0, 2.0], [3.0, 3.0, 3.0], [2.0, 1.0, 1.0]])})
-    for select, expected in (("largest", [1, 0, 0]), ("smallest", [0, 0, 1])):
+    cases = {"largest": [1, 0, 0], "smallest": [0, 0, 1], "first": [0, 0, 0], "last": [2, 2, 2], "even": [1, 1, 1]}
+    for select, expected in cases.items():
         training = stacked._Training(Job(settings(select=select), 0, (0, 1, 2)))
         assert training._choose(looks, 0).tolist() == expected
 

@@ -96,3 +96,9 @@ def test_no_test_file_is_imported(path: Path) -> None:
     """But by itself, in a program that it starts."""
     others = [name for name in modules(path) if name.split(".")[-1] != path.stem]
     assert [name for name in others if name.split(".")[-1].startswith(("test_", "conftest"))] == []
+
+
+def test_contributing_names_files_that_are_there() -> None:
+    named = re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|md))`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 25
+    assert [name for name in named if not (SOURCE / name).exists() and not (ROOT / name).exists()] == []

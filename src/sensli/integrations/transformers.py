@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel
-from sensli.growing.checkpoint import add_own_groups, arrange, names_in
-from sensli.growing.grower import Grower
-from sensli.growing.triggers import Trigger
+from sensli.growing.by_name import add_own_groups, arrange, names_in
 from sensli.integrations import missing
-from sensli.integrations.looking import Facts, check_options, standing_in
+from sensli.integrations.callback import GrowingCallback
+from sensli.integrations.looking import Facts, standing_in
 from sensli.modules import checks
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import History
@@ -31,7 +30,7 @@ except ImportError as error:
     raise missing("transformers", error) from error
 
 
-class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Grows the Trainer's model at the end of epochs on which the trigger fires; every ``train()`` counts its epochs from 1.
 
     Logs after each epoch ``sensli/growths``, ``sensli/parameters`` and ``sensli/flops``, and after a look ``sensli/merit`` and
@@ -46,27 +45,13 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
 
-    def __init__(
-        self,
-        trigger: Trigger,
-        *,
-        monitor: str | None = None,
-        batches: int | None = None,
-        metrics: bool = True,
-        **options: Any,
-    ) -> None:
-        check_options(trigger, monitor, batches, metrics, options)
-        self._trigger, self._monitor, self._batches = trigger, monitor, batches
-        self._metrics, self._options = metrics, options
-        self._fresh = trigger.state_dict()
+    def _prepare(self) -> None:
+        self._fresh = self.options.trigger.state_dict()
         self.trainer: Trainer | None = None
-        self.grower: Grower | None = None  # of the training that runs or ran last
         self._history = History()
-        self._network: nn.Module | None = None  # the model whose growths are in the history
-        self._loaded: dict[str, Any] | None = None
+        self._network: nn.Module | None = None  # whose growths the history tells of
         self._counted = -1  # the step at which an epoch was counted last
         self._waiting = False  # for the monitored number
-        self._facts = Facts()
 
     @property
     def history(self) -> History:
@@ -122,12 +107,10 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         # Growths stay with their model; another model (model_init=) starts without any.
         self._history = History(self._history if self._network is network else ())
         self._network, self._counted, self._waiting, self._facts = network, -1, False, Facts()
-        self._trigger.load_state_dict(self._fresh)
-        settings = {"trigger": self._trigger, "scheduler": trainer.lr_scheduler, **self._options}
-        if "example" not in settings:
-            settings["example"] = hf_trainer.example_of(trainer, train_dataloader)
-        self._example = settings["example"]
-        self.grower = Grower(trainer.model_wrapped, trainer.optimizer, **settings)
+        self.options.trigger.load_state_dict(self._fresh)
+        own = "example" in self._given
+        self._example = self._given["example"] if own else hf_trainer.example_of(trainer, train_dataloader)
+        self.grower = self._make_grower(trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, self._example)
         self.grower.history = self._history
         if self._loaded is not None:
             self.grower.load_state_dict(self._loaded["grower"])

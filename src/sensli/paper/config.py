@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sensli.merits.ranking import SELECTIONS
 from sensli.paper import presets
 from sensli.paper.errors import BadExperiment
 from sensli.paper.reading import check_keys, merged, read, unknown
 
 RESULT_FORMAT = 1  # part of every digest: results of another format are never mixed in
 
-SELECTIONS = ("largest", "smallest", "random")
 NETWORKS = ("fnn", "resnet", "cnn")
 DTYPES = ("float32", "float64", "bfloat16")  # the last one: autocast over float32 weights
 METRICS = ("validation", "test")

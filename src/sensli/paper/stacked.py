@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from sensli.merits.ranking import SELECTIONS
 from sensli.paper import networks
 from sensli.paper.config import Settings
 from sensli.paper.engines import SHOWN, Counts, Job, Outcome
@@ -245,14 +246,12 @@ class _Training:
 
     def _choose(self, looks: Looks, index: int) -> Tensor:
         merits, select = looks.merits, self.settings.select
-        if select == "random":
+        if select == "random":  # from each run's own source, as in the results that are stored
             count = merits.shape[1]
             sources = [generator(self.job.seed, run, f"place {index}") for run in self.job.runs]
             return torch.cat([torch.randint(count, (1,), generator=source) for source in sources])
-        best = merits.amax(1, keepdim=True) if select == "largest" else merits.amin(1, keepdim=True)
-        places = torch.arange(merits.shape[1]).expand_as(merits)
-        # argmax leaves open which of several equal entries it finds; here the first place wins
-        return places.masked_fill(merits != best, merits.shape[1]).amin(1)
+        order, unused = SELECTIONS[select], torch.Generator()
+        return torch.tensor([order(own, 1, unused)[0] for own in merits.tolist()])
 
     def _incoming(self, index: int) -> Tensor:
         """Random weights as PyTorch draws them for a linear layer of this width."""

@@ -23,13 +23,13 @@ Averaged: TypeAlias = nn.Module | Sequence[nn.Module] | None
 
 def follow(averaged: Averaged, growth: Growth) -> None:
     """Insert the layer of a growth into each average, at the same place."""
-    for network in _networks(averaged):
+    for network in networks(averaged):
         repeat(network, growth)
 
 
 def unfollow(averaged: Averaged, growth: Growth) -> None:
     """Take the layer of the last growth out of each average that has it."""
-    for network in _networks(averaged):
+    for network in networks(averaged):
         if any(number == growth.number and path == growth.name for number, path, _ in grown(network)):
             undo(network, growth)
 
@@ -37,7 +37,7 @@ def unfollow(averaged: Averaged, growth: Growth) -> None:
 def check_alike(model: nn.Module, averaged: Averaged) -> None:
     """Refuse an average that is not one of this model, before anything changes."""
     expected = [(name, p.shape) for name, p in bare(model).named_parameters()]
-    for network in _networks(averaged):
+    for network in networks(averaged):
         if [(name, p.shape) for name, p in network.named_parameters()] != expected:
             raise UnsupportedModel(
                 f"averaged= holds a {type(network).__name__} whose parameters are not those of the model, so it cannot grow with it. Make "
@@ -45,7 +45,8 @@ def check_alike(model: nn.Module, averaged: Averaged) -> None:
             )
 
 
-def _networks(averaged: Averaged) -> list[nn.Module]:
+def networks(averaged: Averaged) -> list[nn.Module]:
+    """The averaged networks themselves; what is none is refused."""
     several = isinstance(averaged, Sequence) and not isinstance(averaged, str)
     given: Any = averaged if several else [] if averaged is None else [averaged]
     return [bare(getattr(each, "module", each), "averaged") for each in given]
