@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli.errors import SensliError, ZeroMerits
+from sensli.errors import SensliError, UnknownSite, ZeroMerits
 from sensli.growing.following import Followers
 from sensli.growing.logs import Log
 from sensli.growing.looked import Looked, keep
@@ -62,6 +62,11 @@ class Grower:
         count: The largest number of layers to insert at once (default: 1).
         layer: The form of the new layers, as in `find_sites` (default: "auto").
         where: Which sites to consider, as in `find_sites`. None considers all of them.
+        grow: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more
+            (default: "layers").
+        units: How many units a layer gets at a growth: a number, or a share of those it has (default: 0.25).
+        start: How new units start, as in `find_sites` (default: "sensitive").
+        per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are.
         confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
         tolerance: With ``confidence``: the share of the best merit that may be missed, as in `measure` (default: 0.0).
         lr_scale: Multiplies all learning rates after each growth (default: 1.0).
@@ -96,6 +101,10 @@ class Grower:
         count: int = 1,
         layer: str = "auto",
         where: str | Callable[[Site], bool] | None = None,
+        grow: str = "layers",
+        units: int | float = 0.25,
+        start: str = "sensitive",
+        per: str | None = None,
         confidence: float | None = None,
         tolerance: float = 0.0,
         lr_scale: float = 1.0,
@@ -210,9 +219,14 @@ class Grower:
         for merit in chosen:
             if len(grown) < options.count and options.trigger.allows(merit.site, self._moment(metric)):
                 rate = 1.0 if grown else options.lr_scale  # once per look
-                growth = self._followers.insert(
-                    self.model, merit, self.history, options, call=self.calls, lr_scale=rate
-                )
+                try:
+                    growth = self._followers.insert(
+                        self.model, merit, self.history, options, call=self.calls, lr_scale=rate
+                    )
+                except UnknownSite:
+                    if not grown:
+                        raise
+                    continue  # a growth of the same look has moved it
                 grown.append((merit, growth))
         if grown:
             options.trigger.grown()

@@ -12,9 +12,9 @@ from sensli.growing.logs import Log, check_log
 from sensli.growing.triggers import Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.norms import choose
-from sensli.merits.ranking import Selection, check_selection
+from sensli.merits.ranking import Selection, check_per, check_selection
 from sensli.modules import checks
-from sensli.moves.finding import check_request
+from sensli.moves.finding import check_growth, check_request, check_units
 from sensli.moves.sites import Site
 from sensli.surgery.state.optim import Optimizers, check_group, check_needed, check_optimizers
 from sensli.surgery.state.own_rate import check_own_factor, check_own_rate
@@ -35,6 +35,10 @@ class Options:
     count: int = 1
     layer: str = "auto"
     where: str | Callable[[Site], bool] | None = None
+    grow: str = "layers"
+    units: int | float = 0.25
+    start: str = "sensitive"
+    per: str | None = None
     confidence: float | None = None
     tolerance: float = 0.0
     lr_scale: float = 1.0
@@ -67,6 +71,9 @@ class Options:
         )
         choose(self.norm, ())
         check_request(self.layer, self.where)
+        check_growth(self.grow, self.start)
+        self._become(units=check_units(self.units))
+        check_per(self.per)
         check_log(self.log)
 
     def _become(self, **values: Any) -> None:

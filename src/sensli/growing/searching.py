@@ -25,8 +25,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 class Search:
     """The sites of a model, remembered for as long as the model is the same."""
 
-    def __init__(self, *, layer: str, where: str | Callable[[Site], bool] | None) -> None:
-        self._layer = layer
+    def __init__(self, *, where: str | Callable[[Site], bool] | None, **request: Any) -> None:
+        self._request = request  # as `find_sites` takes it
         # A function is asked at every look: what it says may depend on more than the model.
         self._kind: str | None = None if callable(where) else where
         self._filter: Callable[[Site], bool] | None = where if callable(where) else None
@@ -43,7 +43,7 @@ class Search:
                 known = all(together.agree(known))
         if not known:
             self._seen = None
-            self._found = find_sites(model, example, layer=self._layer, where=self._kind)
+            self._found = find_sites(model, example, where=self._kind, **self._request)
             self._seen = now
         kept = [site for site in self._found if self._filter is None or self._filter(site)]
         return Sites(kept, self._found.skipped, model_name=type(network).__name__)

@@ -66,26 +66,52 @@ def check_selection(select: str | Selection) -> None:
         checks.one_of("select", select, SELECTIONS, other="a function of Merits that returns one of them")
 
 
+PER = ("parameters", "flops")
+
+
+def check_per(per: str | None) -> None:
+    """Refuse what merits cannot be compared by."""
+    if per is not None:
+        checks.one_of("per", per, PER, other="None")
+
+
+def worth_of(merit: Merit, per: str | None) -> float:
+    """A merit as it is, or for each parameter or FLOP that the growth adds."""
+    return merit.value if per is None else merit.value / max(getattr(merit.site.cost, per), 1)
+
+
 def is_control(select: str | Selection) -> bool:
     """Whether the largest merit decides *whether* to insert, and something else *where*."""
     return not callable(select) and select != "largest"
 
 
-def ordered(select: str, merits: Merits, count: int, generator: torch.Generator | None = None) -> list[Merit]:
+def ordered(
+    select: str, merits: Merits, count: int, generator: torch.Generator | None = None, *, per: str | None = None
+) -> list[Merit]:
     """The merits in the order in which a registered selection takes them, if so many layers are wanted."""
-    values = [merit.value for merit in merits]
+    values = [worth_of(merit, per) for merit in merits]
     return [merits[place] for place in SELECTIONS[select](values, count, generator or torch.Generator())]
 
 
 def chosen(
-    select: str | Selection, merits: Merits, worth: Sequence[Merit], count: int, generator: torch.Generator
+    select: str | Selection,
+    merits: Merits,
+    worth: Sequence[Merit],
+    count: int,
+    generator: torch.Generator,
+    *,
+    per: str | None = None,
 ) -> list[Merit]:
     """The merits that may be inserted, in that order, where those in ``worth`` pass the threshold.
 
     A control differs from the method in *where* alone: whether, and how many at most, the largest merits decide for it too.
     """
     if not callable(select):
-        return ordered(select, merits, min(count, len(worth)), generator)[: len(worth)]
+        if (
+            per is not None and select == "largest"
+        ):  # what passes is decided by the merit itself, the order by what it costs
+            return sorted(worth, key=lambda merit: -worth_of(merit, per))
+        return ordered(select, merits, min(count, len(worth)), generator, per=per)[: len(worth)]
     choice = select(merits)
     for merit in merits:
         if choice is merit or choice is merit.site:

@@ -31,6 +31,12 @@ def check_request(layer: str, where: str | Callable[[Site], bool] | None) -> Non
         checks.one_of("where", where, WHERE, other="a function of a Site that returns True or False")
 
 
+def check_growth(grow: str, start: str) -> None:
+    """Raise if something is to grow, or to start, in a way that does not exist."""
+    checks.one_of("grow", grow, GROW)
+    checks.one_of("start", start, STARTS)
+
+
 def check_units(units: int | float) -> int | float:
     """How many new units: a number, or a share."""
     if isinstance(units, float):
@@ -83,8 +89,7 @@ def find_sites(
         kernel_size = checks.odd(
             "kernel_size", kernel_size, 3, "a new convolution must keep the size of its feature map"
         )
-    checks.one_of("grow", grow, GROW)
-    checks.one_of("start", start, STARTS)
+    check_growth(grow, start)
     units = check_units(units)
     model = bare(model)
     checks.example("example", example)

@@ -28,7 +28,9 @@ class Sensli(Strategy):
     def __init__(self, options: Options) -> None:
         self.options = options
         self.threshold = Threshold(options.tau, options.floor)
-        self._search = Search(layer=options.layer, where=options.where)
+        self._search = Search(
+            layer=options.layer, where=options.where, grow=options.grow, units=options.units, start=options.start
+        )
         # Not the global random state, which growing leaves alone.
         self._generator = torch.Generator().manual_seed(options.seed)
 
@@ -46,7 +48,7 @@ class Sensli(Strategy):
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         worth = self.threshold.worth(merits)
-        found = chosen(self.options.select, merits, worth, self.options.count, self._generator)
+        found = chosen(self.options.select, merits, worth, self.options.count, self._generator, per=self.options.per)
         return [merit.site for merit in found]
 
     def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:

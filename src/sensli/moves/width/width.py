@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from sensli.errors import UnknownSite, UnsupportedModel, one_of
@@ -188,7 +189,9 @@ class Widening(Edit):
     def build(self) -> None:
         from sensli.moves.width.starts import new_rows
 
-        rows = self._move._rows if self._move._rows is not None else new_rows(self._move)
+        rows = self._move._rows
+        if rows is None or not _fitting(self._move, rows):  # never measured, or the layer reads more since
+            rows = new_rows(self._move)
         self._old = [each.tensor.detach().clone() for each in self.resized]
         self._new = [_filled(each, self._move, rows) for each in self.resized]
 
@@ -267,6 +270,9 @@ def found(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
 def put(tensor: Tensor, value: Tensor) -> None:
     """Give a tensor other values of another shape; whoever holds it sees them. A gradient of the old shape goes."""
     tensor.grad = None
+    # An earlier loss that somebody still holds keeps the node alive that adds up the gradient, with the old shape. torch forgets that node
+    # when the type changes.
+    tensor.data = value.new_empty(0, dtype=torch.float32 if value.dtype != torch.float32 else torch.float64)
     tensor.data = value
 
 
@@ -275,6 +281,17 @@ def _fits(stretch: Stretch, tensor: Tensor, length: int, *, made: bool) -> bool:
         return False
     units = stretch.units + stretch.more if made else stretch.units
     return tensor.shape[stretch.dim] >= stretch.start + stretch.outer * units * stretch.inner
+
+
+def _fitting(width: Width, rows: Sequence[Tensor]) -> bool:
+    """Whether rows that were measured have the shape that the layers have now."""
+    axes = [axis for axis in width.axes if axis.fill == "row"]
+    for axis, new in zip(axes, rows, strict=True):
+        shape = list(getattr(axis.module.find_module(), axis.name).shape)
+        shape[axis.dim] = axis.outer * width.more * axis.inner
+        if shape != list(new.shape):
+            return False
+    return True
 
 
 def _filled(resize: Resize, width: Width, rows: Sequence[Tensor]) -> Tensor:
