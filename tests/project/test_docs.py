@@ -22,7 +22,16 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+WITH_LIBRARIES = re.compile(r"^(?:from|import) (?:lightning|sklearn|transformers|sensli\.integrations)", re.M)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.library] * bool(WITH_LIBRARIES.search(page.read_text())), id=page.stem)
+        for page in PAGES
+    ],
+)
 def test_code_prints_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
