@@ -34,7 +34,7 @@ os._exit(0)
 # All is imported once, and the ranks are forked before anything is computed: importing torch costs more than most of the work.
 FORKED = """
 import importlib, os, signal, sys
-import torch, torch.distributed as dist
+import torch, torch._dynamo, torch.distributed as dist  # the first optimizer would import dynamo
 torch.set_num_threads(1)
 module, function, file, processes = *sys.argv[1:4], int(sys.argv[4])
 work = getattr(importlib.import_module(module), function)
