@@ -308,6 +308,7 @@ def test_no_place_to_grow_is_said_with_the_reasons():
         grower(deep(), where="conv").step(DATA, loss_fn)
 
 
+@pytest.mark.process  # compiles
 def test_compiled_models_grow_through_their_wrapper():
     model = torch.compile(fnn(), backend="eager")
     growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -47,6 +47,7 @@ def trained(tmp_path_factory):
         cnn.images.cache_clear()
 
 
+@pytest.mark.slow
 def test_show_draws_all_figures_and_says_the_ratios(trained, capsys, monkeypatch):
     _, store = trained
     monkeypatch.chdir(store.root.parent)

@@ -47,13 +47,14 @@ FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent != SOURCE 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_go_in_one_direction(path: Path) -> None:
     room = path.relative_to(SOURCE).with_suffix("").parts[0]
-    for name in imports(path):
+    names = list(imports(path))
+    for name in names:
         other = name.split(".")[0]
         if other in ROOMS:
             assert ROOMS.index(other) <= ROOMS.index(room), f"{room} must not import from {other} ({name})"
     here = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
     for order in INNER:
-        for name in imports(path):
+        for name in names:
             own, other = within(here, order), within(name, order)
             if own and other:
                 assert order.index(other) <= order.index(own), f"{own} must not import from {other} ({name})"

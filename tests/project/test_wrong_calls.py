@@ -419,6 +419,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_a_callback_is_not_made_with_wrong_options(
     setting: Setting, library: str, monkeypatch: pytest.MonkeyPatch

@@ -123,7 +123,7 @@ class Look:
             if not parameters
             else factor_text(parameters, parameters + merit.parameters)
         )
-        return f"epoch {self.call}: +{merit.site} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
+        return f"epoch {self.call}: +{merit.site.removeprefix('+')} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
