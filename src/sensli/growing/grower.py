@@ -390,7 +390,7 @@ class Grower:
         )  # fmt: skip
         growth = replace(growth, details={"epoch": self.calls, "merit": merit.value, "ratio": merit.ratio})
         self.history.append(growth)  # at once: what is in the history is taken out again if anything fails from here on
-        follow(self._averaged, growth)
+        follow(self._averaged, growth, self.model)
         return growth
 
     def _chosen(self, merits: Merits, least: float) -> list[Merit]:
