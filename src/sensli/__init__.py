@@ -1,7 +1,7 @@
 """Grow an ordinary PyTorch network while it trains.
 
-`find_sites` finds the places where a layer could go, `measure` or `Probe` tell what it would be worth there, `insert` puts the best one
-in without changing the function, and the optimizer follows. `Grower` does all of it once per epoch.
+`find_sites` finds the places where a layer could go, `measure` or `Probe` tell what it would be worth there, `grow` (for
+layers also `insert`) takes the best one without changing the function, and the optimizer follows. `Grower` does all of it once per epoch.
 """
 
 from sensli.errors import SensliError
@@ -16,12 +16,12 @@ from sensli.modules.flops import count_flops
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites
 from sensli.surgery.history.history import Growth, History
-from sensli.surgery.insertion import insert, undo
+from sensli.surgery.insertion import grow, insert, undo
 from sensli.surgery.replaying import replay
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "__version__",
-    "count_flops", "find_sites", "insert", "load_checkpoint", "measure", "norms", "replay", "save_checkpoint", "triggers", "undo",
+    "count_flops", "find_sites", "grow", "insert", "load_checkpoint", "measure", "norms", "replay", "save_checkpoint", "triggers", "undo",
 ]  # fmt: skip

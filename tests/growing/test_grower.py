@@ -274,7 +274,7 @@ def test_several_layers_go_in_together_or_not_at_all(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, optimizer)
     growing = grower(model, optimizer, count=4, lr_scale=0.5)
-    real, calls = sensli.growing.following.insert, []
+    real, calls = sensli.growing.following.grow, []
 
     def fails_third(*args, **options):
         calls.append(args)
@@ -282,7 +282,7 @@ def test_several_layers_go_in_together_or_not_at_all(monkeypatch):
             raise OptimizerError("no more")
         return real(*args, **options)
 
-    monkeypatch.setattr(sensli.growing.following, "insert", fails_third)
+    monkeypatch.setattr(sensli.growing.following, "grow", fails_third)
     with untouched(model, optimizer), pytest.raises(OptimizerError, match="no more"):
         growing.step(DATA, loss_fn)
     assert (len(growing.history), growing.calls) == (0, 0)

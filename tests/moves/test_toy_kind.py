@@ -52,6 +52,9 @@ class Bias:
     def joining(self, model: nn.Module, site: Site) -> list[New]:
         return [New("bias", nn.Parameter(torch.empty(self.units, device="meta")), (site.find(model)[1].weight,))]
 
+    def by_path(self) -> Bias:
+        return self
+
     def check(self, point: Point) -> None:
         if self.units < 1:
             raise ValueError(f"units must be positive, got {self.units}")

@@ -12,7 +12,7 @@ from sensli.merits.merits import Merit
 from sensli.modules.wrappers import bare
 from sensli.surgery.averaging import Averaged, check_alike, follow, unfollow
 from sensli.surgery.history.history import Growth, History
-from sensli.surgery.insertion import insert, undo
+from sensli.surgery.insertion import grow, undo
 from sensli.surgery.state.optim import Optimizers, as_optimizers
 from sensli.surgery.state.rates import Schedulers
 
@@ -40,13 +40,13 @@ class Followers:
     ) -> Growth:
         """Insert the layer, and let everything follow."""
         check_alike(model, self.averaged)
-        growth = insert(
+        growth = grow(
             model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=lr_scale,
             own_rate=options.own_rate, group=options.group,
         )  # fmt: skip
         growth = replace(growth, details={"epoch": call, "merit": merit.value, "ratio": merit.ratio})
         history.append(growth)  # at once: what is in the history is taken back if anything fails from here on
-        follow(self.averaged, growth)
+        follow(self.averaged, growth, model)
         return growth
 
     def take_back(self, model: nn.Module, history: History, kept: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from sensli.moves.point import Point, Ref
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
+
+
+_Same = TypeVar("_Same")
 
 
 class Inserts:
@@ -68,6 +71,9 @@ class Inserts:
     def outline(self, anchor: nn.Module) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the new parameters that decide which optimizer groups they join."""
         raise NotImplementedError
+
+    def by_path(self: _Same) -> _Same:
+        return self  # it names no module
 
     def plan(self, model: nn.Module, site: Site) -> Insertion:
         return Insertion(model, site)

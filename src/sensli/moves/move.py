@@ -72,6 +72,9 @@ class Move(Protocol):
     def joining(self, model: nn.Module, site: Site) -> Sequence[New]:
         """The new parameters with shapes alone, to see which optimizer groups they would join. Builds nothing."""
 
+    def by_path(self) -> Move:
+        """The same, with all modules that it names known by their paths alone."""
+
     def check(self, point: Point) -> None:
         """Refuse values that do not fit the point: a file may have been altered."""
 

@@ -84,6 +84,10 @@ class Site:
             )
         return found
 
+    def by_path(self) -> Site:
+        """The same site known by paths alone, as another model of the same architecture has it."""
+        return Site(self.point.by_path(), self.move.by_path())
+
     def check(self) -> None:
         """Refuse values that no site has: a file may have been altered."""
         self.point.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class Stretch:
         """How many entries the units take."""
         return self.outer * self.units * self.inner
 
-    def applied(self, tensor: Tensor, new: Tensor | float = 0.0) -> Tensor:
+    def applied(self, tensor: Tensor, new: Tensor | complex = 0.0) -> Tensor:
         """The tensor with new entries: a number, or a tensor of the shape of `entries`."""
         before, middle, after = self._split(tensor, self.units)
         if isinstance(new, Tensor):
@@ -72,29 +72,46 @@ class Resize:
     def is_parameter(self) -> bool:
         return isinstance(self.tensor, nn.Parameter)
 
-    def stretched(self, tensor: Tensor, fill: float = 0.0) -> Tensor:
-        """What belongs to the tensor entry by entry (a moment), or to whole rows or columns of it (a factored one), with its new shape."""
-        return self._each(tensor, self.stretches, lambda stretch, given: stretch.applied(given, fill), self.old_shape)
-
-    def shrunk(self, tensor: Tensor) -> Tensor:
-        """The inverse of `stretched`."""
+    @property
+    def new_shape(self) -> tuple[int, ...]:
         shape = list(self.old_shape)
         for stretch in self.stretches:
             shape[stretch.dim] += stretch.outer * stretch.more * stretch.inner
-        return self._each(
-            tensor, tuple(reversed(self.stretches)), lambda stretch, given: stretch.reverted(given), tuple(shape)
-        )
+        return tuple(shape)
 
-    def _each(self, tensor: Tensor, stretches: tuple[Stretch, ...], step: _Step, shape: tuple[int, ...]) -> Tensor:
-        if tensor.dim() != len(shape):
-            return tensor  # a count of steps
-        for stretch in stretches:
-            if tensor.shape[stretch.dim] == shape[stretch.dim] and shape[stretch.dim] > 1:
-                tensor = step(stretch, tensor)
+    def stretched(self, tensor: Tensor, fill: complex | Fill = 0.0, along: Collection[int] | None = None) -> Tensor:
+        """What belongs to the tensor entry by entry (a moment), or to whole rows or columns of it (a factored one), with its new shape.
+
+        ``fill`` is a number, or gives the new entries of one stretch. ``along``: the axes that both have; without it their lengths tell.
+        """
+        along = _shared(tensor, self.old_shape) if along is None else along
+        for stretch in self.stretches:
+            if stretch.dim in along:
+                tensor = stretch.applied(tensor, fill(stretch, tensor) if callable(fill) else fill)
         return tensor
 
+    def shrunk(self, tensor: Tensor, along: Collection[int] | None = None) -> Tensor:
+        """The inverse of `stretched`."""
+        along = _shared(tensor, self.new_shape) if along is None else along
+        for stretch in reversed(self.stretches):
+            if stretch.dim in along:
+                tensor = stretch.reverted(tensor)
+        return tensor
 
-_Step = Callable[[Stretch, Tensor], Tensor]
+    def is_old(self) -> Tensor:
+        """Of each entry of the stretched tensor whether it was there before."""
+        return self.stretched(torch.ones(self.old_shape, dtype=torch.bool, device=self.tensor.device), False)
+
+
+Fill = Callable[[Stretch, Tensor], Tensor]
+
+
+def _shared(tensor: Tensor, shape: tuple[int, ...]) -> Collection[int]:
+    """The axes of this shape that a tensor has; one of length 1 it has only if it has all of them."""
+    if tensor.dim() != len(shape):
+        return ()  # a count of steps
+    whole = tuple(tensor.shape) == shape
+    return [dim for dim, length in enumerate(shape) if whole or tensor.shape[dim] == length != 1]
 
 
 def like_layout(tensor: Tensor, like: Tensor) -> Tensor:

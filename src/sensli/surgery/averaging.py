@@ -1,7 +1,7 @@
 """Averages of a model (`torch.optim.swa_utils.AveragedModel`) grow with it.
 
 An average pairs its parameters with the model's one by one. Left behind, it fails at its next update, or pairs the wrong ones where
-shapes agree. The new layer is an identity in the average too, so the averaged function does not change either.
+shapes agree. A new layer is an identity in the average too, and nothing reads new units, so the averaged function does not change either.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from sensli.errors import UnsupportedModel
@@ -21,14 +22,16 @@ from sensli.surgery.replaying import repeat
 Averaged: TypeAlias = nn.Module | Sequence[nn.Module] | None
 
 
-def follow(averaged: Averaged, growth: Growth) -> None:
-    """Insert the layer of a growth into each average, at the same place."""
+def follow(averaged: Averaged, growth: Growth, model: nn.Module) -> None:
+    """Make the growth of the model in each average, at the same place; new units begin as the model's."""
     for network in networks(averaged):
-        repeat(network, growth)
+        again = repeat(network, growth)
+        if again.resized:
+            _take_units(network, again, bare(model))
 
 
 def unfollow(averaged: Averaged, growth: Growth) -> None:
-    """Take the layer of the last growth out of each average that has it."""
+    """Take the last growth back in each average that has made it."""
     for network in networks(averaged):
         if any(number == growth.number and path == growth.name for number, path, _ in grown(network)):
             undo(network, growth)
@@ -43,6 +46,16 @@ def check_alike(model: nn.Module, averaged: Averaged) -> None:
                 f"averaged= holds a {type(network).__name__} whose parameters are not those of the model, so it cannot grow with it. Make "
                 "the average of the model as it is now (after replay or load_checkpoint, not before)."
             )
+
+
+def _take_units(network: nn.Module, growth: Growth, model: nn.Module) -> None:
+    """Give the new entries of an average the values that they have in the model: it is from there that they are averaged."""
+    path, module = growth.site.find(network)
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for each in growth.site.move.made(network, growth.site, module, path).resized:
+            old, value = each.tensor.detach(), values[each.name].detach()
+            each.tensor.copy_(torch.where(each.is_old(), old, value.to(old)))
 
 
 def networks(averaged: Averaged) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""`insert` and `undo`: a layer goes in, or out again. All checks come before the first change."""
+"""`grow` and `undo`: a model gets a layer or more units, or is as before. All checks come before the first change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sensli.errors import HistoryError
+from sensli.errors import HistoryError, OptimizerError, UnsupportedSite
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Changing
@@ -15,11 +15,65 @@ from sensli.modules.marks import grown, mark, unmark
 from sensli.modules.wrappers import bare
 from sensli.moves.move import Edit
 from sensli.moves.sites import Site
-from sensli.surgery.history.history import Growth
+from sensli.surgery.history.history import Growth, Resized
 from sensli.surgery.same_output import Outputs
 from sensli.surgery.state.optim import Joining, Optimizers, as_optimizers, check_needed, leave, plan_joining
 from sensli.surgery.state.own_rate import OwnRate, plan_own_rate
 from sensli.surgery.state.rates import RateScaling, Schedulers, as_schedulers, check_factor, plan_rate_scaling
+from sensli.surgery.state.resizing import Resizing, plan_resizing, plan_shrinking
+
+
+def grow(
+    model: nn.Module,
+    site: Site | Merit,
+    *,
+    optimizer: Optimizers = None,
+    scheduler: Schedulers = None,
+    lr_scale: float = 1.0,
+    check: Any = None,
+    group: int | dict[str, Any] | None = None,
+    freeze_rest: bool = False,
+    own_rate: float | None = None,
+) -> Growth:
+    """Grow the model in place at a site of any kind; the function does not change, and training can continue.
+
+    New parameters join the optimizer's groups of their neighbours. A parameter that gets new entries stays the same object, in its
+    group; the moments of its old entries are kept, and those of the new ones begin at zero. A refused or failed growth leaves the
+    model, the optimizer and the scheduler as they were.
+
+    Args:
+        model: The network, or its DistributedDataParallel wrapper.
+        site: The site to grow at, or a merit, which stands for its site.
+        optimizer: The optimizer or optimizers that train the model.
+        scheduler: The learning-rate scheduler or schedulers of the optimizer.
+        lr_scale: Multiplies all learning rates from now on (default: 1.0).
+        check: A batch on which the output must not change, in the mode the model is in and with the same random numbers. As in
+            `measure` a pair is ``(input, target)``, of which the input is used; for a model with several arguments give
+            ``((x, mask), None)`` or a dict of keyword arguments.
+        group: The parameter group (its index or the group itself) that new parameters join if their neighbours are in none. New entries
+            of existing parameters stay in the group of their parameter.
+        freeze_rest: Whether only the new layer trains from now on (default: False). Refused where existing parameters get new entries.
+        own_rate: A factor: the new layer gets separate parameter groups with this many times its neighbours' learning rate. Refused
+            where existing parameters get new entries.
+
+    Returns:
+        The record of the growth, which `undo` and `replay` take.
+
+    Raises:
+        UnknownSite: If the site belongs to another model, or its place is gone.
+        UnsupportedSite: If the model cannot grow there without changing the function.
+        OptimizerError: If the optimizer or the scheduler cannot follow.
+        FunctionChanged: If the output on ``check`` changed. Everything was put back.
+    """
+    with Changing(model, f"insert {site}") as together:
+        network, site = bare(model), as_site("site", site)
+        checks.flag("freeze_rest", freeze_rest)
+        lr_scale = check_factor(lr_scale)
+        check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
+        if check is not None:
+            checks.batch("check", check)
+        options = _Options(optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
+        return _grow(network, site, together, options)
 
 
 def insert(
@@ -36,8 +90,7 @@ def insert(
 ) -> Growth:
     """Insert the site's layer into the model in place; the function does not change, and training can continue.
 
-    The new parameters join the optimizer's groups of their neighbours; moments and schedule are kept. A refused or failed
-    insertion leaves the model, the optimizer and the scheduler as they were.
+    The name of `grow` for layers: both take sites of every kind and do the same.
 
     Args:
         model: The network, or its DistributedDataParallel wrapper.
@@ -45,9 +98,7 @@ def insert(
         optimizer: The optimizer or optimizers that train the model.
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
         lr_scale: Multiplies all learning rates from now on (default: 1.0).
-        check: A batch on which the output must not change, in the mode the model is in and with the same random numbers. As in
-            `measure` a pair is ``(input, target)``, of which the input is used; for a model with several arguments give
-            ``((x, mask), None)`` or a dict of keyword arguments.
+        check: A batch on which the output must not change, as in `grow`.
         group: The parameter group (its index or the group itself) that the new parameters join if their neighbours are in none.
         freeze_rest: Whether only the new layer trains from now on (default: False).
         own_rate: A factor: the new layer gets separate parameter groups with this many times its neighbours' learning rate.
@@ -61,15 +112,10 @@ def insert(
         OptimizerError: If the optimizer or the scheduler cannot follow.
         FunctionChanged: If the output on ``check`` changed. Everything was put back.
     """
-    with Changing(model, f"insert {site}") as together:
-        network, site = bare(model), as_site("site", site)
-        checks.flag("freeze_rest", freeze_rest)
-        lr_scale = check_factor(lr_scale)
-        check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
-        if check is not None:
-            checks.batch("check", check)
-        options = _Options(optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
-        return _grow(network, site, together, options)
+    return grow(
+        model, site, optimizer=optimizer, scheduler=scheduler, lr_scale=lr_scale, check=check, group=group, freeze_rest=freeze_rest,
+        own_rate=own_rate,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,6 +152,7 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
     except BaseException:
         unmark(edit.module, number)
         edit.revert()
+        follow.resizing.give_up()
         raise
     groups = follow.apply()
     return Growth(
@@ -113,6 +160,7 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
         number=number,
         name=edit.name,
         parameters=tuple(new.name for new in edit.new),
+        resized=tuple(Resized(each.name, each.old_shape, each.new_shape) for each in edit.resized),
         renames=edit.renames,
         beside=edit.beside,
         rates=follow.rates if follow.rates.changes else None,
@@ -127,23 +175,44 @@ class _Follow:
 
     options: _Options
     joining: Joining
+    resizing: Resizing
     rates: RateScaling
     own: Any
 
     @classmethod
     def plan(cls, edit: Edit, options: _Options) -> _Follow:
         optimizer, scheduler = options.optimizer, options.scheduler
+        _refuse_parts(edit, options)
         joining = plan_joining(optimizer, edit.new, group=options.group, renames=edit.renames)
+        resizing = plan_resizing(optimizer, edit.resized)
         rates = plan_rate_scaling(optimizer, scheduler, options.lr_scale)
         own = None if options.own_rate is None else plan_own_rate(optimizer, scheduler, joining, options.own_rate)
-        return cls(options, joining, rates, own)
+        return cls(options, joining, resizing, rates, own)
 
     def apply(self) -> OwnRate | None:
+        self.resizing.apply()
         if self.own is None:
             self.joining.apply()
         self.rates.apply(self.options.optimizer, self.options.scheduler)
         # After the factor, so that both hold for the new layer.
         return self.own.apply() if self.own is not None else None
+
+
+def _refuse_parts(edit: Edit, options: _Options) -> None:
+    """Refuse what would need a line through the middle of a parameter."""
+    if not any(each.is_parameter for each in edit.resized):
+        return
+    name = next(each.name for each in edit.resized if each.is_parameter)
+    why = f"{edit.site} gives {name} and others new entries beside the old ones"
+    if options.freeze_rest:
+        raise UnsupportedSite(
+            f"freeze_rest must be False here, got True: {why}, and a part of a parameter cannot be frozen. Leave it out, or grow a layer."
+        )
+    if options.own_rate is not None:
+        raise OptimizerError(
+            f"own_rate must be None here, got {options.own_rate}: {why}, and an optimizer has one learning rate for a whole parameter. "
+            "Leave it out, or grow a layer."
+        )
 
 
 def _freeze(model: nn.Module, edit: Edit) -> tuple[str, ...]:
@@ -159,10 +228,10 @@ def _freeze(model: nn.Module, edit: Edit) -> tuple[str, ...]:
 
 
 def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> None:
-    """Remove the layer of the last growth, and its parameters from the optimizer.
+    """Take the last growth back: remove its layer or its units, and what the optimizer keeps of them.
 
     If no training step was taken since, the model and the optimizer are to the bit what they were. Otherwise the function
-    changes, because the layer is no longer an identity.
+    changes, because the layer is no longer an identity, or the units have an effect.
 
     Args:
         model: The network that has grown, or its DistributedDataParallel wrapper.
@@ -175,7 +244,9 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
     """
     with Changing(model, f"undo {getattr(growth, 'name', 'a growth')}") as together:
         network = bare(model)
-        checks.instance("growth", growth, Growth, "the Growth that insert returned (for example grower.history[-1])")
+        checks.instance(
+            "growth", growth, Growth, "the Growth that grow or insert returned (for example grower.history[-1])"
+        )
         _undo(network, growth, together, optimizer, scheduler)
 
 
@@ -183,18 +254,21 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
     last = max(grown(model), key=lambda entry: entry[0], default=None)
     if last is None:
         raise HistoryError(
-            f"nothing to undo: this {type(model).__name__} has no inserted layer. Give the model that was grown."
+            f"nothing to undo: this {type(model).__name__} has not grown. Give the model that was grown."
         )
     number, path, module = last
     if number != growth.number or path != growth.name:
         raise HistoryError(
             f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(model).__name__} is number "
-            f"{number} ({path}), and later layers build on earlier ones. Undo in reverse order."
+            f"{number} ({path}), and later growths build on earlier ones. Undo in reverse order."
         )
     as_optimizers(optimizer)  # refuses what is none, before anything changes
     as_schedulers(scheduler)
-    edit = growth.site.move.made(model, growth.site, module, path)
+    # By its paths: the growth may be that of another model, of which this one is a copy or an average.
+    site = growth.site.by_path()
+    edit = site.move.made(model, site, module, path)
     gone = edit.gone
+    shrinking = plan_shrinking(optimizer, edit.resized)
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.check(optimizer, scheduler, gone)
     trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
@@ -203,6 +277,7 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
         growth.rates.revert(optimizer, scheduler)
     unmark(module, number)
     edit.revert()
+    shrinking.apply()
     for parameter in trained:
         parameter.requires_grad_(True)
     leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
@@ -213,6 +288,9 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
 def check_joining(
     model: nn.Module, site: Site, optimizer: Optimizers, group: int | dict[str, Any] | None = None
 ) -> None:
-    """Raise `OptimizerError` if the new parameters of a site would find no group to join. Builds nothing."""
+    """Raise `OptimizerError` if the optimizer would not train what is new at a site. Builds no layer."""
     if optimizer is not None:
-        plan_joining(optimizer, site.move.joining(model, site), group=group)
+        new = site.move.joining(model, site)
+        plan_joining(optimizer, new, group=group)
+        if not new:
+            plan_resizing(optimizer, site.move.plan(model, site).resized)

@@ -1,9 +1,8 @@
-"""`replay`: a fresh model through the insertions of a history; `repeat`: one of them."""
+"""`replay`: a fresh model through the growths of a history; `repeat`: one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import nn
 
@@ -12,14 +11,14 @@ from sensli.modules.copies import copied_model
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
-from sensli.surgery.history.history import Growth, History, as_growths
-from sensli.surgery.insertion import insert, undo
+from sensli.surgery.history.history import Growth, History, Resized, as_growths
+from sensli.surgery.insertion import grow, undo
 from sensli.surgery.state.optim import Optimizers
 from sensli.surgery.state.rates import Schedulers
 
 
 def replay(model: nn.Module, history: History) -> nn.Module:
-    """Grow a fresh model through the same insertions, so that the grown model's state dict fits.
+    """Grow a fresh model in the same way, so that the grown model's state dict fits. Values of new units come with that state dict.
 
     Args:
         model: A model as it was before its first growth. It is changed in place.
@@ -48,12 +47,11 @@ def _replay(model: nn.Module, history: Sequence[Growth]) -> None:
 
 
 def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> Growth:
-    """Insert the same layer at the same place of another model, found by its path. An optimizer follows: its rates stay, and groups of
+    """Make the same growth at the same place of another model, found by its path. An optimizer follows: its rates stay, and groups of
     the growth's own come with it."""
-    site = replace(growth.site, point=growth.site.point.by_path())
     try:
         own = growth.own_rate.factor if growth.own_rate is not None and optimizer is not None else None
-        again = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=own)
+        again = grow(model, growth.site.by_path(), optimizer=optimizer, scheduler=scheduler, own_rate=own)
     except (SensliError, ValueError, TypeError, RuntimeError) as error:
         raise HistoryError(
             f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
@@ -68,6 +66,11 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
 
 
 def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
+    if again.resized != growth.resized:
+        raise HistoryError(
+            f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: it resized {_shown(growth.resized)}, here "
+            f"{_shown(again.resized)}. The factory must build the architecture that the history began with."
+        )
     if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
         raise HistoryError(
             f"growth {growth.number} became {again} {list(again.parameters)} instead of {growth.name} "
@@ -81,3 +84,7 @@ def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
                 f"shape {shape}, here {again.beside.get(name, 'it is missing')}. The factory must build the architecture that "
                 "the history began with."
             )
+
+
+def _shown(resized: Sequence[Resized]) -> str:
+    return ", ".join(map(str, resized)) or "nothing"

@@ -78,8 +78,9 @@ class WidthGauge(Gauge):
         return [(sums[f"columns{index}"][chosen], Geometry()) for index in range(len(self._readers))]
 
     def settled(self, site: Site, sums: Mapping[str, Tensor]) -> Site:
+        assert isinstance(site.move, Width)
         rows = taken(self._rows, self._width, self._chosen(sums)) if sums else None
-        return replace(site, move=replace(self._width, _rows=rows))
+        return replace(site, move=replace(site.move, _rows=rows))
 
     def _chosen(self, sums: Mapping[str, Tensor]) -> list[int]:
         """The candidates to take, one after the other: what those before can do is no merit of the next."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from sensli.errors import UnknownSite, UnsupportedModel, one_of
@@ -270,9 +269,6 @@ def found(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
 def put(tensor: Tensor, value: Tensor) -> None:
     """Give a tensor other values of another shape; whoever holds it sees them. A gradient of the old shape goes."""
     tensor.grad = None
-    # An earlier loss that somebody still holds keeps the node alive that adds up the gradient, with the old shape. torch forgets that node
-    # when the type changes.
-    tensor.data = value.new_empty(0, dtype=torch.float32 if value.dtype != torch.float32 else torch.float64)
     tensor.data = value
 
 

@@ -1,4 +1,4 @@
-"""The record of one insertion, and of all insertions of a model: plain data that goes to JSON and comes back."""
+"""The record of one growth, and of all growths of a model: plain data that goes to JSON and comes back."""
 
 from __future__ import annotations
 
@@ -34,14 +34,42 @@ _NEEDED = (
 
 
 @dataclass(frozen=True)
+class Resized:
+    """A parameter or buffer that got another shape.
+
+    Attributes:
+        name: Its name in the model.
+        old_shape: Its shape before.
+        new_shape: Its shape since.
+    """
+
+    name: str
+    old_shape: tuple[int, ...]
+    new_shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.old_shape} -> {self.new_shape}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"name": self.name, "old_shape": list(self.old_shape), "new_shape": list(self.new_shape)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Resized:
+        """The inverse of `to_dict`."""
+        return cls(data["name"], tuple(data["old_shape"]), tuple(data["new_shape"]))
+
+
+@dataclass(frozen=True)
 class Growth:
-    """One insertion: where, what, and the names that changed.
+    """One growth: where, what, and the names and shapes that changed.
 
     Attributes:
         site: The site, with the path that its anchor had at that moment.
         number: 1 for the first growth of a model.
-        name: The path of the new module.
+        name: The path of the new module, or of the one that got more units.
         parameters: The names of the new parameters.
+        resized: The parameters and buffers that got another shape: name, old shape, new shape.
         renames: Old to new, for parameter names that the container could not keep.
         beside: The shapes of the neighbours' parameters.
         rates: What ``lr_scale`` changed, or None.
@@ -52,8 +80,9 @@ class Growth:
 
     site: Site  # with the path that the anchor had at that moment
     number: int  # 1 for the first growth of a model
-    name: str  # path of the new module
+    name: str  # path of the module that is new or has changed
     parameters: tuple[str, ...]  # names of the new parameters
+    resized: tuple[Resized, ...] = ()  # what got another shape
     renames: Mapping[str, str] = field(default_factory=dict)  # old to new, for names that the container could not keep
     beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the neighbours' parameters
     rates: RateScaling | None = None  # what the learning-rate factor changed
@@ -71,6 +100,7 @@ class Growth:
             "number": self.number,
             "name": self.name,
             "parameters": list(self.parameters),
+            "resized": [each.to_dict() for each in self.resized],
             "renames": dict(self.renames),
             "beside": {name: list(shape) for name, shape in self.beside.items()},
             "rates": self.rates.to_dict() if self.rates else None,
@@ -107,6 +137,7 @@ class Growth:
             number=data["number"],
             name=data["name"],
             parameters=tuple(data["parameters"]),
+            resized=tuple(Resized.from_dict(each) for each in data.get("resized", ())),
             renames=dict(data["renames"]),
             beside={name: tuple(shape) for name, shape in data.get("beside", {}).items()},
             rates=RateScaling.from_dict(data["rates"]) if data["rates"] else None,

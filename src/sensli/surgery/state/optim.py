@@ -24,8 +24,8 @@ Group: TypeAlias = dict[str, Any]
 
 # By class name: it covers subclasses, and classes that an older or smaller build of torch lacks.
 _REFUSED = {
-    "LBFGS": "it keeps its memory in one flat vector over all parameters, which cannot take more of them",
-    "SparseAdam": "it takes sparse gradients only, and those of a new layer are dense",
+    "LBFGS": "it keeps its memory in one flat vector over all parameters, which cannot get more entries",
+    "SparseAdam": "it takes sparse gradients only, and those of new parameters are dense",
     "ZeroRedundancyOptimizer": "it has divided the parameters among the processes and steps separate groups",
 }
 _GROUP = "an entry of optimizer.param_groups itself, or its index (for example 0)"
@@ -65,12 +65,7 @@ def plan_joining(
     groups that carry `param_names`.
     """
     known = as_optimizers(optimizers)
-    for optimizer in known:
-        for kind in _kinds(optimizer) & _REFUSED.keys():
-            raise OptimizerError(
-                f"{called(optimizer)} cannot follow an insertion: {_REFUSED[kind]}. Use another optimizer (AdamW, "
-                "SGD, ...), or insert without optimizer= and rebuild it for the grown model."
-            )
+    check_able(known)
     pairs = [(optimizer, its) for optimizer in known for its in optimizer.param_groups]
     chosen = _chosen_group(known, group)
     holders: dict[
@@ -81,6 +76,16 @@ def plan_joining(
             holders.setdefault(id(parameter), []).append(pair)
     places = tuple((newcomer, *_place(newcomer, pairs, holders, chosen)) for newcomer in newcomers) if known else ()
     return Joining(places, tuple(its for _, its in pairs), dict(renames or {}))
+
+
+def check_able(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse the optimizers whose state cannot follow any growth."""
+    for optimizer in optimizers:
+        for kind in kinds(optimizer) & _REFUSED.keys():
+            raise OptimizerError(
+                f"{called(optimizer)} cannot follow a growth: {_REFUSED[kind]}. Use another optimizer (AdamW, "
+                "SGD, ...), or grow without optimizer= and rebuild it for the grown model."
+            )
 
 
 def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Group | None = None) -> None:
@@ -157,12 +162,13 @@ def called(thing: object) -> str:
     return type(thing).__name__
 
 
-def _kinds(optimizer: Optimizer) -> set[str]:
+def kinds(optimizer: Optimizer) -> set[str]:
+    """The names of an optimizer's classes."""
     return {cls.__name__ for cls in type(optimizer).__mro__}
 
 
 def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-    return parameter.ndim == 2 or not _kinds(optimizer) & _MATRICES_ONLY
+    return parameter.ndim == 2 or not kinds(optimizer) & _MATRICES_ONLY
 
 
 def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tuple[Optimizer, Group] | None:

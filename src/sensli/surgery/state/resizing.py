@@ -1,0 +1,203 @@
+"""The optimizer follows parameters that change their shape: first a plan that checks everything and allocates, then the change.
+
+A state gets the entries that it would have if those of the parameter had been there from the start and had never had a gradient: zeros
+for most of them. Counts of steps stay, and old entries keep their values, so that `plan_shrinking` gives them back to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sensli.errors import OptimizerError
+from sensli.modules.running import tensors
+from sensli.moves.stretching import Fill, Resize, Stretch, like_layout
+from sensli.surgery.state.optim import Group, Optimizers, as_optimizers, called, check_able, kinds
+
+# The axis over which a factored state was averaged, by its name: in torch, and in the Adafactor of transformers, which drops the axis.
+_AVERAGED = {"row_var": -1, "col_var": -2, "exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
+_COPIES = ("ax", "z", "p0")  # of the parameter itself: of ASGD, of schedule-free optimizers, of Prodigy
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """One tensor of a state, and what comes in its place."""
+
+    state: MutableMapping[str, Any]
+    key: str
+    value: Tensor
+    copies: Resize | None = None  # its new entries are the parameter's, which are known after the change
+
+    def apply(self) -> None:
+        if self.copies is not None:
+            self.value.copy_(torch.where(self.copies.is_old(), self.value, self.copies.tensor.detach()))
+        self.state[self.key] = self.value
+
+
+@dataclass(frozen=True, eq=False)
+class _Gradient:
+    """What a parameter has gathered so far, before and after: the edit drops it, because it has the old shape."""
+
+    parameter: nn.Parameter
+    old: Tensor | None
+    new: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Resizing:
+    """What becomes of the states and gradients of resized parameters; nothing has changed before `apply`."""
+
+    changes: tuple[_Change, ...]
+    gradients: tuple[_Gradient, ...]
+
+    def apply(self) -> None:
+        """After the parameters have changed."""
+        for change in self.changes:
+            change.apply()
+        for each in self.gradients:
+            _new_accumulator(each.parameter)
+            each.parameter.grad = each.new
+
+    def give_up(self) -> None:
+        """After the parameters have changed and have been put back, instead of `apply`."""
+        for each in self.gradients:
+            each.parameter.grad = each.old
+
+
+def plan_resizing(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing:
+    """What the optimizers keep of each parameter with the parameter's new shape. Refuses what it does not understand."""
+    known, parameters = as_optimizers(optimizers), [each for each in resized if each.is_parameter]
+    check_able(known)
+    if known and parameters and not any(True for _ in _held(known, parameters)):
+        names = ", ".join(each.name for each in parameters[:2])
+        raise OptimizerError(
+            f"none of the parameters that would get new entries ({names}, ...) is in {', '.join(map(called, known))}, so nothing "
+            "would train them. Add them to the optimizer, or grow without optimizer=."
+        )
+    changes = tuple(_changes(known, parameters, back=False))
+    return Resizing(changes, tuple(_gradient(each, each.stretched) for each in parameters))
+
+
+def plan_shrinking(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing:
+    """The way back: of all states the old entries. A state that did not follow has no others, and stays."""
+    known, parameters = as_optimizers(optimizers), [each for each in resized if each.is_parameter]
+    changes = tuple(_changes(known, parameters, back=True))
+    return Resizing(changes, tuple(_gradient(each, each.shrunk) for each in parameters))
+
+
+def _held(optimizers: Sequence[Optimizer], parameters: Sequence[Resize]) -> Iterator[tuple[Optimizer, Group, Resize]]:
+    """Which optimizer has which parameter in which group."""
+    by_id = {id(each.tensor): each for each in parameters}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in by_id:
+                    yield optimizer, group, by_id[id(parameter)]
+
+
+def _changes(optimizers: Sequence[Optimizer], parameters: Sequence[Resize], *, back: bool) -> Iterator[_Change]:
+    for optimizer, group, each in _held(optimizers, parameters):
+        state = optimizer.state.get(each.tensor, {})
+        for key, value in state.items():
+            new = _resized(optimizer, group, each, key, value, back=back)
+            if new is not None:
+                yield _Change(state, key, new, each if key in _COPIES and not back else None)
+
+
+def _resized(optimizer: Optimizer, group: Group, each: Resize, key: str, value: Any, *, back: bool) -> Tensor | None:
+    """One entry of a state with the parameter's other shape; None if it stays."""
+    shape, other = (each.new_shape, each.old_shape) if back else (each.old_shape, each.new_shape)
+    if not isinstance(value, Tensor):
+        if any(True for _ in tensors(value)):
+            _refuse(optimizer, each, f"{key!r} is a {called(value)} of tensors")
+        return None  # a number of steps, or nothing yet
+    axis = _AVERAGED.get(key)
+    dropped = axis is not None and value.dim() == len(shape) - 1
+    full = value.unsqueeze(axis) if axis is not None and dropped else value
+    along = _axes(key, full, shape)
+    if along is None:
+        if back and _axes(key, full, other) is not None:
+            return None
+        _refuse(optimizer, each, f"{key!r} has the shape {tuple(value.shape)} and the type {value.dtype}")
+    if not along:
+        return None
+    new = each.shrunk(full, along) if back else each.stretched(full, _fill(optimizer, group, key, full), along)
+    new = like_layout(new, full)
+    return new.squeeze(axis) if axis is not None and dropped else new
+
+
+def _axes(key: str, value: Tensor, shape: tuple[int, ...]) -> Collection[int] | None:
+    """The axes of the parameter that a tensor of its state has: none if it is a single number; None if that is not known."""
+    if key in _AVERAGED:
+        axes = [dim for dim in range(len(shape)) if dim != _AVERAGED[key] % len(shape)]
+        return axes if tuple(value.shape) == tuple(n if d in axes else 1 for d, n in enumerate(shape)) else None
+    if key == "step":
+        return () if value.numel() == 1 else None
+    if tuple(value.shape) == shape:
+        # Where a state is kept in whole numbers they stand for others, by a rule that is not known here.
+        return range(len(shape)) if value.is_floating_point() or value.is_complex() else None
+    if value.numel() == 1:
+        return ()
+    if value.dim() == len(shape) and all(size in (1, whole) for size, whole in zip(value.shape, shape, strict=True)):
+        return [dim for dim, size in enumerate(value.shape) if size != 1]
+    return None
+
+
+def _fill(optimizer: Optimizer, group: Group, key: str, value: Tensor) -> complex | Fill:
+    """The new entries of a state."""
+    kind, number = kinds(optimizer), 0.0
+    if "Adafactor" in kind and key in (*_AVERAGED, "variance"):
+        # It limits the step of a whole tensor, so entries that seem to have no variance would stop all the others.
+        return _mean
+    if "Adagrad" in kind and key == "sum":
+        number = group["initial_accumulator_value"]
+    if "Rprop" in kind and key == "step_size":
+        number = float(group["lr"])
+    return complex(number, number) if value.is_complex() else number
+
+
+def _mean(stretch: Stretch, tensor: Tensor) -> Tensor:
+    """The mean of the old entries along an axis."""
+    shape = list(tensor.shape)
+    shape[stretch.dim] = stretch.outer * stretch.more * stretch.inner
+    return tensor.mean(stretch.dim, keepdim=True).expand(shape)
+
+
+def _gradient(each: Resize, step: Callable[[Tensor], Tensor]) -> _Gradient:
+    parameter = each.tensor
+    assert isinstance(parameter, nn.Parameter)
+    gathered = parameter.grad
+    return _Gradient(parameter, gathered, None if gathered is None else like_layout(step(gathered), gathered))
+
+
+def _new_accumulator(parameter: nn.Parameter) -> None:
+    """Let autograd take notice of the new shape, which it does not by itself as long as a graph with the old one is alive."""
+    if not parameter.requires_grad:
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = parameter.view_as(parameter).grad_fn
+    node.next_functions[0][0].register_prehook(_refuse_gradient)
+    value = parameter.data
+    # A change of the type makes torch forget the node that belongs to the old shape; hooks on the parameter stay.
+    parameter.data = value.new_empty(0, dtype=torch.float32 if value.dtype != torch.float32 else torch.float64)
+    parameter.data = value
+
+
+def _refuse_gradient(gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "backward() reached a parameter that has got another shape since the forward pass, because the model has grown. Grow between "
+        "two steps, or run the forward pass again."
+    )
+
+
+def _refuse(optimizer: Optimizer, each: Resize, what: str) -> NoReturn:
+    raise OptimizerError(
+        f"{called(optimizer)} cannot follow {each.name} from {each.old_shape} to {each.new_shape}: in its state {what}, which is neither "
+        "one value per entry, row or column nor a single number, so what belongs to the new entries is unknown. Use an optimizer of "
+        "torch (AdamW, SGD, ...), or grow without optimizer= and rebuild it for the grown model."
+    )
