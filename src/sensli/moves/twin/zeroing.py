@@ -20,10 +20,12 @@ from sensli.modules.arguments import Slot, first_tensor, is_plain, with_value, w
 from sensli.modules.copies import copied_block
 from sensli.modules.flops import count_flops
 from sensli.modules.running import forked_random_state
+from sensli.modules.samples import first_samples
 from sensli.moves.twin.twins import Twin
 from sensli.trace.flow import Call, Flow, Seen
 from sensli.trace.graph import nearest_parameters, operation, origin
 
+_LARGE = 2**12  # numbers of one sample that are enough for statistics of their own
 _LOCKS = 3  # how many first choices are taken back before giving up
 
 
@@ -89,6 +91,11 @@ def never_negative(seen: Seen) -> bool:
     return source is not None and operation(source) == "Relu" and not seen.negative
 
 
+def _few(value: Tensor) -> int:
+    """Samples that show as much as the whole batch, which a block handles one by one as a rule: two for the statistics of a small one."""
+    return 1 if value.dim() > 2 and value[0].numel() >= _LARGE else 2
+
+
 class _Trial:
     """One block, copied, that can be called again and again with its arguments and changed between the calls."""
 
@@ -100,26 +107,31 @@ class _Trial:
         self.block.eval()
         others = with_value(call.args, call.kwargs, self.slot, None)
         self.remembers = not is_plain(others)
-        self.args, self.kwargs = without_memory(others)
-        self._reproduce(call.given, call.result)
+        self._others = without_memory(others)
+        few = self._reproduce(call.given, call.result)
         generator = torch.Generator().manual_seed(0)
         self._make_general(generator)
-        value = seen.tensor.detach()
+        value = seen.tensor.detach()[:few]
         stretched = value * _uniform(value, generator, 0.5, 1.5)  # keeps every sign, so a value behind a ReLU stays one
         self.inputs = [value, stretched]
         if not never_negative(seen):
             self.inputs.append(-value)  # nothing proves that values here are never negative, so these must pass too
 
-    def _reproduce(self, given: Seen, result: Seen) -> None:
-        """A second call must give what the first gave, or nothing here means anything."""
+    def _reproduce(self, given: Seen, result: Seen) -> int:
+        """A second call must give what the first gave, or nothing here means anything. How many samples do for the search."""
+        count = len(given.tensor) if given.tensor.dim() else 0
+        self.args, self.kwargs = self._others
         if given.overwritten or result.overwritten:
             if self.remembers:
                 raise NoTwin("works in place on its input and takes a stateful object, so its call cannot be repeated")
-            return
-        again = self.run(given.tensor.detach())
-        # Not to the bit: some kernels depend on how memory is aligned.
-        if again is None or not torch.allclose(again, result.tensor, rtol=1e-4, atol=1e-5):
-            raise NoTwin("is not deterministic (two calls with the same input differ), so a twin cannot be verified")
+            return count
+        for few in dict.fromkeys((min(_few(given.tensor), count), count)):
+            self.args, self.kwargs = first_samples(self._others, few, count)
+            again = self.run(given.tensor.detach()[:few])
+            # Not to the bit: some kernels depend on how memory is aligned.
+            if again is not None and torch.allclose(again, result.tensor[:few], rtol=1e-4, atol=1e-5):
+                return few
+        raise NoTwin("is not deterministic (two calls with the same input differ), so a twin cannot be verified")
 
     def _make_general(self, generator: torch.Generator) -> None:
         """No parameter may be zero or one by chance of its initialisation: what is trained later would not be."""
