@@ -35,16 +35,18 @@ class NoTwin(SensliError):
 
 def find_twin(flow: Flow, call: Call, seen: Seen) -> Twin:
     """The plan of a twin of a block for the values seen at its input or its output, found by trial."""
-    trial = _Trial(call, seen)
-    zeroed, replaced = trial.search(_replaceable(flow, call))
-    return trial.twin(zeroed, replaced)
+    with forked_random_state(call.module):
+        trial = _Trial(call, seen)
+        zeroed, replaced = trial.search(_replaceable(flow, call))
+        return trial.twin(zeroed, replaced)
 
 
 def find_null(call: Call) -> Twin:
     """The plan of a twin that gives zero, for a loop that adds what its blocks give."""
     assert call.given is not None
-    trial = _Trial(call, call.given, null=True)
-    return trial.twin(trial.search_null(), [])
+    with forked_random_state(call.module):
+        trial = _Trial(call, call.given, null=True)
+        return trial.twin(trial.search_null(), [])
 
 
 def twin_like(call: Call, known: Twin) -> Twin:
@@ -103,6 +105,7 @@ class _Trial:
         assert call.slot is not None and call.given is not None and call.result is not None
         self.call, self.slot, self.null = call, call.slot, null
         self.block = copied_block(call.module)
+        self._verdicts: dict[str, bool] = {}  # by mode, until the block changes again
         # Never chained: somebody's eval() returns None.
         self.block.eval()
         others = with_value(call.args, call.kwargs, self.slot, None)
@@ -146,7 +149,7 @@ class _Trial:
         """What the block hands on for a value; None where it fails or gives no number."""
         args, kwargs = with_value(self.args, self.kwargs, self.slot, value.clone())
         try:
-            with forked_random_state(self.block), torch.set_grad_enabled(graph):
+            with torch.set_grad_enabled(graph):
                 output = first_tensor(self.block(*args, **kwargs))
         except Exception:
             return None
@@ -158,7 +161,9 @@ class _Trial:
 
     def is_done(self) -> bool:
         """Whether the block gives its input back, or zero where that is wanted."""
-        return all(self._gives_back(value) for value in self.inputs)
+        if "eval" not in self._verdicts:
+            self._verdicts["eval"] = all(self._gives_back(value) for value in self.inputs)
+        return self._verdicts["eval"]
 
     def _gives_back(self, value: Tensor) -> bool:
         output = self.run(value)
@@ -166,6 +171,11 @@ class _Trial:
 
     def is_done_in_training(self) -> bool:
         """The same with batch statistics and dropout."""
+        if "training" not in self._verdicts:
+            self._verdicts["training"] = self._gives_back_in_training()
+        return self._verdicts["training"]
+
+    def _gives_back_in_training(self) -> bool:
         buffers = {name: buffer.clone() for name, buffer in self.block.named_buffers()}
         self.block.train()
         try:
@@ -372,11 +382,13 @@ class _Trial:
         kept = parameter.detach().clone()
         with torch.no_grad():
             parameter.zero_()
+        self._verdicts.clear()
         return kept
 
     def _restore(self, name: str, value: Tensor) -> None:
         with torch.no_grad():
             self.block.get_parameter(name).copy_(value)
+        self._verdicts.clear()
 
     def _replace(self, path: str) -> nn.Module:
         module = self.block.get_submodule(path)
@@ -387,6 +399,7 @@ class _Trial:
     def _put(self, path: str, module: nn.Module) -> None:
         parent, _, key = path.rpartition(".")
         self.block.get_submodule(parent)._modules[key] = module
+        self._verdicts.clear()
 
     # --- sizes ---
 
