@@ -29,7 +29,7 @@ from sensli.moves.cutting import Cut, apply_cut, plan_cut, take_out
 from sensli.moves.sites import Ref, Site
 from sensli.moves.stand_ins import StandIn, TwinStandIn, is_null
 from sensli.moves.taps import handed_on, tap
-from sensli.trace.flow import Flow, fresh
+from sensli.trace.flow import Flow, Seen, fresh
 
 
 @dataclass
@@ -67,6 +67,11 @@ class Trial:
         self._examples = {False: whole, True: first_samples(whole, 2, count_samples(whole))}
         self._takes_gradients = flow.takes_gradients
         self._output = flow.output  # in eval mode, as it came out when the run was recorded
+        self._seen: dict[tuple[str, str], Seen | None] = {}
+        for call in flow.calls:
+            self._seen[call.path, "after"] = call.result or call.output
+            self._seen[call.path, "before"] = call.given or next(iter(call.inputs), None)
+        self._cotangents: dict[int, Tensor | None] = {}  # of the run that was recorded, by the tensor's id
         self._numbers = {id(module): number for number, module in enumerate(self.model.modules())}
         self._base: dict[bool, Any] = {}  # outputs in eval and in training mode, with numbered random numbers
         self._random: dict[bool, bool] = {}  # whether they differ when nothing does
@@ -181,17 +186,28 @@ class Trial:
     ) -> dict[int, str]:
         """Sites where a measurement would catch another gradient than the layer gets. ``before``: what the layers hand back."""
         wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None}
+        tried = [i for i, site in enumerate(sites) if not is_null(site) and i not in wrong]
         # An identity hands back what it gets. Where more comes back to its input, that is used elsewhere, and a measurement must tell.
-        open_ones = [
-            i
-            for i, site in enumerate(sites)
-            if not is_null(site) and i not in wrong and not alike(gradients[i], before[i], on[i])
-        ]
+        open_ones = [i for i in tried if not alike(gradients[i], before[i], on[i])]
+        # A loop over a list may treat gradients by a block's position, which the new ones have moved: those without them must be the same.
+        in_list = [i for i in tried if sites[i].place is not None and i not in open_ones]
+        recorded = self._recorded([sites[i] for i in in_list])
+        open_ones += [i for i, g in zip(in_list, recorded, strict=True) if not alike(gradients[i], g, on[i])]
         caught = self._tapped([sites[i] for i in open_ones]) if open_ones else None
         if caught is not None:
             differ = (i for i, g in zip(open_ones, caught, strict=True) if not alike(gradients[i], g, on[i]))
             wrong.update(dict.fromkeys(differ, _OTHER_GRADIENT))
         return wrong
+
+    def _recorded(self, sites: Sequence[Site]) -> list[Tensor | None]:
+        """The gradients of the run that found the sites: of all uses of a value, which nearly always are the uses behind the site."""
+        seen = [self._seen.get((site.path, site.side)) for site in sites]
+        values = [None if s is None or s.overwritten else s.tensor for s in seen]
+        unknown = {id(v): v for v in values if v is not None and id(v) not in self._cotangents}
+        if unknown:
+            found = _gradients(self._output, list(unknown.values()), again=True)
+            self._cotangents.update(zip(unknown, found or [None] * len(unknown), strict=True))
+        return [None if v is None else self._cotangents[id(v)] for v in values]
 
     def _tapped(self, sites: Sequence[Site]) -> list[Tensor | None] | None:
         """What a measurement would catch, in a run of its own."""
@@ -307,7 +323,9 @@ def _watched(each: _New) -> list[Any]:
     ]
 
 
-def _gradients(output: Any, wanted: Sequence[Tensor | GradientEdge | None]) -> list[Tensor | None] | None:
+def _gradients(
+    output: Any, wanted: Sequence[Tensor | GradientEdge | None], *, again: bool = False
+) -> list[Tensor | None] | None:
     """Those of a fixed sum of all outputs; None where the model allows none to be asked for."""
     results = [
         t for t in tensors(output) if t.requires_grad and t.is_floating_point() and bool(torch.isfinite(t).all())
@@ -319,7 +337,7 @@ def _gradients(output: Any, wanted: Sequence[Tensor | GradientEdge | None]) -> l
     weights = [(torch.rand(t.shape, generator=generator) + 0.5).to(t.device, t.dtype) for t in results]
     try:
         # Asked for one by one they are the same; what a checkpoint computes again is not seen by the hooks.
-        found = torch.autograd.grad(results, asked, weights, allow_unused=True)
+        found = torch.autograd.grad(results, asked, weights, allow_unused=True, retain_graph=again)
     except Exception:
         return None
     by_id = {id(w): g for w, g in zip(asked, found, strict=True)}
