@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.figure import Figure
 from benchmarks.networks import paper_cnn
+from sensli.modules.running import run
 from sensli.moves.finding import find_sites
 
 ROUNDS = 5
@@ -43,6 +45,29 @@ def _transformer() -> nn.Module:
     return nn.Sequential(nn.Linear(48, 192), *blocks, nn.Linear(192, 10))
 
 
+def _hugging_face() -> list[tuple[str, Callable[[], nn.Module], dict[str, Tensor]]]:
+    """Published small sizes, with smaller vocabularies; their lists of blocks follow a configuration. Empty without transformers."""
+    try:
+        hf: Any = importlib.import_module("transformers")
+    except ImportError:
+        return []
+    vit = hf.ViTConfig(
+        hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768, image_size=112, num_labels=10
+    )  # fmt: skip
+    bert = hf.BertConfig(
+        hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048, vocab_size=2000
+    )  # fmt: skip
+    llama = hf.LlamaConfig(
+        hidden_size=288, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=6, intermediate_size=768, vocab_size=2000
+    )  # fmt: skip
+    ids = torch.randint(0, 2000, (4, 64))
+    return [
+        ("ViT-Tiny", lambda: hf.ViTForImageClassification(vit), {"pixel_values": torch.randn(4, 3, 112, 112)}),
+        ("BERT-Small", lambda: hf.BertForSequenceClassification(bert), {"input_ids": ids}),
+        ("a Llama of 6 blocks", lambda: hf.LlamaForCausalLM(llama), {"input_ids": ids, "labels": ids}),
+    ]
+
+
 def _mlp(depth: int, width: int = 8) -> nn.Module:
     return nn.Sequential(
         *[part for _ in range(depth) for part in (nn.Linear(width, width), nn.ReLU())], nn.Linear(width, 2)
@@ -67,21 +92,22 @@ def search_cost() -> list[Figure]:
         torch.set_num_threads(threads)
 
 
-def _models() -> list[tuple[str, Callable[[], nn.Module], Tensor]]:
+def _models() -> list[tuple[str, Callable[[], nn.Module], Any]]:
     return [
         ("ResNet-18", _resnet, torch.randn(2, 3, 224, 224)),
         ("transformer of 12 blocks", _transformer, torch.randn(4, 196, 48)),
         ("the paper's CNN", paper_cnn, torch.randn(16, 3, 32, 32)),
         ("MLP of 12 layers", lambda: _mlp(12, 512), torch.randn(512, 512)),
+        *_hugging_face(),
     ]
 
 
-def _in_passes(name: str, model: nn.Module, example: Tensor) -> Figure:
+def _in_passes(name: str, model: nn.Module, example: Any) -> Figure:
     model.train()
     find_sites(model, example)
     taken: list[tuple[float, float]] = []
     for _ in range(ROUNDS):
-        taken.append((_seconds(lambda: model(example)), _seconds(lambda: find_sites(model, example))))
+        taken.append((_seconds(lambda: run(model, example)), _seconds(lambda: find_sites(model, example))))
     passes = statistics.median(search for _, search in taken) / statistics.median(forward for forward, _ in taken)
     return Figure(f"find_sites of {name} / forward pass", passes, 10, "trials included, training mode, one thread")
 

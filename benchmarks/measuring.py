@@ -7,10 +7,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.cifar10 import training_data
 from benchmarks.figure import Figure
 from benchmarks.networks import deep_network, densenet, extended, paper_cnn, wide_cnn
+from sensli.merits import sensitivity
 from sensli.merits.measuring import measure
 from sensli.merits.norms import squared_norm
 from sensli.merits.probe import Probe
@@ -102,7 +105,39 @@ def norm_cost() -> list[Figure]:
         norms, whole = _seconds_of_norms(make(), x, y)
         how = f"{norms:.2f} s / {whole:.2f} s, one batch of {batch} images of {size} x {size}, median of 5"
         figures.append(Figure(f'norm="auto" / pass, {name}', norms / whole, 1.0, how))
+    return [*figures, *_norms_within_measurements()]
+
+
+def _norms_within_measurements() -> list[Figure]:
+    """The same where operator norms would not pay: one image, and a measurement with confidence, which looks again and again."""
+    torch.manual_seed(0)
+    model = densenet()
+    sites = find_sites(model, torch.randn(2, 3, 64, 64), where="conv")
+    figures = []
+    for name, batch, count, level in (("one image", 1, 1, None), ("confidence, batches of 16", 16, 17, 0.99)):
+        data = [(torch.randn(batch, 3, 64, 64), torch.randint(0, 10, (batch,))) for _ in range(count)]
+        taken: list[float] = []
+        most = None if level is None else 16
+        with _timed_norms(taken):
+            whole = _seconds(partial(measure, model, sites, data, cross_entropy, confidence=level, max_batches=most))
+        norms = sum(taken)
+        how = f"{norms:.2f} s / {whole - norms:.2f} s, {len(taken)} norms in one measurement of {most or count} batches"
+        figures.append(Figure(f'norm="auto" / pass, DenseNet-121, {name}', norms / (whole - norms), 1.0, how))
     return figures
+
+
+@contextmanager
+def _timed_norms(taken: list[float]) -> Iterator[None]:
+    """The seconds of every norm that is taken inside."""
+
+    def timed(*args: Any) -> float:
+        start = time.perf_counter()
+        value = squared_norm(*args)
+        taken.append(time.perf_counter() - start)
+        return value
+
+    with patch.object(sensitivity, "squared_norm", timed):
+        yield
 
 
 def _seconds_of_norms(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:

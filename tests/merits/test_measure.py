@@ -24,7 +24,7 @@ from models import (
     residual,
     untouched,
 )  # fmt: skip
-from sensli import Merit, Merits, find_sites, insert, measure
+from sensli import Merit, Merits, Probe, find_sites, insert, measure
 from sensli.errors import MeasurementError
 from sensli.merits.norms import NORMS
 
@@ -419,6 +419,29 @@ def test_auto_norm_is_operator_for_convolutions_alone():
     x = images()
     assert measure(pictures, find_sites(pictures, x), [(x, labels(5))], loss_fn).norm == "operator"
     assert measure(mixed, find_sites(mixed, x), [(x, labels(5))], loss_fn).norm == "frobenius"
+
+
+def test_auto_takes_no_norms_that_cost_more_than_the_passes() -> None:
+    """Counted, not timed: one image does not pay for the operator norms of wide layers, a batch of them does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 192, 3, padding=1), nn.ReLU(), nn.Conv2d(192, 192, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(192, 5),
+    )  # fmt: skip
+    x, y = torch.randn(48, 3, 8, 8), torch.randint(0, 5, (48,))
+    sites = find_sites(model, x[:1], where="conv")
+    one, many = [(x[:1], y[:1])], [(x, y)]
+    few = measure(model, sites, one, nn.functional.cross_entropy)
+    asked = measure(model, sites, one, nn.functional.cross_entropy, norm="frobenius")
+    assert few.norm == "frobenius" and [m.value for m in few] == [m.value for m in asked]
+    assert measure(model, sites, one, nn.functional.cross_entropy, norm="operator").norm == "operator"
+    assert measure(model, sites, many, nn.functional.cross_entropy).norm == "operator"
+    # With confidence there are norms of many groups at every look.
+    single = list(zip(x[:8].split(1), y[:8].split(1), strict=True))
+    assert measure(model, sites, single, nn.functional.cross_entropy, confidence=0.9).norm == "frobenius"
+    with Probe(model, sites) as probe:
+        nn.functional.cross_entropy(model(x[:1]), y[:1]).backward()
+    assert probe.merits().norm == "frobenius"
 
 
 def test_the_table_shows_cost_and_dead_units():

@@ -590,3 +590,43 @@ def test_a_search_leaves_no_tensor_behind() -> None:
     for _ in range(10):
         measure(model, find_sites(model, x), [(x, torch.zeros(2))], loss_fn)
     assert living() <= one
+
+
+class _Halved(torch.autograd.Function):
+    """The identity, with half of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 0.5
+
+
+def test_a_list_whose_gradients_depend_on_the_position_takes_no_block() -> None:
+    """The output stays, but a block more would move the place from which on gradients are halved."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.tanh(self.up(x)))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number, block in enumerate(self.blocks):
+                x = block(x)
+                if number >= 2:
+                    x = _Halved.apply(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    sites = find_sites(Model(), torch.randn(4, 8))
+    assert sites and all(site.place is None for site in sites)

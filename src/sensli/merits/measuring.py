@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sensli.errors import MeasurementError
+from sensli.merits.affording import affordable
 from sensli.merits.backward import LossFunction, backward
 from sensli.merits.confidence import GROUPS, is_clear, next_look
 from sensli.merits.estimates import as_merits, estimate_of, mean_of_weights, share_remaining, value_of
@@ -49,7 +50,8 @@ def measure(
         loss_fn: ``loss_fn(output, target)``, the mean loss of a batch; for dicts ``loss_fn(output, batch)``. None uses
             ``output.loss``.
         norm: The norm of the gradient: ``"frobenius"``, ``"mean_square"``, ``"operator"``, ``"operator_l2"``,
-            ``"operator_l1"``, or ``"auto"``: operator if every site is a convolution, otherwise Frobenius (default: "auto").
+            ``"operator_l1"``, or ``"auto"``: operator if every site is a convolution and the norms cost no more than the passes,
+            otherwise Frobenius (default: "auto").
         ratio: Whether to compare each merit with the mean over the existing weights. False saves computing their gradients
             (default: True).
         max_batches: The largest number of batches to use. None uses all of them.
@@ -77,9 +79,9 @@ def measure(
         checks.flag("ratio", ratio)
         max_batches = None if max_batches is None else checks.whole("max_batches", max_batches, 10)
         confidence, tolerance = check_level(confidence, tolerance)
-        norm = choose(norm, [site.kind for site in sites])
+        asked, norm = norm, choose(norm, [site.kind for site in sites])
         request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance}
-        together.agree_on({**request, **numbered("site", sites)}, last=False)
+        ranks = len(together.agree_on({**request, **numbered("site", sites)}, last=False))
         model, places = _readable(model, sites)
         catch = Catch(model, places, weights=ratio, groups=1 if confidence is None else GROUPS)
         # Without weights that train, only the activations at the sites are asked for.
@@ -91,13 +93,15 @@ def measure(
             if confidence is None:
                 taken.up_to(None)
             else:
-                clear, remaining = _until_clear(together, taken, norm, confidence, tolerance)
+                clear, remaining, norm = _until_clear(together, taken, (asked, norm), confidence, tolerance)
             caught = joined(together, taken.caught(), device_of(model), last=False)
         if caught.count == 0:
             raise MeasurementError(
                 "the batches are empty: a loader without data, or an iterator that is already used up. Give a new one."
             )
         sizes = _filled(caught)
+        if remaining == 0:  # with confidence the first look has settled it, unless the data ended before
+            norm = affordable(asked, norm, caught.sites, caught.weights, caught.count / ranks)
         values = [value_of(site, norm, sizes, remaining) for site in caught.sites]
         mean = mean_of_weights(caught.weights, norm, sizes, remaining)
         values, mean = same_values(together, values, mean)
@@ -140,10 +144,14 @@ class _Taken:
 
 
 def _until_clear(
-    together: Together, taken: _Taken, norm: str, confidence: float, tolerance: float
-) -> tuple[bool, float]:
-    """Take batches until the best site is clear or nothing is left: whether it is, and which share of the data was not seen."""
+    together: Together, taken: _Taken, norms: tuple[str, str], confidence: float, tolerance: float
+) -> tuple[bool, float, str]:
+    """Take batches until the best site is clear or nothing is left: whether it is, which share of the data was not seen, and the norm.
+
+    ``norms``: the one that was asked for, and the one that it stands for.
+    """
     goal, look = 0, 0
+    asked, norm = norms
     while True:
         goal, look = next_look(goal), look + 1
         taken.up_to(goal)
@@ -152,17 +160,19 @@ def _until_clear(
         finished, exhausted, counts, known = zip(*states, strict=True)
         whole = None if None in known else sum(known)
         if all(exhausted):
-            return False, 0.0
+            return False, 0.0, norm
         remaining = share_remaining(sum(counts), whole)
         own = replace(taken.caught(), weights=[])
         seen = joined(together, own, device_of(taken.model), last=False)
         sizes = _filled(seen)
+        if look == 1:
+            norm = affordable(asked, norm, seen.sites, [], seen.count / len(states), groups=True)
         estimates = [estimate_of(site, norm, sizes, remaining) for site in seen.sites]
         clear = is_clear(estimates, sizes, look=look, confidence=confidence, remaining=remaining, tolerance=tolerance)
         if together.agree(clear, last=False)[0]:  # the first rank's word: machines may differ in the last bit
-            return True, remaining
+            return True, remaining, norm
         if all(finished):
-            return False, remaining
+            return False, remaining, norm
 
 
 def _filled(caught: Caught) -> list[float]:

@@ -9,7 +9,7 @@ cannot win any more is dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ _STARTS = 2  # random starts for each frequency: one alone now and then misses t
 _SAFETY = 4  # how many residuals a singular value may still rise; with two starts, 2 never failed in 800 hard kernels
 _EXACT_SIDE = 16  # matrices up to this side, and up to this many operations, go to LAPACK at once
 _EXACT_WORK = 2**20
+_STEP_WORK = 300  # for each entry of a matrix at one frequency: some ten steps from two starts, forth and back, in complex numbers
 
 
 def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -> float:  # noqa: B008 (frozen)
@@ -79,6 +80,13 @@ def choose(norm: str, kinds: Iterable[str]) -> str:
     if checks.one_of("norm", norm, ("auto", *NORMS)) != "auto":
         return norm
     return "operator" if set(kinds) == {"conv"} else "frobenius"
+
+
+def operator_work(shape: Sequence[int], geometry: Geometry) -> int:
+    """About how many multiply-adds of a pass an operator norm costs, from above; its matrices are small, so each counts for more."""
+    taps = math.prod(shape[2:]) if geometry.size else 1
+    frequencies = math.prod(geometry.size) // 2 + 1 if taps > 1 else 1
+    return math.prod(shape[:2] if geometry.size else shape) * (frequencies * _STEP_WORK + taps * taps)
 
 
 def _check(gradient: Tensor, geometry: Geometry) -> None:

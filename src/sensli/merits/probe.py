@@ -8,9 +8,11 @@ from contextlib import ExitStack
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, WrongType
+from sensli.merits.affording import affordable
 from sensli.merits.estimates import as_merits, mean_of_weights
 from sensli.merits.joining import Caught, joined, same_values
 from sensli.merits.merits import Merit, Merits, as_sites
@@ -61,7 +63,7 @@ class Probe:
             raise MeasurementError(
                 "there are no sites to probe. find_sites(...).explain() says which places were skipped and why."
             )
-        self._norm = choose(norm, [site.kind for site in sites])
+        self._asked, self._norm = norm, choose(norm, [site.kind for site in sites])
         if is_sharded(self._model) and any(site.move.kind == "block" for site in sites):
             raise MeasurementError(
                 "a probe cannot run the twin of a sharded block, whose parameters are whole only during its own pass. Use measure(...), "
@@ -124,12 +126,14 @@ class Probe:
             # As DistributedDataParallel does with the gradients: the mean over the processes.
             own = Caught(self._catch.sites, self._catch.weights, [1.0], 1.0, passes)
             caught = joined(together, own, device_of(self._model))
-        values = [site.merit(self._norm, sum(caught.sizes)) for site in caught.sites]
+        ranks = 1 if together.group is None else dist.get_world_size(together.group)
+        norm = affordable(self._asked, self._norm, caught.sites, caught.weights, caught.count / ranks)
+        values = [site.merit(norm, sum(caught.sizes)) for site in caught.sites]
         if self._scaler is not None and not all(map(math.isfinite, values)):
             raise MeasurementError(
                 f"the scaled gradients of the probed pass overflowed at the scale {self._scaler.get_scale():g}; the scaler skips such a "
                 "step and lowers its scale. Probe the next step."
             )
-        mean = mean_of_weights(caught.weights, self._norm, caught.sizes, 0.0)
+        mean = mean_of_weights(caught.weights, norm, caught.sizes, 0.0)
         values, mean = same_values(together, values, mean)
-        return as_merits(self._sites, caught.sites, values, mean, norm=self._norm, batches=caught.count)
+        return as_merits(self._sites, caught.sites, values, mean, norm=norm, batches=caught.count)

@@ -94,11 +94,12 @@ class SiteCatch:
 
     def merit(self, norm: str, samples: float, without: int | None = None) -> float:
         """The squared norm of the mean gradient."""
+        return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
+
+    def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
+        """The summed gradients of all measured weights, and how each acts."""
         totals = self._totals(without)
-        if not totals:
-            return 0.0
-        parts = self.gauge.gradients(totals, self.shape)
-        return sum(squared_norm(part, norm, geometry) for part, geometry in parts) / samples**2
+        return self.gauge.gradients(totals, self.shape) if totals else ()
 
     def _totals(self, without: int | None = None) -> dict[str, Tensor]:
         totals = {name: each.total(without) for name, each in self.sums.items()}
@@ -124,8 +125,11 @@ class WeightCatch:
         return Geometry(self.shape, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
 
     def merit(self, norm: str, samples: float, without: int | None = None) -> float:
+        return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
+
+    def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
         total = self.sums["gradient"].total(without)
-        return 0.0 if total is None else squared_norm(total, norm, self.geometry) / samples**2
+        return () if total is None else [(total, self.geometry)]
 
 
 class Catch:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,20 +23,43 @@ def copied_model(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, _without_graphs(model))
 
 
-def made_general(module: nn.Module) -> dict[str, Tensor]:
-    """Move the constant parameters of a copy (zeros, ones, scales), which are so by chance of their initialisation; the old values."""
-    kept: dict[str, Tensor] = {}
+def made_general(module: nn.Module) -> Callable[[], None]:
+    """Move what is so by chance of its initialisation in a copy: constant parameters, and maps so small that they hardly show.
+
+    Otherwise a block whose attention is divided by its number, say, would give what all the others give, but for rounding. What is
+    returned puts everything back, to the bit.
+    """
+    kept: list[tuple[nn.Parameter, Tensor]] = []
+    scaled: list[tuple[nn.Parameter, float]] = []
     generator = torch.Generator().manual_seed(0)
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
+            for parameter, factor in scaled:
+                parameter.mul_(1 / factor)
+
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for parameter in module.parameters():
             if not parameter.is_floating_point() or parameter.numel() == 0:
                 continue
             low, high = parameter.detach().aminmax()
             if low == high:
-                kept[name] = parameter.detach().clone()
+                kept.append((parameter, parameter.detach().clone()))
                 noise = 0.1 * torch.randn(parameter.shape, generator=generator)
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
-    return kept
+            elif parameter.ndim >= 2 and (factor := _enlargement(parameter)) > 1:
+                scaled.append((parameter, factor))
+                parameter.mul_(factor)
+    return put_back
+
+
+def _enlargement(weight: Tensor) -> float:
+    """The power of two, for exactness, that brings a map near the size at which values keep theirs on the way through it."""
+    wanted = math.sqrt(len(weight))  # the norm of a matrix of orthonormal rows
+    norm = torch.linalg.vector_norm(weight, dtype=torch.promote_types(weight.dtype, torch.float32)).item()
+    return 2.0 ** math.floor(math.log2(wanted / norm)) if 0 < norm < wanted else 1.0
 
 
 def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: bool = False) -> nn.Module:

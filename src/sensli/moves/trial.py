@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sensli.modules.arguments import first_tensor, value_at
 from sensli.modules.nearness import equal
 from sensli.modules.running import device_of, run, tensors, to_device, undrawn, untouched
+from sensli.modules.samples import count_samples, first_samples
 from sensli.modules.wrappers import eager
 from sensli.moves.comparing import alike, difference
 from sensli.moves.cutting import Cut, apply_cut, plan_cut, take_out
@@ -51,6 +53,7 @@ class _New:
     calls: int = 0
     same: bool = True
     output: Tensor | None = None
+    given: GradientEdge | None = None  # where its input comes from in the graph
 
 
 class Trial:
@@ -58,19 +61,21 @@ class Trial:
 
     def __init__(self, flow: Flow, example: Any) -> None:
         self.model = flow.model
-        self._example = to_device(example, device_of(self.model))
+        whole = to_device(example, device_of(self.model))
+        # In training both runs are ours, so that a few samples tell the same; more than one, for statistics of a batch.
+        self._examples = {False: whole, True: first_samples(whole, 2, count_samples(whole))}
         self._takes_gradients = flow.takes_gradients
         self._output = flow.output  # in eval mode, as it came out when the run was recorded
         self._seen: dict[tuple[str, str], Seen | None] = {}
         for call in flow.calls:
             self._seen[call.path, "after"] = call.result or call.output
             self._seen[call.path, "before"] = call.given or next(iter(call.inputs), None)
+        self._cotangents: dict[int, Tensor | None] = {}  # of the run that was recorded, by the tensor's id
         self._numbers = {id(module): number for number, module in enumerate(self.model.modules())}
         self._base: dict[bool, Any] = {}  # outputs in eval and in training mode, with numbered random numbers
         self._random: dict[bool, bool] = {}  # whether they differ when nothing does
         self._layers: dict[tuple[Site, bool, int], nn.Module] = {}
         self._returns_tensor = {call.path for call in flow.calls if call.output is not None}
-        self._cotangents: dict[int, Tensor | None] = {}  # of the run that was recorded, by the tensor's id
 
     def attempt(self, sites: Sequence[Site]) -> Verdict:
         """Put a layer at every site, run the example in both modes, and take them out again."""
@@ -87,12 +92,12 @@ class Trial:
                 return Verdict(together=_raised(error))
             wrong = _locally_wrong(new, "eval")
             outputs = [each.output for each in new]
-            gradients = None if wrong else self._gradients(output, outputs)
+            gradients = None if wrong else _gradients(output, [*outputs, *(each.given for each in new)])
         verdict = Verdict(wrong) if wrong else self._compared(False, output, new)
         if verdict.good and gradients is not None:
             # Units that are off behind a ReLU are left out: another new layer behind them, with a ReLU of its own, gives them nothing back.
             on = [None if o is None else o.detach() != 0 for o in outputs]
-            verdict.wrong = self._other_gradients(sites, gradients, on)
+            verdict.wrong = self._other_gradients(sites, gradients[: len(new)], gradients[len(new) :], on)
         return verdict
 
     def _train(self, sites: Sequence[Site]) -> Verdict:
@@ -127,6 +132,10 @@ class Trial:
                 self._base[training] = self._run(training, [])
             except Exception:
                 self._base[training] = None
+                if training and self._examples[True] is not self._examples[False]:
+                    self._examples[True] = self._examples[False]  # perhaps it needs all of them
+                    del self._base[True]
+                    return self._baseline(True)
         return self._base[training]
 
     def _is_random(self, training: bool) -> bool:
@@ -150,7 +159,7 @@ class Trial:
                 _seed(0)
                 if "numpy" in sys.modules:
                     sys.modules["numpy"].random.seed(0)
-                return run(model, fresh(self._example, nodes=graph and self._takes_gradients))
+                return run(model, fresh(self._examples[training], nodes=graph and self._takes_gradients))
             finally:
                 for handle in handles:
                     handle.remove()
@@ -167,54 +176,41 @@ class Trial:
 
     # --- the gradient that comes back to a site ---
 
-    def _gradients(
-        self, output: Any, wanted: Sequence[Tensor | None], *, again: bool = False
-    ) -> list[Tensor | None] | None:
-        """Those of a fixed sum of all outputs; None where the model allows none to be asked for."""
-        results = [
-            t for t in tensors(output) if t.requires_grad and t.is_floating_point() and bool(torch.isfinite(t).all())
-        ]
-        asked = [t for t in wanted if t is not None and t.requires_grad]
-        if not results or not asked:
-            return None
-        generator = torch.Generator().manual_seed(1)
-        weights = [(torch.rand(t.shape, generator=generator) + 0.5).to(t.device, t.dtype) for t in results]
-        try:
-            # Asked for one by one they are the same; what a checkpoint computes again is not seen by the hooks.
-            found = torch.autograd.grad(results, asked, weights, allow_unused=True, retain_graph=again)
-        except Exception:
-            return None
-        by_id = {id(t): g for t, g in zip(asked, found, strict=True)}
-        return [None if t is None else by_id.get(id(t)) for t in wanted]
-
     def _other_gradients(
-        self, sites: Sequence[Site], gradients: list[Tensor | None], on: list[Tensor | None]
+        self,
+        sites: Sequence[Site],
+        gradients: list[Tensor | None],
+        before: list[Tensor | None],
+        on: list[Tensor | None],
     ) -> dict[int, str]:
-        """Sites where a measurement would catch another gradient than the layer gets."""
-        open_ones = [i for i, site in enumerate(sites) if _move(site).caught_at_site]
+        """Sites where a measurement would catch another gradient than the layer gets. ``before``: what the layers hand back."""
         wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None}
-        for known in (
-            self._recorded,
-            self._tapped,
-        ):  # as the run was recorded, and where that differs as a measurement would do it
-            open_ones = [i for i in open_ones if i not in wrong]
-            caught = known([sites[i] for i in open_ones])
-            if caught is None:
-                break
-            open_ones = [i for i, g in zip(open_ones, caught, strict=True) if not alike(gradients[i], g, on[i])]
-            if not open_ones:
-                return wrong
-        else:
-            wrong.update(dict.fromkeys(open_ones, _OTHER_GRADIENT))
+        tried = [i for i, site in enumerate(sites) if _move(site).caught_at_site and i not in wrong]
+        # An identity hands back what it gets. Where more comes back to its input, that is used elsewhere, and a measurement must tell.
+        open_ones = [i for i in tried if not alike(gradients[i], before[i], on[i])]
+        # A loop of the model's own may treat gradients by a block's position, which the new ones have moved: those without them must be the
+        # same.
+        in_list = [i for i in tried if self._in_own_loop(sites[i]) and i not in open_ones]
+        recorded = self._recorded([sites[i] for i in in_list])
+        open_ones += [i for i, g in zip(in_list, recorded, strict=True) if not alike(gradients[i], g, on[i])]
+        caught = self._tapped([sites[i] for i in open_ones]) if open_ones else None
+        if caught is not None:
+            differ = (i for i, g in zip(open_ones, caught, strict=True) if not alike(gradients[i], g, on[i]))
+            wrong.update(dict.fromkeys(differ, _OTHER_GRADIENT))
         return wrong
 
+    def _in_own_loop(self, site: Site) -> bool:
+        """Whether the model itself goes through the container that the layer stands in."""
+        container = self.model.get_submodule(site.path.rpartition(".")[0])
+        return site.point.place is not None or (not site.point.chained and isinstance(container, nn.Sequential))
+
     def _recorded(self, sites: Sequence[Site]) -> list[Tensor | None]:
-        """Those of the run that found the sites: of all uses of a value, which nearly always are the uses behind the site."""
+        """The gradients of the run that found the sites: of all uses of a value, which nearly always are the uses behind the site."""
         seen = [self._seen.get((site.path, site.side)) for site in sites]
         values = [None if s is None or s.overwritten else s.tensor for s in seen]
         unknown = {id(v): v for v in values if v is not None and id(v) not in self._cotangents}
         if unknown:
-            found = self._gradients(self._output, list(unknown.values()), again=True)
+            found = _gradients(self._output, list(unknown.values()), again=True)
             self._cotangents.update(zip(unknown, found or [None] * len(unknown), strict=True))
         return [None if v is None else self._cotangents[id(v)] for v in values]
 
@@ -237,7 +233,7 @@ class Trial:
         finally:
             for handle in handles:
                 handle.remove()
-        return self._gradients(output, caught)
+        return _gradients(output, caught)
 
     # --- layers in and out ---
 
@@ -301,12 +297,14 @@ def _shown(sites: Sequence[Site]) -> set[int]:
 
 def _watched(each: _New) -> list[Any]:
     """Hooks that see whether a layer runs once and gives what it is given."""
-    each.calls, each.same, each.output = 0, True, None
+    each.calls, each.same, each.output, each.given = 0, True, None, None
     given: list[Tensor] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         value = value_at(args, kwargs, each.site.point.slot if _move(each.site).takes_call else 0)
         given.append(value.detach().clone())
+        # The place in the graph, not the tensor, which somebody may work on in place.
+        each.given = get_gradient_edge(value) if value.requires_grad and torch.is_grad_enabled() else None
         each.calls += 1
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -320,6 +318,27 @@ def _watched(each: _New) -> list[Any]:
         layer.register_forward_pre_hook(before, with_kwargs=True),
         layer.register_forward_hook(after, with_kwargs=True),
     ]
+
+
+def _gradients(
+    output: Any, wanted: Sequence[Tensor | GradientEdge | None], *, again: bool = False
+) -> list[Tensor | None] | None:
+    """Those of a fixed sum of all outputs; None where the model allows none to be asked for."""
+    results = [
+        t for t in tensors(output) if t.requires_grad and t.is_floating_point() and bool(torch.isfinite(t).all())
+    ]
+    asked: list[Any] = [w for w in wanted if isinstance(w, GradientEdge) or (w is not None and w.requires_grad)]
+    if not results or not asked:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    weights = [(torch.rand(t.shape, generator=generator) + 0.5).to(t.device, t.dtype) for t in results]
+    try:
+        # Asked for one by one they are the same; what a checkpoint computes again is not seen by the hooks.
+        found = torch.autograd.grad(results, asked, weights, allow_unused=True, retain_graph=again)
+    except Exception:
+        return None
+    by_id = {id(w): g for w, g in zip(asked, found, strict=True)}
+    return [None if w is None else by_id.get(id(w)) for w in wanted]
 
 
 def _locally_wrong(new: list[_New], mode: str) -> dict[int, str]:

@@ -98,28 +98,26 @@ def record(model: nn.Module, example: Any) -> Flow:
     flow = Flow(_copied(model))
     flow.parameter_names = {id(p): name for name, p in flow.model.named_parameters()}
     given = to_device(example, device_of(model))
-    moved: dict[str, Tensor] | None = made_general(flow.model)
+    put_back: Callable[[], None] | None = made_general(flow.model)
     while True:
         try:
             output = _run(flow, given, flow.takes_gradients)
         except Exception as error:
-            if not flow.takes_gradients and moved is None:
+            if not flow.takes_gradients and put_back is None:
                 raise BadExample(
                     f"the example ({describe(example)}) does not run through {type(model).__name__}: {type(error).__name__}: {error}. "
                     "Give a tensor, a tuple of arguments or a dict of keyword arguments, shaped like one batch of the training data."
                 ) from error
-            if moved is None:
+            if put_back is None:
                 flow.takes_gradients = (
                     False  # some models refuse an input that asks for a gradient, and train all the same
                 )
         else:
-            if moved is None or all_finite(output):
+            if put_back is None or all_finite(output):
                 break
-        if moved is not None:  # once more with the weights as they are: not every model can take others
-            with torch.no_grad():
-                for name, value in moved.items():
-                    flow.model.get_parameter(name).copy_(value)
-            moved = None
+        if put_back is not None:  # once more with the weights as they are: not every model can take others
+            put_back()
+            put_back = None
     flow.finish(output)
     return flow
 

@@ -9,108 +9,112 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from sensli.modules.copies import copied_model
+from sensli.modules.nearness import moved
 from sensli.modules.running import device_of, forked_random_state, run, tensors, to_device
+from sensli.modules.samples import count_samples, first_samples
 from sensli.moves.lists import Fact, Index, ListPlace, put_into_list, take_from_list, unwrapped
+from sensli.moves.trace.flow import Flow
 from sensli.moves.twin.numbering import find_indices, is_number, own_numbers
-from sensli.moves.twin.rebuilding import COUNTS, build_again, differences, is_large, shapes
+from sensli.moves.twin.rebuilding import COUNTS, build_again, differences, grown_alike, is_large, shapes
 from sensli.moves.twin.twins import Twin
 
 
-def plan_list(model: nn.Module, example: Any, container: str, sources: tuple[int, int], twin: Twin) -> ListPlace | None:
+def plan_list(flow: Flow, example: Any, container: str, sources: tuple[int, int], twin: Twin) -> ListPlace | None:
     """What must follow when the list takes a twin beside a block; None where no trial confirms any plan.
 
     ``sources`` are the first and the last of the equal blocks that a twin may go beside. What holds at both holds between them: unless the
     configuration lists the blocks one by one, a block more at either end can give the same list only if all between are equal.
+    The copy that the example ran through takes the twin, and is put back.
     """
-    try:
-        trial = copied_model(model)
-    except Exception:
-        return None
-    # Never chained: somebody's eval() returns None.
-    trial.eval()
+    trial = flow.model
     blocks = list(trial.get_submodule(container).children())
     source, last = sources
-    count, position = len(blocks), source + 1
+    position = source + 1
     indices = find_indices(blocks)
     if not {*own_numbers(blocks)[source]} <= {(index.module, index.name) for index in indices}:
         return None  # nothing tells which number a twin should have
-    before = _made_general(trial, example)
     layer = twin.build(unwrapped(blocks[source]), trial)
+    # Never chained: somebody's eval() returns None.
     layer.eval()
+    known = _Known(flow, example)
 
     def holds(place: ListPlace) -> bool:
         """Whether the grown copy runs the new block once and gives the same output; the copy is put back."""
-        put_into_list(trial, container, place, position, source, layer)
-        try:
-            after, calls = _outputs(trial, example, layer)
-        except Exception:
-            return False
-        finally:
-            take_from_list(trial, container, place, position)
-        return calls == 1 and len(after) == len(before) and all(map(torch.equal, before, after))
+        with _grown(trial, container, place, position, source, layer):
+            return known.is_given_by(trial, layer)
 
-    built = _built_from(trial, container)
-    if built is not None:
-        owner, name = built
+    for owner, name in _configured(trial, container):
         anew = _Anew(trial, owner, name, container, indices)
-        at_last = twin.build(unwrapped(blocks[last]), trial)
-        for facts in anew.facts(position, source, layer):
+        for facts, built in anew.plans(position, source, layer):
             place = ListPlace(facts, indices)
-            if holds(place) and anew.matches(facts, last + 1, last, at_last):
-                put_into_list(trial, container, place, position, source, layer)
-                if _runs_alike(trial, owner, name, example, before):
+            if anew.matches(facts, last + 1, last, layer):
+                with _grown(trial, container, place, position, source, layer):
+                    alike = anew.runs_alike(built, known)
+                if alike if alike is not None else holds(place):
                     return place
-                take_from_list(trial, container, place, position)
-        return None
-    named = tuple(fact for fact in _numbers(trial, container, count) if fact.name in COUNTS)
-    for guess in (named, *((*named, fact) for fact in _numbers(trial, container, count) if fact not in named)):
+        if anew.is_faithful:
+            return None
+    named = tuple(fact for fact in _numbers(trial, container, len(blocks)) if fact.name in COUNTS)
+    for guess in (named, *((*named, fact) for fact in _numbers(trial, container, len(blocks)) if fact not in named)):
         if holds(ListPlace(guess, indices)):
             return ListPlace(guess, indices)
     return None
 
 
-def _outputs(model: nn.Module, example: Any, watched: nn.Module | None) -> tuple[list[Tensor], int]:
-    """The outputs on the example, and how often a module was called."""
-    calls: list[None] = []
-    handle = watched.register_forward_pre_hook(lambda *_: calls.append(None)) if watched is not None else None
+@contextmanager
+def _grown(
+    trial: nn.Module, container: str, place: ListPlace, position: int, source: int, layer: nn.Module
+) -> Iterator[None]:
+    """The copy with the layer in its list."""
+    put_into_list(trial, container, place, position, source, layer)
     try:
-        with forked_random_state(model), torch.no_grad():
-            output = run(model, copy.deepcopy(to_device(example, device_of(model))))
-            return [t for t in tensors(_comparable(output)) if t.dim() > 0], len(calls)
+        yield
     finally:
-        if handle is not None:
-            handle.remove()
+        take_from_list(trial, container, place, position)
 
 
-def _comparable(output: Any) -> Any:
+class _Known:
+    """The example, and the outputs that the copy gave on it before anything was tried."""
+
+    def __init__(self, flow: Flow, example: Any) -> None:
+        self._example = to_device(example, device_of(flow.model))
+        self._count = count_samples(self._example)
+        self._outputs = [t.detach() for t in _comparable(flow.output)]
+
+    def is_given_by(self, model: nn.Module, watched: nn.Module | None = None) -> bool:
+        """Whether a model gives these outputs too and calls the watched module once; one sample that shows it is enough."""
+        return (self._count > 1 and self._is_given(model, watched, 1)) or self._is_given(model, watched, self._count)
+
+    def _is_given(self, model: nn.Module, watched: nn.Module | None, few: int) -> bool:
+        calls: list[None] = []
+        handle = watched.register_forward_pre_hook(lambda *_: calls.append(None)) if watched is not None else None
+        try:
+            with forked_random_state(model), torch.no_grad():
+                given = copy.deepcopy(first_samples(self._example, few, self._count))
+                after = list(_comparable(run(model, given)))
+        except Exception:
+            return False
+        finally:
+            if handle is not None:
+                handle.remove()
+        before = first_samples(self._outputs, few, self._count)
+        same = [one.shape == other.shape and not moved(one, other) for one, other in zip(before, after, strict=False)]
+        return len(after) == len(before) and all(same) and (watched is None or len(calls) == 1)
+
+
+def _comparable(output: Any) -> Iterator[Tensor]:
     """The parts of an output that do not grow with the number of blocks: a record without its lists of all blocks' states."""
     if isinstance(output, dict):
-        return {key: value for key, value in output.items() if isinstance(value, Tensor)}
-    return output
-
-
-def _made_general(trial: nn.Module, example: Any) -> list[Tensor]:
-    """Move the copy's weights away from their small beginnings, where a block hardly shows in the output; its outputs then."""
-    kept = [parameter.detach().clone() for parameter in trial.parameters()]
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trial.parameters():
-            if parameter.is_floating_point():
-                noise = 0.2 * torch.randn(parameter.shape, generator=generator)
-                parameter.add_(noise.to(parameter.device, parameter.dtype))
-        outputs = _outputs(trial, example, None)[0]
-        if not all(torch.isfinite(output).all() for output in outputs):
-            for parameter, value in zip(trial.parameters(), kept, strict=True):
-                parameter.copy_(value)
-            outputs = _outputs(trial, example, None)[0]
-    return outputs
+        output = [value for value in output.values() if isinstance(value, Tensor)]
+    return (tensor for tensor in tensors(output) if tensor.dim() > 0)
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -167,20 +171,14 @@ def _counting(like: Fact, holder: Any, count: int) -> Iterator[Fact]:
 # --- models that are built from a configuration ---
 
 
-def _built_from(model: nn.Module, container: str) -> tuple[str, str] | None:
-    """The outermost module around the list that its class can build again from an object that it holds: its path, the object's name.
-
-    What is built may differ where somebody has put other modules in (adapters, another head), but for the number of blocks.
-    """
+def _configured(model: nn.Module, container: str) -> Iterator[tuple[str, str]]:
+    """Modules around the list that hold an object with the number of its blocks, the outermost first: the path, the object's name."""
     count = len(list(model.get_submodule(container).children()))
     for path, module in _ancestors(model, container):
         for name, value in vars(module).items():
             held = [value, *(part for part in vars(value).values() if _is_object(part))] if _is_object(value) else []
             if any(True for holder in held for _ in _counting(Fact(path, (name,), "", "count"), holder, count)):
-                again = build_again(module, value)
-                if again is not None and _blocks_in(again, _within(path, container)) == count:
-                    return path, name
-    return None
+                yield path, name
 
 
 def _within(owner: str, path: str) -> str:
@@ -195,35 +193,8 @@ def _blocks_in(module: nn.Module, path: str) -> int:
         return 0
 
 
-def _runs_alike(trial: nn.Module, owner: str, name: str, example: Any, before: list[Tensor]) -> bool:
-    """Whether what the class builds from the configuration now, loaded with the weights, gives the same output: what saving relies on."""
-    module = trial.get_submodule(owner)
-    if is_large(module):
-        return True  # the numbers and words inside were compared, and another copy might not fit
-    built = build_again(module, getattr(module, name), devices=("cpu",))
-    if built is None:
-        return False
-    if shapes(built) != shapes(module):
-        return True  # it holds modules that the configuration knows nothing of, so nobody can load it from there
-    parent, _, key = owner.rpartition(".")
-    like = next(module.parameters())
-    try:
-        built.to(like.device, like.dtype)  # before the weights, or those of double precision would lose some of it
-        built.load_state_dict(module.state_dict())
-        built.eval()
-        if owner:
-            trial.get_submodule(parent)._modules[key] = built
-        after = _outputs(trial if owner else built, example, None)[0]
-    except Exception:
-        return False
-    finally:
-        if owner:
-            trial.get_submodule(parent)._modules[key] = module
-    return len(after) == len(before) and all(map(torch.equal, before, after))
-
-
 class _Anew:
-    """A module around the list that can be built again from its configuration, to be compared with what the list becomes."""
+    """A module around the list that its class may build again from its configuration, to be compared with what the list becomes."""
 
     def __init__(self, trial: nn.Module, owner: str, name: str, container: str, indices: tuple[Index, ...]) -> None:
         self._trial, self._owner, self._name, self._container = trial, owner, name, container
@@ -231,28 +202,94 @@ class _Anew:
         self._configuration = getattr(self._module, name)
         self._place = ListPlace((), indices)
         self._count = len(list(trial.get_submodule(container).children()))
-        self._quiet = differences(self._module, build_again(self._module, self._configuration))
+        self._with_values = not is_large(self._module)
+        self._built: dict[object, nn.Module | None] = {}  # by what was changed in the configuration
+
+    @cached_property
+    def _as_it_is(self) -> nn.Module | None:
+        return build_again(self._module, self._configuration)
+
+    @property
+    def is_faithful(self) -> bool:
+        """Whether the class builds the list as it is.
+
+        What is built may differ where somebody has put other modules in (adapters, another head), but for the number of blocks.
+        """
+        return self._as_it_is is not None and self._blocks_in(self._as_it_is) == self._count
+
+    @cached_property
+    def _quiet(self) -> set[tuple[str, str]]:
+        """Differences that are there anyway."""
+        if self._as_it_is is None:
+            return set()
+        with grown_alike(self._as_it_is, self._module):
+            return differences(self._module, self._as_it_is)
 
     def matches(self, facts: Iterable[Fact], position: int, source: int, layer: nn.Module) -> nn.Module | None:
         """What the class builds from the configuration with these changes, if it is what the list has become."""
         changed = copy.deepcopy(self._configuration)
+        values: list[object] = []
         for fact in facts:
             if fact.module == self._owner and fact.through[:1] == (self._name,):
                 holder = changed
                 for step in fact.through[1:]:
                     holder = getattr(holder, step)
                 fact.inserted(holder, position, source)
-        put_into_list(self._trial, self._container, self._place, position, source, layer)
-        try:
-            built = build_again(self._module, changed)
-            if built is None or _blocks_in(built, _within(self._owner, self._container)) != self._count + 1:
-                return None
-            return built if differences(self._module, built) <= self._quiet else None
-        finally:
-            take_from_list(self._trial, self._container, self._place, position)
+                values.append((fact, repr(getattr(holder, fact.name))))
+        built = self._build(tuple(values), changed)
+        if built is None or self._blocks_in(built) != self._count + 1:
+            return None
+        with (
+            _grown(self._trial, self._container, self._place, position, source, layer),
+            grown_alike(built, self._module),
+        ):
+            found = differences(self._module, built)
+        # Without any there is no need to know those that are there anyway.
+        return built if not found or found <= self._quiet else None
 
-    def facts(self, position: int, source: int, layer: nn.Module) -> Iterator[tuple[Fact, ...]]:
-        """Changes of the configuration from which the class builds what the list becomes, the simplest that do."""
+    def _build(self, key: object, configuration: Any) -> nn.Module | None:
+        if key not in self._built:
+            built = build_again(self._module, configuration, values=True) if self._with_values else None
+            self._built[key] = built if built is not None else build_again(self._module, configuration)
+        return self._built[key]
+
+    def _blocks_in(self, module: nn.Module) -> int:
+        try:
+            return len(list(module.get_submodule(_within(self._owner, self._container)).children()))
+        except AttributeError:
+            return 0
+
+    def runs_alike(self, built: nn.Module, known: _Known) -> bool | None:
+        """Whether what was built, loaded with the weights of the grown list, gives the same output: what saving relies on.
+
+        None where that cannot be told: another copy might not fit, or the module holds others that the configuration knows nothing of, so
+        that nobody can load it from there.
+        """
+        module = self._module
+        if not self._with_values:
+            return None
+        parent, _, key = self._owner.rpartition(".")
+        like = next(module.parameters())
+        with grown_alike(built, module):
+            if shapes(built) != shapes(module):
+                return None
+            try:
+                built.to(
+                    like.device, like.dtype
+                )  # before the weights, or those of double precision would lose some of it
+                built.load_state_dict(module.state_dict(), assign=True)
+                built.eval()
+                if self._owner:
+                    self._trial.get_submodule(parent)._modules[key] = built
+                return known.is_given_by(self._trial if self._owner else built)
+            except Exception:
+                return False
+            finally:
+                if self._owner:
+                    self._trial.get_submodule(parent)._modules[key] = module
+
+    def plans(self, position: int, source: int, layer: nn.Module) -> Iterator[tuple[tuple[Fact, ...], nn.Module]]:
+        """Changes of the configuration from which the class builds what the list becomes, the simplest that do; and what it builds."""
 
         def matches(facts: Iterable[Fact]) -> nn.Module | None:
             return self.matches(facts, position, source, layer)
@@ -260,13 +297,16 @@ class _Anew:
         objects = _objects(self._trial, self._owner, self._module)
         holders = [(through, holder) for _, through, holder in objects if through[0] == self._name]
         for through, holder in holders:
-            for counted in _counting(Fact(self._owner, through, "", "count"), holder, self._count):
+            counts = _counting(Fact(self._owner, through, "", "count"), holder, self._count)
+            for counted in sorted(counts, key=lambda fact: fact.name not in COUNTS):
                 lists = [f for f in _per_block(self._owner, through, holder, self._count) if f.name != counted.name]
                 facts: list[Fact] = [counted, *lists]
-                if matches(facts) is None:
+                built = matches(facts)
+                if built is None and lists:
                     facts = [counted]
-                    if matches(facts) is None:
-                        continue
+                    built = matches(facts)
+                if built is None:
+                    continue
                 # A list that is as long by chance should stay as it is. One that is named after the blocks is not: a cache may read it.
                 needed = [
                     fact
@@ -275,11 +315,12 @@ class _Anew:
                     or any(word in fact.name for word in ("layer", "block"))
                     or matches([other for other in facts if other is not fact]) is None
                 ]
-                for guess in (needed, facts) if len(needed) < len(facts) else (facts,):
-                    built = matches(guess)
-                    if built is not None:
+                fewer = matches(needed) if len(needed) < len(facts) else None
+                for guess, found in ((needed, fewer), (facts, built)):
+                    if found is not None:
                         known = {id(holder) for _, holder in holders}
-                        yield (*guess, *_copies(self._trial, self._owner, self._module, built, self._container, known))
+                        copies = _copies(self._trial, self._owner, self._module, found, self._container, known)
+                        yield (*guess, *copies), found
 
 
 def _per_block(owner: str, through: tuple[str, ...], holder: Any, count: int) -> Iterator[Fact]:

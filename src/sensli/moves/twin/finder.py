@@ -38,7 +38,7 @@ class TwinFinder:
             raise NoTwin("is an inserted layer, not an original block of the model")
         kind = signature(call.module)
         twin = self._twin(flow, call, seen, kind)
-        place = None if chained else self._place(call, twin)
+        place = None if chained else self._place(flow, call, twin)
         if place is None:
             self._check_unnumbered(call, twin)
         return replace(twin, init=self._init), place
@@ -50,7 +50,7 @@ class TwinFinder:
             raise NoTwin(self._refused[kind])
         try:
             twin = self._plans.get(kind) or find_null(call)
-            place = None if chained else self._place(call, twin)
+            place = None if chained else self._place(flow, call, twin)
             if place is None:
                 self._check_unnumbered(call, twin)
             if place is None and not chained:
@@ -99,7 +99,7 @@ class TwinFinder:
                 "the twin would share the entry of its neighbour"
             )
 
-    def _place(self, call: Call, twin: Twin) -> ListPlace | None:
+    def _place(self, flow: Flow, call: Call, twin: Twin) -> ListPlace | None:
         container, _, key = call.path.rpartition(".")
         parent = self._model.get_submodule(container)
         if not isinstance(parent, nn.ModuleList) or isinstance(self._model.get_submodule(call.path), Chain):
@@ -108,5 +108,5 @@ class TwinFinder:
             self._equals[container] = equal_blocks(list(parent.children()))
         alike = self._equals[container][int(key)]
         if (container, alike) not in self._places:
-            self._places[container, alike] = plan_list(self._model, self._example, container, alike, twin)
+            self._places[container, alike] = plan_list(flow, self._example, container, alike, twin)
         return self._places[container, alike]

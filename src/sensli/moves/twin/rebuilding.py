@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from sensli.modules.chain import Chain
 from sensli.modules.running import forked_random_state
@@ -19,23 +22,38 @@ from sensli.moves.twin.twins import Bypass
 COUNTS = frozenset(
     f"{prefix}{number}_{what}" for prefix in ("", "_") for number in ("num", "n") for what in ("layers", "layer", "blocks", "block")
 ) | {"depth", "num_hidden_layers"}  # fmt: skip
+_DRAWS = frozenset(("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"))
 _SMALL = 200_000_000  # parameters: what may be built with values where the meta device does not do
 
 
-def build_again(like: nn.Module, configuration: Any, devices: tuple[str, ...] = ("meta", "cpu")) -> nn.Module | None:
-    """A module of the same class from a copy of a configuration, without values where that works; with the growths of ``like``."""
-    for device in devices:
+def build_again(like: nn.Module, configuration: Any, *, values: bool = False) -> nn.Module | None:
+    """A module of the same class from a copy of a configuration.
+
+    It has no values or, with ``values``, those that it computes while it is built, but for its weights, which are to be loaded.
+    """
+    for device in ("cpu",) if values else ("meta", "cpu"):
         if device == "cpu" and is_large(like):
             return None
         try:
-            with warnings.catch_warnings(), forked_random_state(like), torch.device(device):
+            with warnings.catch_warnings(), forked_random_state(like), torch.device(device), _Undrawn():
                 warnings.simplefilter("ignore")
                 built: nn.Module = type(like)(copy.deepcopy(configuration))
         except Exception:
             continue
-        _grow_alike(built, like)
         return built
     return None
+
+
+class _Undrawn(TorchFunctionMode):
+    """Parameters are not filled with random numbers, which is most of the time that building a model takes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _DRAWS:
+            target = args[0] if args else kwargs.get("tensor")
+            if isinstance(target, nn.Parameter):
+                return target
+        return func(*args, **kwargs)
 
 
 def is_large(module: nn.Module) -> bool:
@@ -70,8 +88,10 @@ def differences(module: nn.Module, built: nn.Module | None) -> set[tuple[str, st
     return {("", re.sub(r"\d+", "#", name)) for name in names} | inside
 
 
-def _grow_alike(built: nn.Module, like: nn.Module) -> None:
-    """What no configuration says: the chains around modules, and what a twin lacks of the block that it is a copy of."""
+@contextmanager
+def grown_alike(built: nn.Module, like: nn.Module) -> Iterator[None]:
+    """What no configuration says, as long as the context lasts: chains around modules, and what a twin lacks of its block."""
+    changed: list[tuple[nn.Module, str, nn.Module]] = []
     for path, module in like.named_modules():
         if not path or not isinstance(module, (Chain, Bypass)):
             continue
@@ -80,9 +100,15 @@ def _grow_alike(built: nn.Module, like: nn.Module) -> None:
             holder, inside = built.get_submodule(parent), built.get_submodule(path)
         except AttributeError:
             continue  # built from another number of blocks, which a comparison of the names will tell
+        changed.append((holder, key, inside))
         if isinstance(module, Chain):
             chain = copy.copy(module)
             chain._modules = {**module._modules, "anchor": inside}
             holder._modules[key] = chain
         else:
             holder._modules[key] = Bypass()
+    try:
+        yield
+    finally:
+        for holder, key, inside in reversed(changed):
+            holder._modules[key] = inside

@@ -20,11 +20,13 @@ from sensli.modules.arguments import Slot, first_tensor, is_plain, with_value, w
 from sensli.modules.copies import copied_block
 from sensli.modules.flops import count_flops
 from sensli.modules.running import forked_random_state
+from sensli.modules.samples import first_samples
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.graph import nearest_parameters
 from sensli.moves.trace.surroundings import never_negative
 from sensli.moves.twin.twins import Twin
 
+_LARGE = 2**12  # numbers of one sample that are enough for statistics of their own
 _LOCKS = 3  # how many first choices are taken back before giving up
 
 
@@ -34,16 +36,18 @@ class NoTwin(SensliError):
 
 def find_twin(flow: Flow, call: Call, seen: Seen) -> Twin:
     """The plan of a twin of a block for the values seen at its input or its output, found by trial."""
-    trial = _Trial(call, seen)
-    zeroed, replaced = trial.search(_replaceable(flow, call))
-    return trial.twin(zeroed, replaced)
+    with forked_random_state(call.module):
+        trial = _Trial(call, seen)
+        zeroed, replaced = trial.search(_replaceable(flow, call))
+        return trial.twin(zeroed, replaced)
 
 
 def find_null(call: Call) -> Twin:
     """The plan of a twin that gives zero, for a loop that adds what its blocks give."""
     assert call.given is not None
-    trial = _Trial(call, call.given, null=True)
-    return trial.twin(trial.search_null(), [])
+    with forked_random_state(call.module):
+        trial = _Trial(call, call.given, null=True)
+        return trial.twin(trial.search_null(), [])
 
 
 def twin_like(call: Call, known: Twin) -> Twin:
@@ -84,6 +88,11 @@ def _replaceable(flow: Flow, call: Call) -> list[str]:
     return [path[len(call.path) + 1 :] for path in sorted(paths, key=lambda path: depth[path])]
 
 
+def _few(value: Tensor) -> int:
+    """Samples that show as much as the whole batch, which a block handles one by one as a rule: two for the statistics of a small one."""
+    return 1 if value.dim() > 2 and value[0].numel() >= _LARGE else 2
+
+
 class _Trial:
     """One block, copied, that can be called again and again with its arguments and changed between the calls."""
 
@@ -91,30 +100,36 @@ class _Trial:
         assert call.slot is not None and call.given is not None and call.result is not None
         self.call, self.slot, self.null = call, call.slot, null
         self.block = copied_block(call.module)
+        self._verdicts: dict[str, bool] = {}  # by mode, until the block changes again
         # Never chained: somebody's eval() returns None.
         self.block.eval()
         others = with_value(call.args, call.kwargs, self.slot, None)
         self.remembers = not is_plain(others)
-        self.args, self.kwargs = without_memory(others)
-        self._reproduce(call.given, call.result)
+        self._others = without_memory(others)
+        few = self._reproduce(call.given, call.result)
         generator = torch.Generator().manual_seed(0)
         self._make_general(generator)
-        value = seen.tensor.detach()
+        value = seen.tensor.detach()[:few]
         stretched = value * _uniform(value, generator, 0.5, 1.5)  # keeps every sign, so a value behind a ReLU stays one
         self.inputs = [value, stretched]
         if not never_negative(seen):
             self.inputs.append(-value)  # nothing proves that values here are never negative, so these must pass too
 
-    def _reproduce(self, given: Seen, result: Seen) -> None:
-        """A second call must give what the first gave, or nothing here means anything."""
+    def _reproduce(self, given: Seen, result: Seen) -> int:
+        """A second call must give what the first gave, or nothing here means anything. How many samples do for the search."""
+        count = len(given.tensor) if given.tensor.dim() else 0
+        self.args, self.kwargs = self._others
         if given.overwritten or result.overwritten:
             if self.remembers:
                 raise NoTwin("works in place on its input and takes a stateful object, so its call cannot be repeated")
-            return
-        again = self.run(given.tensor.detach())
-        # Not to the bit: some kernels depend on how memory is aligned.
-        if again is None or not torch.allclose(again, result.tensor, rtol=1e-4, atol=1e-5):
-            raise NoTwin("is not deterministic (two calls with the same input differ), so a twin cannot be verified")
+            return count
+        for few in dict.fromkeys((min(_few(given.tensor), count), count)):
+            self.args, self.kwargs = first_samples(self._others, few, count)
+            again = self.run(given.tensor.detach()[:few])
+            # Not to the bit: some kernels depend on how memory is aligned.
+            if again is not None and torch.allclose(again, result.tensor[:few], rtol=1e-4, atol=1e-5):
+                return few
+        raise NoTwin("is not deterministic (two calls with the same input differ), so a twin cannot be verified")
 
     def _make_general(self, generator: torch.Generator) -> None:
         """No parameter may be zero or one by chance of its initialisation: what is trained later would not be."""
@@ -129,7 +144,7 @@ class _Trial:
         """What the block hands on for a value; None where it fails or gives no number."""
         args, kwargs = with_value(self.args, self.kwargs, self.slot, value.clone())
         try:
-            with forked_random_state(self.block), torch.set_grad_enabled(graph):
+            with torch.set_grad_enabled(graph):
                 output = first_tensor(self.block(*args, **kwargs))
         except Exception:
             return None
@@ -141,7 +156,9 @@ class _Trial:
 
     def is_done(self) -> bool:
         """Whether the block gives its input back, or zero where that is wanted."""
-        return all(self._gives_back(value) for value in self.inputs)
+        if "eval" not in self._verdicts:
+            self._verdicts["eval"] = all(self._gives_back(value) for value in self.inputs)
+        return self._verdicts["eval"]
 
     def _gives_back(self, value: Tensor) -> bool:
         output = self.run(value)
@@ -149,6 +166,11 @@ class _Trial:
 
     def is_done_in_training(self) -> bool:
         """The same with batch statistics and dropout."""
+        if "training" not in self._verdicts:
+            self._verdicts["training"] = self._gives_back_in_training()
+        return self._verdicts["training"]
+
+    def _gives_back_in_training(self) -> bool:
         buffers = {name: buffer.clone() for name, buffer in self.block.named_buffers()}
         self.block.train()
         try:
@@ -355,11 +377,13 @@ class _Trial:
         kept = parameter.detach().clone()
         with torch.no_grad():
             parameter.zero_()
+        self._verdicts.clear()
         return kept
 
     def _restore(self, name: str, value: Tensor) -> None:
         with torch.no_grad():
             self.block.get_parameter(name).copy_(value)
+        self._verdicts.clear()
 
     def _replace(self, path: str) -> nn.Module:
         module = self.block.get_submodule(path)
@@ -370,6 +394,7 @@ class _Trial:
     def _put(self, path: str, module: nn.Module) -> None:
         parent, _, key = path.rpartition(".")
         self.block.get_submodule(parent)._modules[key] = module
+        self._verdicts.clear()
 
     # --- sizes ---
 
