@@ -53,7 +53,7 @@ def test_a_model_is_built_once_and_few_samples_go_through_it() -> None:
     model, batch = _Net(_Config(5, 8)), 32
     _Net.built = _Net.samples = _Block.samples = 0
     sites = find_sites(model, torch.randn(batch, 4, 8))
-    assert len(sites) == 6 and all(site.place is not None for site in sites)
+    assert len(sites) == 6 and all(site.point.place is not None for site in sites)
     assert _Net.built == 1
     # The example is recorded, and tried with a layer at every place; what else runs makes do with a few samples.
     assert _Net.samples <= 2.5 * batch
@@ -76,7 +76,7 @@ def test_a_block_that_mixes_its_samples_is_tried_on_all_of_them() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Mixing(), Mixing(), Mixing(), nn.Linear(4, 2))
     sites = find_sites(model, torch.randn(6, 4), layer="twin")
     assert len(sites) == 4
-    assert {site.layer.twin.zeroed for site in sites if site.layer.twin is not None} == {("out.bias", "out.weight")}
+    assert {site.move.zeroed for site in sites if site.move is not None} == {("out.bias", "out.weight")}
 
 
 def test_small_weights_are_enlarged_in_the_copy_and_put_back_to_the_bit() -> None:

@@ -629,4 +629,4 @@ def test_a_list_whose_gradients_depend_on_the_position_takes_no_block() -> None:
 
     torch.manual_seed(0)
     sites = find_sites(Model(), torch.randn(4, 8))
-    assert sites and all(site.place is None for site in sites)
+    assert sites and all(site.point.place is None for site in sites)
