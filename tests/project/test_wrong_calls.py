@@ -28,6 +28,7 @@ from sensli import (
     SensliError,
     count_flops,
     find_sites,
+    grow,
     insert,
     load_checkpoint,
     measure,
@@ -111,6 +112,9 @@ CALLS: dict[str, Callable[..., Any]] = {
         **{"model": s.model, "site": s.sites[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
     "insert without an optimizer": lambda s, **given: insert(s.model, s.sites[0], **given),
+    "grow": lambda s, **given: grow(
+        **{"model": s.model, "site": s.sites[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
+    ),
     "undo": lambda s, **given: undo(
         **{"model": s.model, "growth": s.growth, "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
@@ -266,6 +270,10 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("insert without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("insert without an optimizer", "group"): (Of("0", lambda s: 0, "needs optimizer="),),
     ("insert without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
+    ("grow", "model"): NOT_A_MODEL,
+    ("grow", "site"): (*NOT_A_SITE, ANOTHER_MODELS_SITE),
+    ("grow", "freeze_rest"): NOT_A_FLAG,
+    ("grow", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
     ("undo", "model"): NOT_A_MODEL,
     ("undo", "growth"): NOT_A_GROWTH,
     ("undo", "optimizer"): NOT_AN_OPTIMIZER,

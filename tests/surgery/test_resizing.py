@@ -319,6 +319,44 @@ def test_copies_of_the_parameter_get_its_new_entries() -> None:
     assert torch.equal(z[4:], rows()[0]) and torch.equal(z[:4], model[0].weight[:4] + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cls", [Adagrad, torch.optim.Rprop, torch.optim.Adam])
+def test_other_types_of_numbers(cls: type[Optimizer], dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=dtype))
+    optimizer = cls([parameter], lr=0.1)
+    parameter.abs().float().sum().backward()
+    optimizer.step()
+    alive = parameter.abs()
+    fresh = cls([other := nn.Parameter(torch.ones(1, 2, dtype=dtype))], lr=0.1)
+    other.grad = torch.zeros_like(other)
+    fresh.step()
+    widened(optimizer, Resize("it", parameter, (Stretch(0, 2, 1),), (2, 2)))
+    for key, value in optimizer.state[parameter].items():
+        if value.ndim:  # what a parameter has that was there from the start and never had a gradient
+            assert value.dtype == fresh.state[other][key].dtype and torch.equal(value[2:], fresh.state[other][key]), key
+    parameter.grad = None
+    parameter.abs().float().sum().backward()
+    optimizer.step()
+    assert parameter.grad is not None and parameter.grad.shape == (3, 2) and alive.shape == (2, 2)
+
+
+def widened(optimizer: Optimizer, resize: Resize) -> None:
+    """An edit of one parameter, by hand."""
+    plan = plan_resizing(optimizer, [resize])
+    resize.tensor.grad, resize.tensor.data = None, resize.stretched(resize.tensor.detach(), 1.0)
+    plan.apply()
+
+
+def test_a_sparse_gradient_is_kept_as_a_dense_one() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = SGD(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    widened(optimizer, Resize("weight", embedding.weight, (Stretch(1, 3, 1),), (5, 3)))
+    assert embedding.weight.grad.tolist() == [[0.0] * 4, [1.0] * 3 + [0.0], [1.0] * 3 + [0.0], [0.0] * 4, [0.0] * 4]
+    embedding(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
 # --- training goes on ---
 
 

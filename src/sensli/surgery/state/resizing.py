@@ -172,7 +172,10 @@ def _gradient(each: Resize, step: Callable[[Tensor], Tensor]) -> _Gradient:
     parameter = each.tensor
     assert isinstance(parameter, nn.Parameter)
     gathered = parameter.grad
-    return _Gradient(parameter, gathered, None if gathered is None else like_layout(step(gathered), gathered))
+    if gathered is None:
+        return _Gradient(parameter, None, None)
+    dense = gathered.detach().to_dense()  # that of an embedding may be sparse
+    return _Gradient(parameter, gathered, like_layout(step(dense), dense))
 
 
 def _new_accumulator(parameter: nn.Parameter) -> None:

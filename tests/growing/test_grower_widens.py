@@ -1,0 +1,185 @@
+"""A `Grower` whose best site is a width: optimizer, schedule, average, record and checkpoint follow, and a failed step is put back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel
+
+from sensli import Grower, load_checkpoint, replay, save_checkpoint, triggers
+from sensli.moves.geometry import Geometry
+from sensli.moves.kinds import KINDS
+from sensli.moves.move import Gauge
+from sensli.moves.search import Search
+from sensli.moves.sites import Site
+from sensli.moves.width.width import Width
+from widths import normal, width_site
+
+X, Y = normal(32, 4, seed=1), torch.arange(32) % 3
+
+
+@dataclass(frozen=True)
+class Wider(Width):
+    """A width with a merit that is easy to compute: how the merit comes about is not the point here."""
+
+    tag: ClassVar[str] = "wider"
+
+    def gauge(self, site: Site, model: nn.Module) -> Gauge:
+        return Cotangent([(site.point, site.find(model)[1])])
+
+
+class Cotangent(Gauge):
+    def caught(self, index: int, x: Tensor, cotangent: Tensor, args: Any, kwargs: Any) -> dict[str, Tensor]:
+        return {"gradient": cotangent.sum(0)}
+
+    def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
+        return [(sums["gradient"][None], Geometry())]
+
+
+class WiderKind:
+    move: ClassVar[type[Wider]] = Wider
+
+    def propose(self, search: Search) -> None:
+        for call in search.flow.calls:
+            if call.path in ("0", "2") and call.output is not None:
+                made = width_site(search.model, call.path, str(int(call.path) + 2), 2)
+                move = Wider(**{each.name: getattr(made.move, each.name) for each in fields(Wider)})
+                search.offer(call, "after", call.output, iter([Site(made.point, move)]))
+
+    def at(self, *_: Any) -> Iterator[Site]:
+        return iter(())
+
+    def otherwise(self, search: Search) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    torch.set_num_threads(1)
+    KINDS.append(WiderKind())
+    yield
+    KINDS.pop()
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def make_optimizer(model: nn.Module) -> Any:
+    return torch.optim.NAdam(model.parameters(), lr=0.01)
+
+
+def make_scheduler(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+
+
+def make_grower(model: nn.Module, optimizer: Any, scheduler: Any, **options: Any) -> Grower:
+    settings: dict[str, Any] = {"trigger": triggers.Every(2), "tau": 0.0, "lr_scale": 0.9, "where": is_wider, **options}
+    return Grower(model, optimizer, example=X[:2], scheduler=scheduler, **settings)
+
+
+def is_wider(site: Site) -> bool:
+    return site.kind == "units"
+
+
+def epoch(
+    model: nn.Module, optimizer: Any, scheduler: Any, grower: Grower, average: AveragedModel | None = None
+) -> None:
+    optimizer.zero_grad()
+    cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    scheduler.step()
+    if average is not None:
+        average.update_parameters(model)
+    grower.step([(X, Y)], cross_entropy)
+
+
+def whole(model: nn.Module, optimizer: Any, grower: Grower, average: AveragedModel) -> Any:
+    states = {id(p): dict(state) for p, state in optimizer.state.items()}
+    gradients = [p.grad for p in model.parameters()]
+    parts = dict(model.state_dict()), dict(average.state_dict()), states, gradients, grower.state_dict()
+    return copy.deepcopy(parts)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def test_the_average_follows_and_the_record_replays() -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    scheduler, average = make_scheduler(optimizer), AveragedModel(model)
+    grower = make_grower(model, optimizer, scheduler, averaged=average)
+    for _ in range(6):
+        epoch(model, optimizer, scheduler, grower, average)
+        assert [p.shape for p in average.module.parameters()] == [p.shape for p in model.parameters()]
+    assert len(grower.history) == 3 and all(growth.resized for growth in grower.history)
+    assert [p.shape for p in replay(make_model(), grower.history).parameters()] == [p.shape for p in model.parameters()]
+
+
+def test_a_run_with_widenings_resumes_to_the_bit(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    run = [model, optimizer, scheduler := make_scheduler(optimizer), grower := make_grower(model, optimizer, scheduler)]
+    for _ in range(3):
+        epoch(*run)
+    save_checkpoint(tmp_path / "a", model, optimizer=optimizer, scheduler=scheduler, grower=grower)
+    found = load_checkpoint(
+        tmp_path / "a", make_model, make_optimizer, make_scheduler=make_scheduler, make_grower=make_grower
+    )
+    again = [found.model, found.optimizer, found.scheduler, found.grower]
+    for _ in range(4):
+        epoch(*run)
+        epoch(*again)
+    assert len(grower.history) == 3 and grower.history == again[3].history
+    assert same(dict(model.state_dict()), dict(again[0].state_dict()))
+    moments = [[each.state[p] for p in net.parameters()] for net, each in ((model, optimizer), again[:2])]
+    assert same(*moments)
+
+
+class Fails(triggers.Trigger):
+    """Fires at every call, and raises after the growth if it is asked to."""
+
+    failing = False
+
+    def fires(self, moment: triggers.Moment) -> bool:
+        return True
+
+    def grown(self) -> None:
+        if self.failing:
+            raise ZeroDivisionError("after the growth")
+
+
+def test_a_step_that_fails_after_a_widening_is_put_back_to_the_bit() -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    scheduler, average, trigger = make_scheduler(optimizer), AveragedModel(model), Fails()
+    grower = make_grower(model, optimizer, scheduler, averaged=average, trigger=trigger, count=2)
+    for failing in (False, True, False):
+        optimizer.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        average.update_parameters(model)
+        before, trigger.failing = whole(model, optimizer, grower, average), failing
+        if failing:
+            with pytest.raises(ZeroDivisionError):
+                grower.step([(X, Y)], cross_entropy)
+            assert same(before, whole(model, optimizer, grower, average))
+        else:
+            assert grower.step([(X, Y)], cross_entropy) is not None
+    assert len(grower.history) == 4
