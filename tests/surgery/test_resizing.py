@@ -494,11 +494,11 @@ def test_options_that_would_divide_a_parameter_are_refused() -> None:
     step(model, [optimizer], 0)
     before = everything(model, [optimizer])
     with pytest.raises(
-        UnsupportedSite, match=r"freeze_rest must be False here, got True: .*a part of a parameter cannot be frozen"
+        UnsupportedSite, match=r"freeze_rest must be False here, got True: .*a part of a parameter cannot train alone"
     ):
         grow(model, wider(model), optimizer=optimizer, freeze_rest=True)
     with pytest.raises(
-        OptimizerError, match=r"own_rate must be None here, got 0.1: .*one learning rate for a whole parameter"
+        OptimizerError, match=r"own_rate must be None here, got 0.1: .*a part of a parameter cannot have a separate"
     ):
         grow(model, wider(model), optimizer=optimizer, own_rate=0.1)
     with pytest.raises(OptimizerError, match="group=7 is out of range"):

@@ -21,7 +21,7 @@ from sensli.surgery.state.optim import Group, Optimizers, as_optimizers, called,
 
 # The axis over which a factored state was averaged, by its name: in torch, and in the Adafactor of transformers, which drops the axis.
 _AVERAGED = {"row_var": -1, "col_var": -2, "exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
-_COPIES = ("ax", "z", "p0")  # of the parameter itself: of ASGD, of schedule-free optimizers, of Prodigy
+_COPIES = ("ax", "z")  # of the parameter itself, in ASGD and in schedule-free optimizers
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,8 @@ class _Change:
 
     def apply(self) -> None:
         if self.copies is not None:
-            self.value.copy_(torch.where(self.copies.is_old(), self.value, self.copies.tensor.detach()))
+            old = self.copies.is_old().to(self.value.device)
+            self.value.copy_(torch.where(old, self.value, self.copies.tensor.detach().to(self.value)))
         self.state[self.key] = self.value
 
 
@@ -106,7 +107,8 @@ def _changes(optimizers: Sequence[Optimizer], parameters: Sequence[Resize], *, b
         for key, value in state.items():
             new = _resized(optimizer, group, each, key, value, back=back)
             if new is not None:
-                yield _Change(state, key, new, each if key in _COPIES and not back else None)
+                copies = not back and key in _COPIES and tuple(new.shape) == each.new_shape
+                yield _Change(state, key, new, each if copies else None)
 
 
 def _resized(optimizer: Optimizer, group: Group, each: Resize, key: str, value: Any, *, back: bool) -> Tensor | None:
