@@ -397,6 +397,29 @@ def test_backward_through_an_old_graph_says_what_is_wrong() -> None:
     assert model[0].weight.grad is None
 
 
+def test_a_graph_outlives_a_growth_that_was_refused_or_taken_back() -> None:
+    plain, model = network(), network()
+    losses = [net(normal(8, 9)).square().mean() for net in (plain, model)]
+    handle = model[1].register_forward_hook(lambda module, args, output: 1 / 0 if output.shape[-1] == 7 else None)
+    with pytest.raises(FunctionChanged):
+        grow(model, wider(model), check=normal(4, 9))
+    handle.remove()
+    undo(model, grow(model, wider(model)))
+    for loss in losses:
+        loss.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_frozen_parameter_trains_again_although_an_old_graph_is_alive() -> None:
+    model = network()
+    loss = model(normal(8, 9)).square().mean()
+    model[0].weight.requires_grad_(False)
+    grow(model, wider(model))
+    model[0].weight.requires_grad_(True)
+    model(normal(8, 9)).square().mean().backward()
+    assert model[0].weight.grad.shape == (7, 9) and loss.requires_grad
+
+
 def test_what_was_accumulated_is_kept() -> None:
     """Half of a step's batches before the growth, half after it: the old entries' gradients are those of all."""
     plain, model = network(), network()

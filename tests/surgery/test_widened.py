@@ -317,6 +317,17 @@ def widen_in_two_processes() -> Any:
     equal_on_all_ranks(network)
     result["undone"] = {name: value.clone() for name, value in network.state_dict().items()}
 
+    # statistics of a norm are each rank's own, and get new entries too
+    normed = make_model()
+    wrapped = DistributedDataParallel(normed)
+    its = adam(normed)
+    step(wrapped, its, x=x, y=y)
+    grow(wrapped, first(normed), optimizer=its)
+    for _ in range(2):
+        step(wrapped, its, x=x, y=y)
+    equal_on_all_ranks(normed)
+    assert normed[1].running_mean.shape == (7,)
+
     # an optimizer that has divided the parameters among the processes cannot follow
     divided = ZeroRedundancyOptimizer(network.parameters(), torch.optim.AdamW, lr=0.01)
     before = shapes(network)

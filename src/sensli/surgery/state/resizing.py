@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -182,22 +183,23 @@ def _gradient(each: Resize, step: Callable[[Tensor], Tensor]) -> _Gradient:
 
 def _new_accumulator(parameter: nn.Parameter) -> None:
     """Let autograd take notice of the new shape, which it does not by itself as long as a graph with the old one is alive."""
-    if not parameter.requires_grad:
-        return
-    with torch.inference_mode(False), torch.enable_grad():
-        node: Any = parameter.view_as(parameter).grad_fn
-    node.next_functions[0][0].register_prehook(_refuse_gradient)
+    if parameter.requires_grad:
+        with torch.inference_mode(False), torch.enable_grad():
+            node: Any = parameter.view_as(parameter).grad_fn
+        node.next_functions[0][0].register_prehook(partial(_check_gradient, parameter))
     value = parameter.data
     # A change of the type makes torch forget the node that belongs to the old shape; hooks on the parameter stay.
     parameter.data = value.new_empty(0, dtype=torch.float32 if value.dtype != torch.float32 else torch.float64)
     parameter.data = value
 
 
-def _refuse_gradient(gradients: Any) -> NoReturn:
-    raise RuntimeError(
-        "backward() reached a parameter that has got another shape since the forward pass, because the model has grown. Grow between "
-        "two steps, or run the forward pass again."
-    )
+def _check_gradient(parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
+    """Of a graph from before a change of the shape: torch would store a gradient that does not fit."""
+    if gradients[0] is not None and gradients[0].shape != parameter.shape:
+        raise RuntimeError(
+            "backward() reached a parameter that has got another shape since the forward pass, because the model has grown. Grow between "
+            "two steps, or run the forward pass again."
+        )
 
 
 def _refuse(optimizer: Optimizer, each: Resize, what: str) -> NoReturn:
