@@ -139,6 +139,7 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
     edit.build()
     if edit.added is not None:
         together.prepare(edit.added, edit.site.path)
+        edit.prepared()
     follow = _Follow.plan(edit, options)
     number = 1 + max((number for number, _, _ in grown(model)), default=0)
     before = Outputs.of(model, options.check) if options.check is not None else None
