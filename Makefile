@@ -15,9 +15,9 @@ $(VENV)/.%: pyproject.toml constraints.txt
 demo: $(VENV)/.cli
 	$(BIN)/sensli demo
 
-# What needs no other process, no browser and no compiler, but for the few slow ones.
+# What needs no other process, browser, compiler or library, but for the slow ones. What is ignored is not even imported.
 quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not process and not slow" -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "not process and not library and not slow" --ignore tests/integrations -n auto --dist worksteal
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal

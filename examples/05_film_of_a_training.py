@@ -1,4 +1,4 @@
-"""Watch a training: one line per decision, then the whole of it as a film in one HTML file."""
+"""Monitor training: one line per decision, then all of it as a film in one HTML file."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ x = torch.randn(512, 2)
 y = (torch.sin(3 * x[:, 0]) > x[:, 1]).long()
 model = nn.Sequential(nn.Linear(2, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
-# log= takes any callable; a TensorBoard SummaryWriter does as well
+# log= takes any callable, or a TensorBoard SummaryWriter
 grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(25), tau=0.5, log=print)
 for _ in range(100):
     optimizer.zero_grad()

@@ -1,6 +1,6 @@
-"""Save a run that grows, and go on from the file in a new process as if nothing had happened.
+"""Save a run that grows, and resume from the file in a new process as if nothing had happened.
 
-Run it twice: the second run goes on where the first one stopped.
+Run it twice: the second run resumes where the first one stopped.
 """
 
 from pathlib import Path

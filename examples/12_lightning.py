@@ -1,4 +1,4 @@
-"""One line makes a LightningModule grow, also in several processes: python examples/12_lightning.py [devices]"""
+"""One line makes a LightningModule grow, in one process or several: python examples/12_lightning.py [devices]"""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""One entry in callbacks= makes a language model grow in the Trainer, also in several processes:
+"""One entry in callbacks= makes a language model grow in the Trainer, in one process or several:
 
-python examples/13_hugging_face.py, or torchrun --nproc-per-node 2 examples/13_hugging_face.py; a killed run goes on when started again
+python examples/13_hugging_face.py, or torchrun --nproc-per-node 2 examples/13_hugging_face.py; a killed run resumes when started again
 """
 
 import os

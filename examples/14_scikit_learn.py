@@ -15,4 +15,4 @@ print(f"accuracy {classifier.score(test_x, test_y):.3f} with {classifier.n_layer
 print(classifier.predict_proba(test_x[:1]).round(3))
 
 pipeline = make_pipeline(PCA(20), GrowingClassifier(width=32, max_layers=2, random_state=0))
-print(f"cross-validated behind a PCA: {cross_val_score(pipeline, x, y, cv=3).mean():.3f}")
+print(f"cross-validated after a PCA: {cross_val_score(pipeline, x, y, cv=3).mean():.3f}")

@@ -1,4 +1,4 @@
-"""Twenty networks in each of three arms, side by side as Ray tasks; started again, it computes only what is missing."""
+"""Twenty networks in each of three arms, in parallel as Ray tasks; when started again, it computes only what is missing."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ EXPERIMENT = {
 if __name__ == "__main__":
     one = plan(parse(EXPERIMENT, "this file"), "stated", Options())
     store = Store(Path("results"))
-    # ray_place("10.0.0.1:6379") would take a cluster; without an address it is a Ray on this machine
+    # ray_place("10.0.0.1:6379") would use a cluster; without an address, a Ray on this machine is started
     computed = runner.run([one], store, place=ray_place())
-    print(f"{computed} of {len(one.arms)} arms computed, the others were there")
+    print(f"{computed} of {len(one.arms)} arms computed, the others were stored already")
     print(tables.plain(tables.measured(one, store.load_all(one))))

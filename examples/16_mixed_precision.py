@@ -1,4 +1,4 @@
-"""Autocast, a gradient scaler, clipping, torch.compile and an averaged model go on when a network grows."""
+"""Autocast, a gradient scaler, clipping, torch.compile and an averaged model continue to work when a network grows."""
 
 import torch
 from torch import nn

@@ -18,6 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in PROCESSES:
             item.add_marker(pytest.mark.process)
+        if item.path.parent.name == "integrations":
+            item.add_marker(pytest.mark.library)
+    # The long ones first: at the end, when no work is left for the other cores, a test should be short.
+    items.sort(key=lambda item: not any(item.iter_markers("process")) and not any(item.iter_markers("slow")))
 
 
 @pytest.fixture(autouse=True)

@@ -130,7 +130,13 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize(
     ("make_scheduler", "kind", "own_rate"),
     [
-        pytest.param(*one.values, kind, rate, id=f"{one.id}-{kind}-{rate}")
+        pytest.param(
+            *one.values,
+            kind,
+            rate,
+            id=f"{one.id}-{kind}-{rate}",
+            marks=[pytest.mark.slow] * (rate is None or not str(one.id).endswith("-0")),
+        )
         for one in EACH
         for kind, rate in (("SGD", None), ("AdamW", None), ("AdamW", 0.5))
         if kind != "SGD" or str(one.id).startswith(("CyclicLR", "OneCycleLR"))  # these move its momentum
@@ -172,7 +178,10 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("tensor", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.bfloat16))],
+)
 @pytest.mark.parametrize(("kind", "flags"), FLAGS, ids=str)
 def test_every_optimizer_goes_on_to_the_bit_after_growths(
     kind: str, flags: dict[str, Any], dtype: torch.dtype, tensor: bool, tmp_path: Path
@@ -307,7 +316,7 @@ def test_a_newer_format_or_another_file_is_named_as_such(tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match=r"format 2, newer than 1.*Update sensli"):
         load_checkpoint(file, make_model)
     torch.save({"model": 1}, file)
-    with pytest.raises(CheckpointError, match="no sensli checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a sensli checkpoint"):
         load_checkpoint(file, make_model)
     with pytest.raises(CheckpointError, match="No such file"):
         load_checkpoint(tmp_path / "absent", make_model)

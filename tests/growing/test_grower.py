@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import sensli.growing.grower
+import sensli.growing.following
 from models import Named, alive, batches, cnn, deep, fnn, images, loss_fn, points, residual, snapshot, untouched
 from sensli import Grower, History, Merits, find_sites, measure, replay
 from sensli.errors import HistoryError, MeasurementError, OptimizerError, SensliError
@@ -221,7 +221,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(make):
 def test_a_state_is_refused_where_it_does_not_belong():
     model = Named()
     growing = grower(model, trigger=Every(1) & Plateau(2))
-    growing._trigger.load_state_dict({"left": {}, "right": {"best": 1.0, "waited": 1}})
+    growing.options.trigger.load_state_dict({"left": {}, "right": {"best": 1.0, "waited": 1}})
     growing.step(DATA, loss_fn, metric=2.0)
     state = growing.state_dict()
     assert len(growing.history) == 1
@@ -274,7 +274,7 @@ def test_several_layers_go_in_together_or_not_at_all(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, optimizer)
     growing = grower(model, optimizer, count=4, lr_scale=0.5)
-    real, calls = sensli.growing.grower.insert, []
+    real, calls = sensli.growing.following.grow, []
 
     def fails_third(*args, **options):
         calls.append(args)
@@ -282,7 +282,7 @@ def test_several_layers_go_in_together_or_not_at_all(monkeypatch):
             raise OptimizerError("no more")
         return real(*args, **options)
 
-    monkeypatch.setattr(sensli.growing.grower, "insert", fails_third)
+    monkeypatch.setattr(sensli.growing.following, "grow", fails_third)
     with untouched(model, optimizer), pytest.raises(OptimizerError, match="no more"):
         growing.step(DATA, loss_fn)
     assert (len(growing.history), growing.calls) == (0, 0)
@@ -308,6 +308,7 @@ def test_no_place_to_grow_is_said_with_the_reasons():
         grower(deep(), where="conv").step(DATA, loss_fn)
 
 
+@pytest.mark.process  # compiles
 def test_compiled_models_grow_through_their_wrapper():
     model = torch.compile(fnn(), backend="eager")
     growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points
 from sensli import Grower, find_sites, replay
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing import searching as searching_module
+from sensli.growing.searching import trained as trained_only
 from sensli.growing.triggers import At, Every, Moment, Plateau, Trigger
 from sensli.surgery.history.record import Look
 
@@ -45,11 +47,11 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 @contextmanager
 def nothing_changes(growing: Grower, *averages: nn.Module) -> Iterator[None]:
     """Model, optimizers, schedulers, averages and all that the grower holds are as before, whatever was raised."""
-    scheduler: Any = growing._scheduler
+    scheduler: Any = growing._followers.scheduler
 
     def whole() -> Any:
         return copy.deepcopy(
-            (growing.state_dict(), growing.calls, growing._look, vars(scheduler).get("base_lrs") if scheduler else None)
+            (growing.state_dict(), growing.calls, vars(scheduler).get("base_lrs") if scheduler else None)
         )
 
     before, merits, history, record = whole(), growing.last_merits, growing.history, growing.history.record
@@ -169,10 +171,10 @@ def test_an_average_that_differs_leaves_nothing_behind(damage: str, first: bool)
     good = AveragedModel(model)
     growing = grower(model, trained(model), lr_scale=0.5, averaged=[good])
     bad = broken_average(model, damage)
-    growing._averaged = [good, bad] if first else [bad, good]
+    growing._followers.averaged = [good, bad] if first else [bad, good]
     with nothing_changes(growing, good, bad), pytest.raises(SensliError):
         growing.step(DATA, loss_fn)
-    growing._averaged = [good]
+    growing._followers.averaged = [good]
     assert growing.step(DATA, loss_fn) is not None
     assert [name for name, _ in good.module.named_parameters()] == [name for name, _ in model.named_parameters()]
 
@@ -204,7 +206,7 @@ def test_a_log_that_raises_is_a_warning_and_an_error_where_warnings_are() -> Non
         raise ZeroDivisionError
 
     growing = whole_grower(log=None)
-    growing._log = log
+    growing.options = replace(growing.options, log=log)
     with pytest.warns(UserWarning, match="the log of the Grower failed: ZeroDivisionError") as caught:
         assert growing.step(DATA, loss_fn, metric=1.0) is not None
     assert caught[0].filename == __file__
@@ -219,7 +221,7 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
     def log(look: Look) -> None:
         raise KeyboardInterrupt
 
-    growing._log = log
+    growing.options = replace(growing.options, log=log)
     with nothing_changes(growing), pytest.raises(KeyboardInterrupt):
         growing.step(DATA, loss_fn, metric=1.0)
 
@@ -362,13 +364,10 @@ def test_where_nothing_is_trained_there_is_no_place() -> None:
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
     growing = grower(model, optimizer)
-    skipped = [path for path, _ in growing._search.sites(_Alone(), optimizer, None).skipped]
+    skipped = [
+        path for path, _ in trained_only(model, growing._strategy.propose(model, points(2)), optimizer, None).skipped
+    ]
     assert "0.1" in skipped
-
-
-class _Alone:
-    def agree(self, fact: Any, *, last: bool = True) -> list[Any]:
-        return [fact]
 
 
 class Adapted(nn.Module):
@@ -499,7 +498,7 @@ def test_the_scale_of_the_loss_comes_back_with_the_state() -> None:
     model = replay(deep(), growing.history)
     again = grower(model, torch.optim.SGD(model.parameters(), lr=0.1))
     again.load_state_dict(json.loads(json.dumps(growing.state_dict())))
-    assert again._largest_loss == growing._largest_loss > 0.1
+    assert again.state_dict()["largest_loss"] == growing.state_dict()["largest_loss"] > 0.1
     older = growing.state_dict()
     del older["largest_loss"]
     again.load_state_dict(older)
@@ -551,7 +550,7 @@ def test_it_searches_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) 
         for _ in range(2):
             growing.sites()
             assert len(searches) == number
-    growing._tau = 0.0
+    growing._strategy.threshold.tau = 0.0  # type: ignore[attr-defined]
     before = len(searches)
     growing.step(DATA, loss_fn)
     growing.step(DATA, loss_fn)  # the model has grown

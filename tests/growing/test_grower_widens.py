@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,58 +13,14 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
 from sensli import Grower, load_checkpoint, replay, save_checkpoint, triggers
-from sensli.moves.geometry import Geometry
-from sensli.moves.kinds import KINDS
-from sensli.moves.move import Gauge
-from sensli.moves.search import Search
-from sensli.moves.sites import Site
-from sensli.moves.width.width import Width
-from widths import normal, width_site
+from widths import normal
 
 X, Y = normal(32, 4, seed=1), torch.arange(32) % 3
 
 
-@dataclass(frozen=True)
-class Wider(Width):
-    """A width with a merit that is easy to compute: how the merit comes about is not the point here."""
-
-    tag: ClassVar[str] = "wider"
-
-    def gauge(self, site: Site, model: nn.Module) -> Gauge:
-        return Cotangent([(site.point, site.find(model)[1])])
-
-
-class Cotangent(Gauge):
-    def caught(self, index: int, x: Tensor, cotangent: Tensor, args: Any, kwargs: Any) -> dict[str, Tensor]:
-        return {"gradient": cotangent.sum(0)}
-
-    def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
-        return [(sums["gradient"][None], Geometry())]
-
-
-class WiderKind:
-    move: ClassVar[type[Wider]] = Wider
-
-    def propose(self, search: Search) -> None:
-        for call in search.flow.calls:
-            if call.path in ("0", "2") and call.output is not None:
-                made = width_site(search.model, call.path, str(int(call.path) + 2), 2)
-                move = Wider(**{each.name: getattr(made.move, each.name) for each in fields(Wider)})
-                search.offer(call, "after", call.output, iter([Site(made.point, move)]))
-
-    def at(self, *_: Any) -> Iterator[Site]:
-        return iter(())
-
-    def otherwise(self, search: Search) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
-def registry() -> Iterator[None]:
+def one_thread() -> None:
     torch.set_num_threads(1)
-    KINDS.append(WiderKind())
-    yield
-    KINDS.pop()
 
 
 def make_model() -> nn.Sequential:
@@ -83,12 +37,8 @@ def make_scheduler(optimizer: Any) -> Any:
 
 
 def make_grower(model: nn.Module, optimizer: Any, scheduler: Any, **options: Any) -> Grower:
-    settings: dict[str, Any] = {"trigger": triggers.Every(2), "tau": 0.0, "lr_scale": 0.9, "where": is_wider, **options}
+    settings: dict[str, Any] = {"trigger": triggers.Every(2), "tau": 0.0, "lr_scale": 0.9, "grow": "units", **options}
     return Grower(model, optimizer, example=X[:2], scheduler=scheduler, **settings)
-
-
-def is_wider(site: Site) -> bool:
-    return site.kind == "units"
 
 
 def epoch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from architectures import GENERATORS, HANDWRITTEN, TRANSFORMERS
 from sensli.modules.running import run, tensors
 
 TABLE = {**HANDWRITTEN, **TRANSFORMERS}
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """The names as parameters of a test; those of a library carry its mark."""
+    return [pytest.param(name, marks=[pytest.mark.library] * (name not in HANDWRITTEN), id=name) for name in names]
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:

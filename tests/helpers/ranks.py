@@ -1,7 +1,8 @@
-"""Runs a function of a test module in several real processes under torchrun, with gloo."""
+"""Runs a function of a test module in several real processes with gloo: forked from one, under torchrun, or watched by nobody."""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -30,13 +31,51 @@ os._exit(0)
 """
 
 
-def launch(function: Any, processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """torchrun the function; it must be importable by its name."""
+# All is imported once, and the ranks are forked before anything is computed: importing torch costs more than most of the work.
+FORKED = """
+import importlib, os, signal, sys
+import torch, torch._dynamo, torch.distributed as dist  # the first optimizer would import dynamo
+torch.set_num_threads(1)
+module, function, file, processes = *sys.argv[1:4], int(sys.argv[4])
+work = getattr(importlib.import_module(module), function)
+ranks = set()
+for rank in range(processes):
+    started = os.fork()
+    if started == 0:
+        break
+    ranks.add(started)
+else:
+    while ranks:
+        ended, status = os.wait()
+        ranks.remove(ended)
+        if status != 0:  # as torchrun does: the others would wait for the one that has failed
+            for left in ranks:
+                os.kill(left, signal.SIGKILL)
+            sys.exit(1)
+    sys.exit(0)
+dist.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=processes)
+result = work()
+if rank == 0:
+    torch.save(result, file)
+dist.barrier()
+dist.destroy_process_group()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # see above
+"""
+
+
+def launch(function: Any, processes: int, folder: Path, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the function on every rank; it must be importable by its name."""
     program = folder / "program.py"
+    if not torchrun and hasattr(os, "fork"):
+        program.write_text(FORKED)
+        arguments = [function.__module__, function.__name__, str(folder / "result"), str(processes)]
+        return programs.run([sys.executable, str(program), *arguments], folder)
     program.write_text(PROGRAM)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     arguments = [str(program), function.__module__, function.__name__, str(folder / "result")]
-    return programs.run([*torchrun, *arguments], folder)
+    return programs.run([*command, *arguments], folder)
 
 
 def without_torchrun(function: Any, processes: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
@@ -62,8 +101,8 @@ def without_torchrun(function: Any, processes: int, folder: Path) -> list[subpro
     return ended
 
 
-def run(function: Any, processes: int, folder: Path) -> Any:
+def run(function: Any, processes: int, folder: Path, torchrun: bool = False) -> Any:
     """What the function returned on rank 0: tensors and plain data."""
-    done = launch(function, processes, folder)
+    done = launch(function, processes, folder, torchrun)
     assert done.returncode == 0, done.stderr[-6000:]
     return torch.load(folder / "result", weights_only=True)

@@ -134,6 +134,7 @@ def decisions(true, noise, confidence, tolerance, spread=0.0, runs=400):
     return decided / runs, second / runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tolerance", [0.0, 0.1])
 @pytest.mark.parametrize("confidence", [0.9, 0.99])
 def test_the_error_rate_over_many_decisions_is_below_what_was_allowed(confidence, tolerance):
@@ -146,6 +147,7 @@ def test_the_error_rate_over_many_decisions_is_below_what_was_allowed(confidence
     assert decided > 0 and wrong <= 1 - confidence
 
 
+@pytest.mark.slow
 def test_batches_that_differ_by_factors_make_it_err_a_few_times_as_often():
     """What the limits page says: no t-test is exact for the few batches of an early look."""
     true = torch.zeros(2, 5, dtype=torch.float64)

@@ -378,6 +378,7 @@ def test_a_hook_of_the_user_that_changes_the_output_is_part_of_the_model():
     assert [m.value for m in found] == pytest.approx([g.square().sum().item() for g in new], rel=1e-12)
 
 
+@pytest.mark.process  # compiles
 def test_compiled_models_are_measured_and_grown():
     model = fnn()
     compiled = torch.compile(model, backend="eager")

@@ -78,6 +78,7 @@ def test_a_user_s_model_on_a_text_byte_by_byte(folder: Path, capsys: pytest.Capt
     assert "Linear(8, 8) + ReLU before head" in capsys.readouterr().out
 
 
+@pytest.mark.library
 def test_a_saved_model_on_a_text_and_on_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import save_file

@@ -96,6 +96,7 @@ class AddBias(Edit):
 
 class BiasKind:
     move: ClassVar[type[Bias]] = Bias
+    grows: ClassVar[str] = "layers"
 
     def propose(self, search: Search) -> None:
         for call in search.flow.calls:

@@ -41,7 +41,7 @@ def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"", "neither JSON nor a file of torch.save"),
+        (b"", "neither JSON nor a file that torch.save wrote"),
         (b"{", "cannot be read (JSONDecodeError"),
         (b"{}", "does not contain a history"),
         (b"PK\x03\x04broken", "cannot be read"),

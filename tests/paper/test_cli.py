@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import pytest
 
 from experiments import GOOD
+from sensli.cli.main import main
 from sensli.paper import cli
+from sensli.paper.__main__ import main as module
 from sensli.paper.errors import BadExperiment
 
 SHORT = ["--runs", "3", "--epochs-scale", "0.02"]
@@ -17,9 +20,7 @@ SHORT = ["--runs", "3", "--epochs-scale", "0.02"]
 @pytest.fixture
 def call(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    parser = argparse.ArgumentParser()
-    cli.add_commands(parser)
-    return lambda *words: cli.main(parser.parse_args(words))
+    return lambda *words: main(["paper", *words])
 
 
 @pytest.mark.slow
@@ -67,18 +68,21 @@ def test_what_was_run_is_what_is_stated_where_nothing_differs(call, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["run", "99"], "no experiment '99'. Did you mean '9'? Known: 1, 2, 3, 4"),
-        (["run", "5", "--preset", "lap"], "no preset 'lap'. Did you mean 'laptop'? Known: day, laptop, paper, smoke."),
+        (["run", "99"], "unknown experiment '99'. Did you mean '9'? Known: 1, 2, 3, 4"),
+        (
+            ["run", "5", "--preset", "lap"],
+            "unknown preset 'lap'. Did you mean 'laptop'? Known: day, laptop, paper, smoke.",
+        ),
         (["run", "5", "--device", "cuda"], "--device cuda is not available here. Available: "),
         (["run", "wakee"], "Did you mean 'wake'?"),
-        (["run", "2", "--runs", "0"], "--runs must be at least 1"),
-        (["run", "2", "--epochs-scale", "-1"], "--epochs-scale must be positive"),
+        (["run", "2", "--runs", "0"], "--runs must be between 1 and 100,000, got 0."),
+        (["run", "2", "--epochs-scale", "-1"], "--epochs-scale must be positive and at most 100, got -1.0."),
         (["run", "2", "--as", "rum"], "has no recipe 'rum'. It has: stated, run."),
         (["run", "2", "--out", "/dev/null/x"], "cannot be written"),
         (["run", "2", "--out", "/dev/null"], "is a file, not a results folder"),
         (["run", "nowhere.json"], "cannot be read"),
         (["show", "2"], "0 of 30 runs are stored"),
-        (["report"], "nothing is stored"),
+        (["report"], "no results are stored for these options. Compute them with: sensli paper run"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(call, capsys, words, text):
@@ -93,7 +97,18 @@ def test_ctrl_c_is_no_traceback(call, capsys, monkeypatch):
 
     monkeypatch.setattr(cli.runner, "run", stop)
     assert call("run", "2") == 130
-    assert "Run the same command again to resume" in capsys.readouterr().err
+    assert capsys.readouterr().err == "Interrupted. Run the same command again to resume.\n"
+    monkeypatch.setattr(cli.tables, "plain", stop)
+    assert call("list") == 130
+    assert capsys.readouterr().err == "Interrupted.\n", "there is nothing to resume"
+
+
+def test_the_module_is_the_same_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, code, told in ((["list"], 0, ""), (["run", "99"], 2, "sensli: unknown experiment '99'.")):
+        monkeypatch.setattr(sys, "argv", ["python -m sensli.paper", *words])
+        assert module() == code
+        assert capsys.readouterr().err.startswith(told)
 
 
 def test_plugs_into_a_command_line(tmp_path, monkeypatch, capsys):

@@ -278,14 +278,17 @@ def test_bfloat16_is_tried_before_it_is_used(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"data": {"name": "cifar11"}}, "trains on images, not on 'cifar11'"),
+        ({"data": {"name": "cifar11"}}, "trains on images, got 'cifar11'"),
         ({"data": {"name": "cifar10", "train": 50_000, "validation": 1}}, "has 50,000 training and 10,000 test images"),
-        ({"optimizer": {"name": "adamw", "lr": 0.1}}, "unknown name 'adamw'"),
-        ({"optimizer": {"name": "adam", "momentum": 0.9}}, "momentum belongs to 'sgd'"),
-        ({"network": {"kind": "cnn", "channels": [4] * 6, "widths": [8]}}, "6 poolings leave nothing of 32 x 32"),
-        ({"network": {"kind": "fnn", "widths": [8]}}, "trains networks of kind 'cnn'"),
+        ({"optimizer": {"name": "adamw", "lr": 0.1}}, "unknown optimizer 'adamw'"),
+        ({"optimizer": {"name": "adam", "momentum": 0.9}}, "momentum must be 0 for 'adam', which has its own, got 0.9"),
+        (
+            {"network": {"kind": "cnn", "channels": [4] * 6, "widths": [8]}},
+            "6 poolings leave nothing of a 32 x 32 image",
+        ),
+        ({"network": {"kind": "fnn", "widths": [8]}}, "kind must be 'cnn' for the engine 'cnn', got 'fnn'"),
         ({"wake": True}, "wake is a setting of the engine 'stacked'"),
-        ({"engine": "stacked", "insert_at": []}, "trains on 'spirals'"),
+        ({"engine": "stacked", "insert_at": []}, "must be 'spirals' for the engine 'stacked', got 'cifar10'"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(settings, text):

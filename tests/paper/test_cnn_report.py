@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
 import torch
 
 from pictures import raw, tiny
-from sensli.paper import cli, cnn, cnnevidence, costs, data, evidence, runner, tables
+from sensli.cli.main import main
+from sensli.paper import cnn, cnnevidence, costs, data, evidence, runner, tables
 from sensli.paper.cnnevidence import SamePlace, Separation
 from sensli.paper.config import Options, parse, plan
-from sensli.paper.evidence import NOT_TRAINED, Cheaper, NewGradient, Smaller, Threshold
+from sensli.paper.evidence import NOT_LEARNT, Cheaper, NewGradient, Smaller, Threshold
 from sensli.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED
 from sensli.paper.store import Store
 
@@ -47,14 +47,13 @@ def trained(tmp_path_factory):
         cnn.images.cache_clear()
 
 
+@pytest.mark.slow
 def test_show_draws_all_figures_and_says_the_ratios(trained, capsys, monkeypatch):
     _, store = trained
     monkeypatch.chdir(store.root.parent)
-    parser = argparse.ArgumentParser()
-    cli.add_commands(parser)
-    assert cli.main(parser.parse_args(["show", "tiny.json"])) == 0
+    assert main(["paper", "show", "tiny.json"]) == 0
     out = capsys.readouterr().out
-    assert "LI over whole: FLOPs ratio" in out and "the insertions alone make it" in out
+    assert "LI over whole: FLOPs ratio" in out and "from the insertions alone" in out
     for kind in ("curves", "cost", "gradients", "norms", "heatmaps"):
         assert (store.root / "figures" / f"exp-tiny-stated-{kind}.png").stat().st_size > 2000
 
@@ -78,15 +77,18 @@ def test_the_checks_of_the_claims(trained):
     assert "chosen over times and runs: place" in SamePlace("12").weigh(stored)[0].measured
 
 
-def test_networks_at_chance_level_give_no_verdict(trained):
+def test_networks_at_chance_level_are_inconclusive(trained):
     one, store = trained
     results = store.load_all(one)
     for arm in ("LI", "whole"):
         results[arm].runs["test_error"][:] = 0.9
     finding = Smaller("1", "LI", "whole").weigh(Stored(one, results))[0]
-    assert finding.verdict == NOT_TRAINED and "at chance level: LI and whole" in finding.measured
+    assert (
+        finding.verdict == "inconclusive: the network did not learn"
+        and "at chance level: LI and whole" in finding.measured
+    )
     assert any("says nothing" in line for line in tables.remarks(one, results))
-    assert evidence.at_chance(results["LI"]) and NOT_TRAINED in evidence.NO_VERDICT
+    assert evidence.at_chance(results["LI"]) and NOT_LEARNT in evidence.UNDECIDED
 
 
 def test_separation_has_no_unit_and_finds_the_clearest_norm():
@@ -103,4 +105,4 @@ def test_what_is_not_there_is_awaited(tmp_path):
     for check in (Separation("5", "CNN LI"), SamePlace("12")):
         (finding,) = check.weigh(nothing)
         assert finding.verdict == AWAITING and "--preset laptop" in finding.measured
-    assert {CONFIRMED, NOT_CONFIRMED}.isdisjoint(evidence.NO_VERDICT)
+    assert {CONFIRMED, NOT_CONFIRMED}.isdisjoint(evidence.UNDECIDED)

@@ -96,7 +96,7 @@ def test_a_folder_that_lacks_a_batch(tmp_path):
     contents = batches()
     write_binary(tmp_path, contents)
     (tmp_path / cifar10.BINARY / "test_batch.bin").unlink()
-    with pytest.raises(DataError, match=r"test_batch.bin: cannot be read"):
+    with pytest.raises(DataError, match=r"test_batch.bin cannot be read"):
         cifar10.load(tmp_path, sums=sums(contents))
 
 
@@ -142,7 +142,7 @@ def test_what_is_cut_or_altered_is_not_kept(server, tmp_path):
     with pytest.raises(FetchError, match="what arrived is not the published file"):
         fetch(server.address, target, known)
     server.status = 404
-    with pytest.raises(FetchError, match="the server says 404 Not Found"):
+    with pytest.raises(FetchError, match="the server answered 404 Not Found"):
         fetch(server.address, target, known)
     assert list(target.parent.iterdir()) == []
     server.content, server.status = bytes(range(256)) * 4000, 200
@@ -214,7 +214,7 @@ def test_without_network_one_line_says_what_to_put_where(tmp_path):
     ) as caught:
         cifar10.load(tmp_path, address=closed)
     assert "\n" not in str(caught.value) and "--data DIR or SENSLI_DATA" in str(caught.value)
-    with pytest.raises(DataError, match=r"Fashion-MNIST is not complete.*Put the four files train-images"):
+    with pytest.raises(DataError, match=r"Fashion-MNIST is incomplete.*Put the four files train-images"):
         fashion_mnist.load(tmp_path, address=closed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,13 +21,14 @@ import torch
 from experiments import GOOD
 from pictures import TINY, raw, tiny
 from sensli import __version__
-from sensli.paper import cli, data, runner
+from sensli.cli.main import main
+from sensli.paper import data, runner
 from sensli.paper.config import Options, parse, plan
 from sensli.paper.data import DataError
+from sensli.paper.engines import Job
 from sensli.paper.errors import PaperError
 from sensli.paper.machine import Machine
 from sensli.paper.on_ray import ray_place
-from sensli.paper.pieces import Order
 from sensli.paper.ray_worker import packed, work
 from sensli.paper.store import Store
 
@@ -62,12 +63,12 @@ class Held(type(Path())):
 def _hold(folder):
     from sensli.paper import pieces, ray_worker
 
-    def train(given, save, *rest, **timing):
+    def train(job):
         def save_and_wait(state):
-            save(state)
+            job.save(state)
             within(300, Path(folder).exists)
 
-        return pieces.train(given, save_and_wait, *rest, **timing)
+        return pieces.train(replace(job, save=save_and_wait))
 
     ray_worker.train = train
     return Path(folder)
@@ -219,7 +220,7 @@ def test_ctrl_c_of_the_command_with_a_ray_of_its_own(tmp_path, capsys):
         out, err = process.communicate(timeout=200)
     finally:
         process.kill()
-    assert (process.returncode, err) == (130, "stopped\n")
+    assert (process.returncode, err) == (130, "Interrupted. Run the same command again to resume.\n")
     assert "quick: 1 run, " in out and "slow" not in out
     assert below
     within(100, lambda: not any(Path(f"/proc/{one}").exists() for one in below))
@@ -236,7 +237,7 @@ def test_an_error_in_a_task_is_one_line(tmp_path):
         runner.run([planned(TINY)], store, Machine(Brought(tmp_path / "broken"), "cpu"), ray_place())
     assert "\n" not in str(found.value) and f'File "{__file__}", line' in str(found.value.__cause__)
     missing = tiny(data={"name": "fashion_mnist", "train": 96, "validation": 32})
-    text = rf"on \S+: Fashion-MNIST is not complete in {tmp_path}\S+ and cannot be downloaded \(nothing is downloaded where SENSLI_OFF"
+    text = rf"on \S+: Fashion-MNIST is incomplete in {tmp_path}\S+ and cannot be downloaded \(SENSLI_OFFLINE is set, as"
     with pytest.raises(DataError, match=text):
         runner.run([planned(missing)], store, Machine(tmp_path, "cpu"), ray_place())
 
@@ -245,8 +246,8 @@ def test_a_cancelled_training_ends(monkeypatch):
     """Ray closes the stream of a task that it cancels; its process stays, and must not go on computing."""
     monkeypatch.setenv("SENSLI_OFFLINE", "1")  # as the task does, for the rest of its process
     slow = planned({**GOOD, "settings": {**GOOD["settings"], "epochs": 1_000_000}}).arms["small"]
-    order = Order(slow, 0, (0,), Machine(device="cpu"), None, None)
-    given = {"orders": [order], "threads": 1, "save_every": 1e9, "may_fetch": False}
+    job = Job(slow, 0, (0,), machine=Machine(device="cpu"), save_every=1e9)
+    given = {"jobs": [job], "threads": 1, "may_fetch": False}
     before = set(threading.enumerate())
     stream = work(__version__, packed(given))
     assert next(stream) == ("share", 0.0)
@@ -272,9 +273,9 @@ def test_another_version_on_a_machine_is_said():
         ),
         (
             ["2", "--on", "ray", "--ray-cpus", "3"],
-            "--ray-cpus must be between 1 and 2, which the largest machine has, got 3.",
+            "--ray-cpus must be between 1 and 2 (the CPUs of the largest machine), got 3.",
         ),
-        (["5", "--on", "ray", "--device", "cuda"], "--device cuda: no machine of this Ray has a GPU"),
+        (["5", "--on", "ray", "--device", "cuda"], "--device cuda is not available: no machine of this Ray has a GPU"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, words, text):
@@ -290,6 +291,4 @@ def test_without_ray_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
 
 
 def call(folder, words):
-    parser = argparse.ArgumentParser()
-    cli.add_commands(parser)
-    return cli.main(parser.parse_args(["run", *words, "--out", str(folder / "out")]))
+    return main(["paper", "run", *words, "--out", str(folder / "out")])

@@ -79,7 +79,8 @@ def _copied(state):
 
 def test_equal_merits_go_to_the_first_place():
     looks = type("Looks", (), {"merits": torch.tensor([[1.0, 2.0, 2.0], [3.0, 3.0, 3.0], [2.0, 1.0, 1.0]])})
-    for select, expected in (("largest", [1, 0, 0]), ("smallest", [0, 0, 1])):
+    cases = {"largest": [1, 0, 0], "smallest": [0, 0, 1], "first": [0, 0, 0], "last": [2, 2, 2], "even": [1, 1, 1]}
+    for select, expected in cases.items():
         training = stacked._Training(Job(settings(select=select), 0, (0, 1, 2)))
         assert training._choose(looks, 0).tolist() == expected
 
@@ -128,7 +129,7 @@ def test_waking_dead_units_keeps_the_function_on_the_data():
 
 def test_refused_settings_say_why():
     for changes, text in (
-        ({"optimizer": Optimizer(lr=0.1, momentum=0.9)}, "no momentum"),
+        ({"optimizer": Optimizer(lr=0.1, momentum=0.9)}, "must be 'sgd' without momentum"),
         ({"tau": 1.0}, "tau"),
         ({"network": Network("resnet", (3, 3)), "wake": True}, "ReLU"),
         ({"data": Data(name="cifar10")}, "spirals"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from building import TABLE, assert_same, build, example_of, outputs
+from building import TABLE, assert_same, build, example_of, marked, outputs
 from sensli import Growth, History, find_sites, insert, measure, replay, undo
 from sensli.modules.running import run
 
@@ -45,7 +45,7 @@ def facts(model: nn.Module) -> str:
     return json.dumps([said, config.to_dict() if config is not None else None], default=str, sort_keys=True)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", marked(TABLE))
 @pytest.mark.slow
 def test_every_site_of_every_architecture(name: str) -> None:
     model, batch = build(name)
@@ -90,7 +90,7 @@ def test_every_site_of_every_architecture(name: str) -> None:
         ]
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", marked(TABLE))
 def test_in_double_precision_all_at_once_and_the_merits_are_the_oracle_s(name: str) -> None:
     """A merit is the gradient of the really inserted layer, for every site alone."""
     model, batch = build(name, torch.float64)
@@ -115,7 +115,9 @@ def test_in_double_precision_all_at_once_and_the_merits_are_the_oracle_s(name: s
         assert merit.value == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["resnet_basic", "resnet_bottleneck", "resnet_projected", "resnet", "mlp_mixer"])
+@pytest.mark.parametrize(
+    "name", marked(["resnet_basic", "resnet_bottleneck", "resnet_projected", "resnet", "mlp_mixer"])
+)
 def test_batch_norm_blocks_are_exact_in_training_mode(name: str) -> None:
     model, batch = build(name)
     sites = find_sites(model, example_of(batch), layer="twin")
@@ -130,7 +132,7 @@ def test_batch_norm_blocks_are_exact_in_training_mode(name: str) -> None:
         undo(model, growth)
 
 
-@pytest.mark.parametrize("name", ["gpt", "resnet_basic", "convnext_blocks", "gpt2"])
+@pytest.mark.parametrize("name", marked(["gpt", "resnet_basic", "convnext_blocks", "gpt2"]))
 def test_fresh_twins(name: str) -> None:
     model, batch = build(name)
     model.eval()
@@ -144,12 +146,19 @@ def test_fresh_twins(name: str) -> None:
     assert free and all(not torch.equal(twin[key], source[key]) for key in free)
 
 
-def test_which_form_a_boundary_gets() -> None:
-    def forms(name: str) -> set[str]:
-        return {site.move.form for site in find_sites(*_given(name))}
+def forms(name: str) -> set[str]:
+    return {site.move.form for site in find_sites(*_given(name))}
 
-    for name in ("resnet_basic", "resnet_leaky", "gpt_postnorm", "attributes_resnet", "llama", "vit", "convnext"):
-        assert forms(name) == {"twin"}, name
+
+BLOCKS = ["resnet_basic", "resnet_leaky", "gpt_postnorm", "attributes_resnet", "llama", "vit", "convnext"]
+
+
+@pytest.mark.parametrize("name", marked(BLOCKS))
+def test_between_blocks_goes_a_twin(name: str) -> None:
+    assert forms(name) == {"twin"}
+
+
+def test_which_form_a_boundary_gets() -> None:
     assert forms("plain_blocks") == {"relu", "residual"}  # behind a batch norm the residual form, with one of its own
     assert forms("encoder_postnorm") == {"residual"}
     # two lists that are walked together cannot take a block, and a twin around its neighbour would have the neighbour's number

@@ -22,7 +22,16 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+WITH_LIBRARIES = re.compile(r"^(?:from|import) (?:lightning|sklearn|transformers|sensli\.integrations)", re.M)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.library] * bool(WITH_LIBRARIES.search(page.read_text())), id=page.stem)
+        for page in PAGES
+    ],
+)
 def test_code_prints_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,8 +69,11 @@ def _is_raised(heading: str, texts: list[str]) -> bool:
     name, _, what = heading.partition(" must be ")
     if name in texts and what:  # a checked argument: the name and what it must be meet when the error is raised
         return _is_raised(what, texts)
-    pattern = ".+?".join(re.escape(part) for part in heading.split("…"))
-    return any(re.search(pattern, text, re.S) for text in texts)
+    parts = heading.split("…")
+    pattern = re.compile(".+?".join(map(re.escape, parts)), re.S)
+    return any(
+        pattern.search(text) for text in texts if all(part in text for part in parts)
+    )  # "in" is many times faster
 
 
 def _quoted() -> list[str]:
@@ -87,6 +99,30 @@ def test_error_texts_are_those_of_the_code() -> None:
     quoted = _quoted()
     assert len(quoted) > 25
     assert [text for text in quoted if not _is_raised(text, texts)] == []
+
+
+TRANSLATED = re.compile(
+    r"(?<!here )\b(?:is|are) no\b(?! longer)|\bbehind\b|\bstands?\b|\bgoe?s? on\b|\bof its own\b|\banew\b"
+)
+
+
+def _said() -> Iterator[str]:
+    """Texts that are handed to a call, as those of errors, warnings and help are: no docstrings."""
+    for file in (ROOT / "src" / "sensli").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            given = [*node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
+            for part in (part for argument in given for part in ast.walk(argument)):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value
+
+
+def test_messages_and_pages_are_in_plain_english() -> None:
+    """Phrases that read as if translated: say "is not a", "after", "continue", "separate", "again"."""
+    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "examples").glob("*.py")]
+    lines = [line for page in pages for line in page.read_text().splitlines()]
+    meant = ("left behind is removed", "runs behind [the report]")
+    found = [text for text in (*_said(), *lines) if TRANSLATED.search(text) and not any(word in text for word in meant)]
+    assert found == []
 
 
 def _build(root: Path, site: Path) -> CompletedProcess[str]:

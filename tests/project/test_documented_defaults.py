@@ -70,6 +70,7 @@ def same(written: str, value: Any) -> bool:
     return written.strip("\"'") == str(value)
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("kind", ["GrowingClassifier", "GrowingRegressor"])
 def test_the_table_of_the_estimators(kind: str) -> None:
     sklearn = pytest.importorskip("sensli.integrations.sklearn")
@@ -103,6 +104,7 @@ def test_the_table_of_the_experiments() -> None:
     assert checked > 15
 
 
+@pytest.mark.library
 def test_defaults_named_in_pages_and_docstrings() -> None:
     known = list(public())
     texts = {str(page): page.read_text() for page in DOCS.rglob("*.md") if "replication" not in page.parts}
@@ -136,6 +138,7 @@ def documented() -> Iterator[Callable[..., Any]]:
             yield one
 
 
+@pytest.mark.library
 def test_every_argument_is_documented_in_the_order_of_the_signature() -> None:
     """Classes that a user only receives list what can be read from them instead."""
     checked = 0
@@ -149,6 +152,7 @@ def test_every_argument_is_documented_in_the_order_of_the_signature() -> None:
     assert checked > 50
 
 
+@pytest.mark.library
 def test_defaults_of_documented_arguments_are_those_of_the_signature() -> None:
     """An argument that has a default other than None or an empty tuple names it: (default: value)."""
     for one in documented():

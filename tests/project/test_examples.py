@@ -61,6 +61,7 @@ def test_lightning_in_two_processes(tmp_path: Path) -> None:
     assert len(sums) == 2 and sums[0] == sums[1]
 
 
+@pytest.mark.library
 @pytest.mark.filterwarnings("default")
 def test_hugging_face(here: Callable[[str], str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -70,6 +71,7 @@ def test_hugging_face(here: Callable[[str], str], tmp_path: Path) -> None:
     assert (tmp_path / "grown" / "checkpoint-48" / "sensli.json").is_file()
 
 
+@pytest.mark.library
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_scikit_learn(here: Callable[[str], str]) -> None:

@@ -47,13 +47,14 @@ FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent != SOURCE 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_go_in_one_direction(path: Path) -> None:
     room = path.relative_to(SOURCE).with_suffix("").parts[0]
-    for name in imports(path):
+    names = list(imports(path))
+    for name in names:
         other = name.split(".")[0]
         if other in ROOMS:
             assert ROOMS.index(other) <= ROOMS.index(room), f"{room} must not import from {other} ({name})"
     here = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
     for order in INNER:
-        for name in imports(path):
+        for name in names:
             own, other = within(here, order), within(name, order)
             if own and other:
                 assert order.index(other) <= order.index(own), f"{own} must not import from {other} ({name})"
@@ -96,3 +97,9 @@ def test_no_test_file_is_imported(path: Path) -> None:
     """But by itself, in a program that it starts."""
     others = [name for name in modules(path) if name.split(".")[-1] != path.stem]
     assert [name for name in others if name.split(".")[-1].startswith(("test_", "conftest"))] == []
+
+
+def test_contributing_names_files_that_are_there() -> None:
+    named = re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|md))`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 25
+    assert [name for name in named if not (SOURCE / name).exists() and not (ROOT / name).exists()] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import json
 import random
@@ -36,6 +37,7 @@ from sensli import (
     save_checkpoint,
     undo,
 )
+from sensli.growing.options import Options
 from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
 from sensli.merits.norms import choose, squared_norm
 from sensli.merits.ranking import compare_choices
@@ -298,6 +300,9 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "tolerance"): (*NOT_A_NUMBER, None, 1, -0.1, INF, 0.5),
     ("Grower", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
     ("Grower", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("Grower", "group"): (99, -1, True, 0.0, "0", {"params": []}, [0]),
+    ("Grower", "max_factor"): (*NOT_A_NUMBER, 1, 0, -2),
+    ("Grower", "floor"): (*NOT_A_NUMBER, None, 1, -0.1, INF),
     ("Grower", "averaged"): (3, "ema", [None], nn.ReLU, {"a": 1}),
     ("Grower", "seed"): ("a", 1.5, True, None, [0], -1, 2**64, NAN),
     ("Grower", "log"): (5, "print", True, [print], Writer),
@@ -409,22 +414,20 @@ def test_a_wrong_argument_is_told_clearly_and_changes_nothing(setting: Setting, 
 
 # of both callbacks, which check the options of the Grower that they will make
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "trigger": TABLE["Grower", "trigger"],
     "monitor": (5, True, ["val_loss"], nn.ReLU),
     "batches": (*NOT_WHOLE, 0, -1),
     "metrics": NOT_A_FLAG,
     "example": NOT_AN_EXAMPLE,
-    "tau": TABLE["Grower", "tau"],
-    "select": TABLE["Grower", "select"],
-    "lr_scale": TABLE["Grower", "lr_scale"],
-    "own_rate": TABLE["Grower", "own_rate"],
-    "seed": TABLE["Grower", "seed"],
+    "averaged": TABLE["Grower", "averaged"],
+    **{field.name: TABLE["Grower", field.name] for field in dataclasses.fields(Options)},
+    "group": (-1, True, 0.0, "0", [0]),  # whether the optimizer has such a group is seen when there is one
     "optimizer": (Of("one", lambda s: s.optimizer, "belongs to the trainer"),),
     "scheduler": (Of("one", lambda s: s.scheduler, "belongs to the trainer"),),
     "model": (Of("one", lambda s: s.model, "belongs to the trainer"),),
 }
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_a_callback_is_not_made_with_wrong_options(
     setting: Setting, library: str, monkeypatch: pytest.MonkeyPatch

@@ -18,12 +18,17 @@ from building import assert_same, build, outputs
 from sensli import find_sites, insert, measure, replay, undo
 from sensli.surgery.history.history import History
 
-pytest.importorskip("transformers")
 # An encoder-decoder says at every call that its way to compute the loss was new once.
-pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")
+pytestmark = [pytest.mark.library, pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")]
 NOT_GENERATING = {"vit", "convnext", "resnet", "bert", "roberta"}
 WITHOUT_TWINS = {"jamba", "qwen2_moe"}  # what a block is depends on its number, so no list of them takes another
 GENERATING = [name for name in (*TRANSFORMERS, *GENERATORS) if name not in NOT_GENERATING]
+
+
+@pytest.fixture(autouse=True)
+def transformers_is_there() -> None:
+    """Not where the file is read: `make quick` would import it for nothing."""
+    pytest.importorskip("transformers")
 
 
 def trained_a_little(model: nn.Module, batch: Any, growth: Any) -> None:

@@ -134,6 +134,7 @@ def test_bf16_autocast(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.process  # compiles
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_grows_compiles_once_more_and_stays_right(in_place: bool) -> None:
     compiled_graphs: list[int] = []
@@ -201,6 +202,7 @@ def compiled_in(way: str, backend: Any) -> tuple[nn.Module, Any]:
     return sequential, torch.compile(sequential, backend=backend)
 
 
+@pytest.mark.process  # compiles
 @pytest.mark.parametrize(
     ("way", "limit"),
     [("wrapper", 256), ("in place", 256), ("part", 256), ("part in place", 256), ("sequential", 256), ("wrapper", 6)],
@@ -241,6 +243,7 @@ def grown_beside_another(way: str) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.process  # compiles
 def test_the_old_code_of_a_grown_model_is_freed() -> None:
     graphs: list[weakref.ref[Any]] = []
 
@@ -256,6 +259,7 @@ def test_the_old_code_of_a_grown_model_is_freed() -> None:
     assert [graph() for graph in graphs[1:]] == [None] * 4  # the first is in the part of the cache that models share
 
 
+@pytest.mark.process  # compiles
 def test_a_compiled_run_is_the_same_run() -> None:
     ends = []
     for compiled in (False, True):

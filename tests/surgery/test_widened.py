@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,14 @@ from sensli.errors import CheckpointError, DistributedError, HistoryError, Optim
 from sensli.moves.sites import Site
 from sensli.surgery.averaging import check_alike, follow, unfollow
 from sensli.surgery.rewinding import rewind
-from widths import known_widths, normal, width_site
+from widths import normal, width_site
 
 X, Y = normal(32, 4, seed=1), torch.arange(32) % 3
 
 
 @pytest.fixture(autouse=True)
-def registry() -> Iterator[None]:
+def one_thread() -> None:
     torch.set_num_threads(1)
-    yield from known_widths()
 
 
 def make_model() -> nn.Sequential:

@@ -14,8 +14,6 @@ from sensli.errors import BadExample
 from sensli.growing import storage
 from sensli.merits.backward import LossFunction
 
-_BYTES = 256
-
 
 def read_batches(path: Path) -> list[Any]:
     """One batch or a list of them: dicts of keyword arguments, or (input, target) pairs; from torch.save or a safetensors file."""
@@ -25,7 +23,7 @@ def read_batches(path: Path) -> list[Any]:
 
             found: Any = load_file(path)
         else:
-            found = torch.load(path, weights_only=True)  # runs no code of the file
+            found = torch.load(path, weights_only=True)  # runs no code from the file
     except OSError:
         raise
     except Exception as error:
@@ -39,7 +37,8 @@ def read_batches(path: Path) -> list[Any]:
     for batch in batches:
         if not _is_batch(batch):
             raise BadExample(
-                f"'{path}' holds {type(batch).__name__}, but a batch is a dict of keyword arguments or a pair (input, target), of tensors."
+                f"'{path}' contains a {type(batch).__name__}, but a batch must be a dict of keyword arguments or a pair (input, target) "
+                "of tensors."
             )
     if len({type(batch) for batch in batches}) > 1:
         raise BadExample(f"'{path}' contains both dicts and pairs. Give batches of one kind.")
@@ -65,7 +64,7 @@ def text_batches(
     known = _vocabulary(model)
     if known is not None and int(tokens.max()) >= known:
         raise BadExample(
-            f"'{path}' read byte by byte needs a vocabulary of {int(tokens.max()) + 1}, and the model knows {known} tokens. Put its "
+            f"'{path}' read byte by byte needs a vocabulary of {int(tokens.max()) + 1}, but the model knows only {known} tokens. Put its "
             "tokenizer into the model's directory, or give ready batches with --batch."
         )
     windows = tokens[: (len(tokens) - 1) // length * length + 1].unfold(0, length + 1, length)[: size * most]
@@ -83,7 +82,7 @@ def loss_for(batches: list[Any]) -> LossFunction | None:
         output = getattr(output, "logits", output)
         if not isinstance(output, Tensor):
             raise BadExample(
-                f"the model returns a {type(output).__name__}, and it is not known which of its values the target belongs to. Name a "
+                f"the model returns a {type(output).__name__}, so it is unclear which of its values the target belongs to. Name a "
                 "factory whose model returns a tensor, or give dicts with labels, for the model's own loss."
             )
         try:

@@ -23,12 +23,12 @@ from sensli.text.tables import text_table
 from sensli.text.writing import check_writable, replacing
 
 WIDTH, HIDDEN, EPOCHS, LOOKS, RATE, TAU = 10, 2, 1000, (150, 300, 450), 0.1, 1.0
-FRAMES = 70  # pictures of the film, besides those of the decisions
+FRAMES = 70  # pictures of the film, in addition to those of the decisions
 
 
 @dataclass
 class Arm:
-    """One of the three networks and what became of it."""
+    """One of the three networks, and its results."""
 
     name: str
     model: nn.Sequential
@@ -72,7 +72,7 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
         with progress("training", EPOCHS * 3) as reach:
             _train(baseline, x, y, reach, 0, quiet=as_json)
             _train(grown, x, y, reach, EPOCHS, quiet=as_json)
-            # as large from the start as the grown one ended: a look may have refused
+            # from the start as large as the grown one became: a look may have inserted nothing
             extended = Arm("extended", network(HIDDEN + len(grown.history), seed))
             _train(extended, x, y, reach, 2 * EPOCHS, quiet=as_json)
     finally:
@@ -131,7 +131,7 @@ def _train(arm: Arm, x: Tensor, y: Tensor, reach: Reach, before: int, *, quiet: 
 
 
 def _frames() -> set[int]:
-    """Epochs of the film: dense at first, where most happens, and both sides of every look."""
+    """Epochs of the film: many at first, where most happens, and both sides of every look."""
     early = min(EPOCHS, LOOKS[-1] + LOOKS[0])
     frames = set(range(0, early, max(1, early * 3 // (2 * FRAMES)))) | set(
         range(early, EPOCHS, max(1, (EPOCHS - early) * 3 // FRAMES))
@@ -210,7 +210,7 @@ def _draw(arms: list[Arm], x: Tensor, y: Tensor, path: Path) -> None:
             ha="right",
             fontsize=8,
         )
-    # Gradient descent spikes now and then; a window of the useful range keeps the curves apart.
+    # Gradient descent spikes now and then; a window on the useful range keeps the curves apart.
     axes["loss"].set(xlabel="epoch", ylabel="training loss", ylim=(0, 0.8), xlim=(0, EPOCHS))
     axes["loss"].legend(frameon=False)
     axes["loss"].spines[["top", "right"]].set_visible(False)

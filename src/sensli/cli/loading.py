@@ -82,7 +82,7 @@ def _import(name: str) -> object:
 
 
 def _run_file(path: Path) -> object:
-    # Under its own name, as an import would be, but never in the place of another module: a file may be called random.py.
+    # Under its own name, as an import would be, but never in place of another module: a file may be called random.py.
     name = path.stem if path.stem not in sys.modules else f"{path.stem} (a file)"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from sensli.errors import SensliError
 from sensli.moves.finding import WHERE
 from sensli.moves.layer.forms import FORMS
 from sensli.paper import cli as paper
+from sensli.text.commands import run_command
 from sensli.text.strict_json import dumps as strict_json
 
 _DESCRIPTION = """\
@@ -32,39 +32,15 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; a mistake of the user gives one line and exit code 2, Ctrl-C exit code 130."""
+    """Run a command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end the command
+        if isinstance(stream, io.TextIOWrapper):  # a character that a terminal cannot show must not end the command
             stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     if any("\0" in argument for argument in (sys.argv[1:] if arguments is None else arguments)):
         parser.error("an argument contains a NUL character")
     args = parser.parse_args(arguments)
-    try:
-        args.run(args)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk and a closed pipe show here, not when Python ends
-    except KeyboardInterrupt:
-        return _failed("stopped", 130)
-    except BrokenPipeError:  # `sensli sites ... | head`
-        return _failed("", 0)
-    except SystemExit as error:
-        return _failed(f"sensli: the model's own code ended the program (exit code {error.code}).", 2)
-    except (SensliError, OSError) as error:
-        return _failed(f"sensli: {' '.join(str(error).split())}", 2)
-    return 0
-
-
-def _failed(text: str, code: int) -> int:
-    """One line on the standard error; what cannot be written to a broken output is dropped, so that Python ends quietly."""
-    if text and sys.stderr is not None:
-        print(text, file=sys.stderr)
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code
+    return run_command(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seed(text: str) -> int:
-    """A number that torch takes as a seed."""
+    """A number that torch accepts as a seed."""
     number = int(text)
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^63 - 1, got {text}")

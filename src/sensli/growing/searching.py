@@ -1,4 +1,4 @@
-"""The places of a model as a `Grower` asks for them: searched for again only after a change, without those that nothing would train."""
+"""The sites of a model: searched for again only after a change, and without those that nothing would train."""
 
 from __future__ import annotations
 
@@ -23,39 +23,43 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Search:
-    """The sites of one model, remembered for as long as the model is the same."""
+    """The sites of a model, remembered for as long as the model is the same."""
 
-    def __init__(
-        self, model: nn.Module, example: Any, *, layer: str, where: str | Callable[[Site], bool] | None
-    ) -> None:
-        self._model, self._example, self._layer = model, example, layer
+    def __init__(self, *, where: str | Callable[[Site], bool] | None, **request: Any) -> None:
+        self._request = request  # as `find_sites` takes it
         # A function is asked at every look: what it says may depend on more than the model.
         self._kind: str | None = None if callable(where) else where
         self._filter: Callable[[Site], bool] | None = where if callable(where) else None
         self._seen: list[Any] | None = None
         self._found = Sites(())
 
-    def sites(self, together: Together, optimizer: Optimizers, group: int | dict[str, Any] | None) -> Sites:
-        """All sites that the optimizer could follow to; the others are skipped with the reason. All ranks search, or none."""
-        network = bare(self._model)
+    def sites(self, model: nn.Module, example: Any) -> Sites:
+        """All sites of the model. All ranks search, or none."""
+        network = bare(model)
         now = fingerprint(network)
         known = now == self._seen
         if is_sharded(network):  # a search puts the parameters together, for which all ranks are needed
-            known = all(together.agree(known, last=False))
+            with Together(model, "find sites") as together:
+                known = all(together.agree(known))
         if not known:
             self._seen = None
-            self._found = find_sites(self._model, self._example, layer=self._layer, where=self._kind)
+            self._found = find_sites(model, example, where=self._kind, **self._request)
             self._seen = now
-        found = [site for site in self._found if self._filter is None or self._filter(site)]
-        sites, skipped = [], list(self._found.skipped)
-        for site in found:
-            try:
-                check_joining(network, site, optimizer, group)
-            except OptimizerError as error:
-                skipped.append(Skipped(site.path, f"nothing would train a layer there: {error}"))
-            else:
-                sites.append(site)
-        return Sites(sites, skipped, model_name=type(network).__name__)
+        kept = [site for site in self._found if self._filter is None or self._filter(site)]
+        return Sites(kept, self._found.skipped, model_name=type(network).__name__)
+
+
+def trained(network: nn.Module, sites: Sites, optimizer: Optimizers, group: int | dict[str, Any] | None) -> Sites:
+    """The sites that the optimizer could follow to; the others are skipped with the reason."""
+    kept, skipped = [], list(sites.skipped)
+    for site in sites:
+        try:
+            check_joining(network, site, optimizer, group)
+        except OptimizerError as error:
+            skipped.append(Skipped(site.path, f"nothing would train a layer there: {error}"))
+        else:
+            kept.append(site)
+    return Sites(kept, skipped, model_name=type(network).__name__)
 
 
 def fingerprint(model: nn.Module) -> list[Any]:

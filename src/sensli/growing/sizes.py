@@ -1,4 +1,4 @@
-"""How large a model is, for triggers that keep a budget."""
+"""How large a model is, for triggers that keep a budget and for the log."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from sensli.modules.engines.fsdp import reshard
 from sensli.modules.flops import count_flops
 
 
@@ -28,3 +29,13 @@ class Sizes(Mapping[str, int]):
 
     def __len__(self) -> int:
         return len(self._rules)
+
+
+def flops_if_counted(model: nn.Module, example: Any) -> int | None:
+    """FLOPs for the log; None where they cannot be counted, because no decision depends on them."""
+    try:
+        return int(count_flops(model, example))
+    except Exception:
+        return None
+    finally:
+        reshard(model)  # a forward pass without a backward one leaves whole parameters behind

@@ -85,7 +85,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}.") from error
     if magic != MAGIC:
         short = MAGIC.startswith(magic)
-        what = "is cut short" if short else "is no sensli checkpoint: it does not begin like one"
+        what = "is cut short" if short else "is not a sensli checkpoint: it does not begin like one"
         raise CheckpointError(f"{path} {what}. Give a file that save_checkpoint wrote, or an earlier intact one.")
     try:
         facts = json.loads(header)

@@ -96,7 +96,7 @@ class _Pair(Trigger):
     def __init__(self, left: Trigger, right: Trigger) -> None:
         for side in (left, right):
             if not isinstance(side, Trigger):
-                raise TypeError(f"a trigger can be combined with another trigger only, not with {side!r}.")
+                raise TypeError(f"a trigger can only be combined with another trigger, got {side!r}.")
         self.left, self.right = left, right
 
     def looked(self) -> None:

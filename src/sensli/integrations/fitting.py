@@ -1,4 +1,4 @@
-"""Train a network that grows while a held-out part improves, and stop by itself; then once more along the same way, on all data."""
+"""Train a network that grows while a held-out part improves and stops by itself; then train again in the same way on all data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Plan:
     tolerance: float  # improvement of the loss that counts, relative to it; and a tenth of that, relative to the first
     max_growths: int
     tau: float
-    steps: int = 10  # at least so many between two looks at the held-out part: an epoch of few data says little
+    steps: int = 10  # the smallest number between two looks at the held-out part: an epoch of few data says little
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Fitted:
     history: History
     loss: float  # on the held-out part, of the weights that were kept
     epochs: int
-    way: tuple[int, ...]  # epochs before the first layer, between two, and behind the last
+    way: tuple[int, ...]  # epochs before the first layer, between two, and after the last
 
 
 def fit_growing(
@@ -54,7 +54,7 @@ def fit_growing(
     A layer that did not help is taken out again, and that ends the fit. Draws from the global random state of torch.
     """
     optimizer = _optimizer(model, plan)
-    # A second hidden layer is larger than the rest of the network as a rule; whether it helped is seen on the held-out part.
+    # A second hidden layer is usually larger than the rest of the network; the held-out part shows whether it helped.
     options: dict[str, Any] = {"tau": plan.tau, "layer": "relu", "max_factor": None}
     grower = Grower(model, optimizer, example=train[0][:1], trigger=Every(1), **options)
     growths: list[Growth] = []
@@ -134,7 +134,7 @@ class _Best:
             self._state = copy.deepcopy(model.state_dict())
 
     def restore(self, model: nn.Module) -> None:
-        # A layer that came in after the best weights is an identity still, so only what is known is put back.
+        # A layer that came in after the best weights is still an identity, so only what is known is restored.
         model.load_state_dict(self._state, strict=False)
 
 

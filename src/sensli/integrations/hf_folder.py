@@ -1,4 +1,4 @@
-"""The file beside the weights in every folder that a growing Trainer saves: what `GrowthCallback` needs to go on."""
+"""The file beside the weights in every folder that a growing Trainer saves: what `GrowthCallback` needs to resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """What `write` wrote; None where there is no file, or the model had not begun to grow."""
+    """What `write` wrote; None if the file is missing, or the model had not begun to grow."""
     file = folder / FILE
     if not file.is_file():
         return None

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from sensli.errors import SensliError, UnsupportedModel
-from sensli.growing.checkpoint import add_own_groups, arrange, names_in
+from sensli.growing.by_name import add_own_groups, arrange, names_in
 from sensli.growing.grower import Grower
-from sensli.growing.triggers import Trigger
 from sensli.integrations import missing
-from sensli.integrations.looking import Facts, check_options, standing_in
+from sensli.integrations.callback import GrowingCallback
+from sensli.integrations.looking import standing_in
 from sensli.modules import random_state
 from sensli.modules.marks import count_growths
 from sensli.modules.wrappers import bare
@@ -29,7 +29,7 @@ except ImportError as error:
     raise missing("lightning", error) from error
 
 
-class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
+class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ignore]
     """Grows the LightningModule at the end of epochs on which the trigger fires; counts epochs from 1.
 
     Logs after each epoch ``sensli/growths``, ``sensli/parameters`` and ``sensli/flops``, and after a look ``sensli/merit`` and
@@ -43,22 +43,8 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
 
-    def __init__(
-        self,
-        trigger: Trigger,
-        *,
-        monitor: str | None = None,
-        batches: int | None = None,
-        metrics: bool = True,
-        **options: Any,
-    ) -> None:
-        check_options(trigger, monitor, batches, metrics, options)
-        self._trigger, self._monitor, self._batches = trigger, monitor, batches
-        self._metrics, self._options = metrics, options
-        self.grower: Grower | None = None  # made in the first epoch, when there is a batch
-        self._example: Any = None
-        self._loaded: dict[str, Any] | None = None
-        self._facts = Facts()
+    def _prepare(self) -> None:
+        self._example: Any = None  # the first batch
 
     @property
     def history(self) -> History:
@@ -122,13 +108,7 @@ class GrowthCallback(Callback):  # type: ignore[misc, unused-ignore]
         if self.grower is None:
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             model: Any = trainer.strategy.model  # the wrapper, where there is one
-            settings = {
-                "example": (self._example, 0),
-                "trigger": self._trigger,
-                "scheduler": schedulers,
-                **self._options,
-            }
-            self.grower = Grower(model, trainer.optimizers, **settings)
+            self.grower = self._make_grower(model, trainer.optimizers, schedulers, (self._example, 0))
             if self._loaded and self._loaded["grower"]:
                 self.grower.load_state_dict(self._loaded["grower"])
         return self.grower

@@ -1,4 +1,4 @@
-"""What the callbacks of different trainers share: options checked early, a loss step in place of forward, what is logged."""
+"""What the callbacks of different trainers do at a look: a loss step in place of forward, and what is logged."""
 
 from __future__ import annotations
 
@@ -6,34 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from sensli.growing.grower import Grower
-from sensli.growing.triggers import Trigger
 from sensli.merits.merits import Merits
-from sensli.modules import checks
 from sensli.modules.flops import count_flops
 from sensli.modules.wrappers import bare
-
-
-def check_options(
-    trigger: Trigger, monitor: str | None, batches: int | None, metrics: bool, options: dict[str, Any]
-) -> None:
-    """Refuse wrong arguments when the callback is made, not after the first epoch."""
-    if monitor is not None:
-        checks.instance("monitor", monitor, str, "the name of a metric (for example 'val_loss')")
-    if batches is not None:
-        checks.whole("batches", batches, 10)
-    checks.flag("metrics", metrics)
-    for name in ("model", "optimizer", "scheduler"):
-        if name in options:
-            raise TypeError(f"{name}= belongs to the trainer: leave it out, the callback takes it from there.")
-    # What is to be checked does not depend on the model, except for what belongs to the model and the optimizer that come.
-    later = ("averaged", "group")
-    known = {"example": torch.zeros(1), **{name: value for name, value in options.items() if name not in later}}
-    model = nn.Linear(1, 1, device="meta")
-    Grower(model, torch.optim.SGD(model.parameters()), trigger=trigger, **known)
 
 
 class StandIn:

@@ -28,7 +28,7 @@ try:
 except ImportError as error:
     raise missing("sklearn", error) from error
 
-FEWEST_HELD_OUT = 10  # fewer samples decide nothing; then all are trained on, and the loss is that of the training
+FEWEST_HELD_OUT = 10  # fewer samples decide nothing: then all are used for training, and the loss is the training loss
 
 
 def _whole() -> Any:
@@ -73,7 +73,7 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
 
     model_: nn.Sequential
 
-    # What the library's own `_validate_params` goes by when fitting begins: nothing has changed before.
+    # What scikit-learn's `_validate_params` checks when fitting begins, before anything changes.
     _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
         "width": [_whole()],
         "max_layers": [_whole()],
@@ -92,7 +92,7 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
     }
 
     def _fit(self, x: Any, y: Any, sample_weight: Any, outputs: int, groups: Any = None) -> None:
-        """Train on targets that are tensors already; ``groups`` are the classes to hold out alike."""
+        """Train on targets that are tensors already; ``groups`` are the classes to hold out in equal proportions."""
         weight = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
         counts = weight > 0
         if not counts.any():
@@ -113,13 +113,13 @@ class _Growing(BaseEstimator):  # type: ignore[misc]
             self.learning_rate, self.weight_decay, self.batch_size, self.max_epochs, self.patience, self.tolerance,
             self.max_layers - 1, self.tau,
         )  # fmt: skip
-        with torch.random.fork_rng(devices=[]):  # the user's own draws go on as if nothing had been fitted
+        with torch.random.fork_rng(devices=[]):  # the user's own draws continue as if nothing had been fitted
             torch.manual_seed(int(random.randint(2**31 - 1)))
             if not (self.warm_start and hasattr(self, "model_")):
                 self.model_ = _network(x[chosen], weight[chosen], self.width, outputs)
             start, say = copy.deepcopy(self.model_), print if self.verbose else _silent
             train, rest = (_data(x[part], y[part], weight[part]) for part in (chosen, others))
-            # What a warm start goes on with must not have seen the held-out part, which decides there too.
+            # What a warm start continues with must not have seen the held-out part, which decides there too.
             again = self.refit and not self.warm_start and held_out >= FEWEST_HELD_OUT
             fitted = fit_growing(self.model_, train, rest, self._loss, plan, say)
             if again:

@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel
-from sensli.growing.checkpoint import add_own_groups, arrange, names_in
-from sensli.growing.grower import Grower
-from sensli.growing.triggers import Trigger
+from sensli.growing.by_name import add_own_groups, arrange, names_in
 from sensli.integrations import missing
-from sensli.integrations.looking import Facts, check_options, standing_in
+from sensli.integrations.callback import GrowingCallback
+from sensli.integrations.looking import Facts, standing_in
 from sensli.modules import checks
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import History
@@ -31,7 +30,7 @@ except ImportError as error:
     raise missing("transformers", error) from error
 
 
-class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Grows the Trainer's model at the end of epochs on which the trigger fires; every ``train()`` counts its epochs from 1.
 
     Logs after each epoch ``sensli/growths``, ``sensli/parameters`` and ``sensli/flops``, and after a look ``sensli/merit`` and
@@ -46,27 +45,13 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
 
-    def __init__(
-        self,
-        trigger: Trigger,
-        *,
-        monitor: str | None = None,
-        batches: int | None = None,
-        metrics: bool = True,
-        **options: Any,
-    ) -> None:
-        check_options(trigger, monitor, batches, metrics, options)
-        self._trigger, self._monitor, self._batches = trigger, monitor, batches
-        self._metrics, self._options = metrics, options
-        self._fresh = trigger.state_dict()
+    def _prepare(self) -> None:
+        self._fresh = self.options.trigger.state_dict()
         self.trainer: Trainer | None = None
-        self.grower: Grower | None = None  # of the training that runs or ran last
         self._history = History()
         self._network: nn.Module | None = None  # whose growths the history tells of
-        self._loaded: dict[str, Any] | None = None
         self._counted = -1  # the step at which an epoch was counted last
         self._waiting = False  # for the monitored number
-        self._facts = Facts()
 
     @property
     def history(self) -> History:
@@ -102,7 +87,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                     "Use a version this release of sensli was tested with (5.22)."
                 )
         for method in around:
-            # On this Trainer alone, around what it has: a subclass may have its own.
+            # On this Trainer alone, around its own methods: a subclass may have overridden them.
             setattr(trainer, method.__name__, functools.partial(method, getattr(trainer, method.__name__)))
         self.trainer = trainer
 
@@ -122,19 +107,17 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         # Growths stay with their model; another model (model_init=) starts without any.
         self._history = History(self._history if self._network is network else ())
         self._network, self._counted, self._waiting, self._facts = network, -1, False, Facts()
-        self._trigger.load_state_dict(self._fresh)
-        settings = {"trigger": self._trigger, "scheduler": trainer.lr_scheduler, **self._options}
-        if "example" not in settings:
-            settings["example"] = hf_trainer.example_of(trainer, train_dataloader)
-        self._example = settings["example"]
-        self.grower = Grower(trainer.model_wrapped, trainer.optimizer, **settings)
+        self.options.trigger.load_state_dict(self._fresh)
+        own = "example" in self._given
+        self._example = self._given["example"] if own else hf_trainer.example_of(trainer, train_dataloader)
+        self.grower = self._make_grower(trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, self._example)
         self.grower.history = self._history
         if self._loaded is not None:
             self.grower.load_state_dict(self._loaded["grower"])
             self._history = self.grower.history
             self._loaded = None
         with standing_in(network, hf_trainer.loss_step(trainer)):
-            self.grower.sites()  # a model without a place to grow should not be trained first
+            self.grower.sites()  # a model without a place to grow should fail before it is trained
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._has_come(state)
@@ -166,7 +149,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._monitor is None:
             self._look(loader, control, None)
         elif control.should_evaluate if self._monitor.startswith("eval_") else control.should_log:
-            self._waiting = True  # it comes after this, and before a checkpoint
+            self._waiting = True  # it is logged after this, and before a checkpoint is written
         else:
             self._look(loader, control, self._last_logged(state))
 
@@ -182,7 +165,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if facts:
             log = control.should_log
             trainer.log(facts)
-            control.should_log = log  # or the Trainer would take its own numbers for logged too
+            control.should_log = log  # otherwise the Trainer would take its own numbers for logged too
 
     def _last_logged(self, state: Any) -> float:
         for logs in reversed(state.log_history):
@@ -194,7 +177,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _has_come(self, state: Any) -> None:
         if self._waiting:
             self._waiting = False
-            self._last_logged(state)  # raises where it never came
+            self._last_logged(state)  # raises if it was never logged
 
     def _attach_late(self, state: Any) -> None:
         trainer = hf_trainer.calling_trainer(self)
@@ -202,8 +185,8 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             raise SensliError("this GrowthCallback has no Trainer. Call growth.attach(trainer) before trainer.train().")
         if state.global_step > 0:
             raise SensliError(
-                "this GrowthCallback came too late to grow the model before the weights of the checkpoint were loaded. Give it to "
-                "Trainer(callbacks=[...]), or call growth.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
+                "this GrowthCallback was added too late: the weights of the checkpoint were loaded before it could grow the model. Give it "
+                "to Trainer(callbacks=[...]), or call growth.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
             )
         self.attach(trainer)
 
@@ -212,7 +195,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         assert self.trainer is not None
         return self.trainer
 
-    # --- checkpoints: around methods of the Trainer, whose names these have ---
+    # --- checkpoints: these wrap methods of the Trainer and have their names ---
 
     def _save(self, given: Any, output_dir: str | None = None, state_dict: Any = None) -> Any:
         folder = Path(output_dir or str(self._trainer.args.output_dir))
@@ -223,7 +206,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _load_from_checkpoint(self, given: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
         if not Path(resume_from_checkpoint).is_dir():
-            return given(resume_from_checkpoint, model)  # which says so
+            return given(resume_from_checkpoint, model)  # which reports it
         state = hf_folder.read(Path(resume_from_checkpoint))
         self._rewind(state)
         result = given(resume_from_checkpoint, model)
@@ -236,7 +219,7 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _load_optimizer_and_scheduler(self, given: Any, checkpoint: str | None) -> Any:
         if checkpoint is not None and self._loaded is not None and self._loaded["names"]:
-            # The saved state goes by numbers, in the order in which that optimizer had followed the growths.
+            # The saved state is numbered in the order in which that optimizer followed the growths.
             network = bare(self._trainer.model_wrapped)
             add_own_groups(self._history, self._trainer.optimizer, self._trainer.lr_scheduler)
             for optimizer, names in zip(as_optimizers(self._trainer.optimizer), self._loaded["names"], strict=True):

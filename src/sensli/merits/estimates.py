@@ -56,5 +56,5 @@ def as_merits(
     records = []
     for site, its, value in zip(sites, caught, values, strict=True):
         quotient = None if mean is None else (value / mean if mean > 0 else math.inf)
-        records.append(Merit(site, value, quotient, its.dead))
+        records.append(Merit(its.settled(site), value, quotient, its.dead))
     return Merits(records, **facts).check()

@@ -176,7 +176,7 @@ def _readable(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, Seque
         return model, sites
     places = []
     for site in sites:
-        places.append(replace(site, point=site.point.by_path(site.find(model)[0])))
+        places.append(replace(site.by_path(), point=site.point.by_path(site.find(model)[0])))
     return unsharded(model), places
 
 

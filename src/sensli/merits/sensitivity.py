@@ -88,6 +88,10 @@ class SiteCatch:
         totals = self._totals()
         return self.gauge.dead(totals) if totals else None
 
+    def settled(self, site: Site) -> Site:
+        """The site as it was measured."""
+        return self.gauge.settled(site, self._totals())
+
     def merit(self, norm: str, samples: float, without: int | None = None) -> float:
         """The squared norm of the mean gradient."""
         totals = self._totals(without)

@@ -1,4 +1,4 @@
-"""What stands around a model: wrappers that are looked through, and those that cannot be."""
+"""Wrappers around a model: those that are looked through, and those that are refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sensli.modules import checks, compiled
 
 # By class name, because some of them live in modules that are costly to import or absent from a build of torch.
 _ENGINES = {
-    "DistributedDataParallel": "inside of a model, DistributedDataParallel cannot be renewed when a layer comes in. Wrap the whole model",
+    "DistributedDataParallel": "DistributedDataParallel inside a model cannot be rebuilt when a layer is inserted. Wrap the whole model",
     "DataParallel": "DataParallel copies the model at every step. Use DistributedDataParallel, or grow its .module before wrapping it",
-    "FullyShardedDataParallel": "it keeps flat parameters that a new layer is not part of. Use fully_shard (FSDP2)",
+    "FullyShardedDataParallel": "its flat parameters cannot include a new layer. Use fully_shard (FSDP2)",
 }
 
 
@@ -33,7 +33,7 @@ def around(model: nn.Module) -> list[nn.Module]:
 
 
 def bare(model: nn.Module, name: str = "model") -> nn.Module:
-    """The user's own module: torch.compile and DistributedDataParallel are looked through, what would go wrong silently is refused."""
+    """The user's own module: torch.compile and DistributedDataParallel are looked through, what would fail silently is refused."""
     own = around(checks.model(name, model))[-1]
     if isinstance(own, torch.jit.ScriptModule):
         raise UnsupportedModel(
@@ -47,8 +47,8 @@ def bare(model: nn.Module, name: str = "model") -> nn.Module:
                 raise UnsupportedModel(f"{place} is wrapped in {name}: {reason}.")
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own.parameters()):
         raise UnsupportedModel(
-            f"{type(own).__name__} has lazy layers without parameters yet. Run one batch through it first; a growing model needs to "
-            "know its shapes."
+            f"{type(own).__name__} has lazy layers whose parameters are not initialized. Run one batch through it first: a growing "
+            "model needs to know its shapes."
         )
     return own
 

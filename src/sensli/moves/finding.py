@@ -10,7 +10,7 @@ from torch import nn
 
 from sensli.modules import checks
 from sensli.modules.wrappers import bare
-from sensli.moves.kinds import KINDS
+from sensli.moves.kinds import asked_for
 from sensli.moves.layer.forms import FORMS
 from sensli.moves.search import Request, Search
 from sensli.moves.sites import Site, Sites, Skipped
@@ -18,8 +18,10 @@ from sensli.moves.trace.flow import record
 from sensli.moves.trace.stacks import parent_of
 from sensli.moves.trial import Trial
 from sensli.moves.twin.twins import INITS
+from sensli.moves.width.width import STARTS
 
-WHERE = ("conv", "linear", "block")
+WHERE = ("conv", "linear", "block", "units")
+GROW = ("layers", "units", "both")
 
 
 def check_request(layer: str, where: str | Callable[[Site], bool] | None) -> None:
@@ -27,6 +29,19 @@ def check_request(layer: str, where: str | Callable[[Site], bool] | None) -> Non
     checks.one_of("layer", layer, ("auto", *FORMS, "twin"))
     if where is not None and not callable(where):
         checks.one_of("where", where, WHERE, other="a function of a Site that returns True or False")
+
+
+def check_growth(grow: str, start: str) -> None:
+    """Raise if something is to grow, or to start, in a way that does not exist."""
+    checks.one_of("grow", grow, GROW)
+    checks.one_of("start", start, STARTS)
+
+
+def check_units(units: int | float) -> int | float:
+    """How many new units: a number, or a share."""
+    if isinstance(units, float):
+        return checks.share("units", units, 0.25)
+    return checks.whole("units", units, 8)
 
 
 def find_sites(
@@ -37,6 +52,9 @@ def find_sites(
     where: str | Callable[[Site], bool] | None = None,
     kernel_size: int | None = None,
     init: str = "copy",
+    grow: str = "layers",
+    units: int | float = 0.25,
+    start: str = "sensitive",
 ) -> Sites:
     """Find the places where an identity layer can be inserted without changing the function.
 
@@ -52,6 +70,11 @@ def find_sites(
         kernel_size: The kernel size of new convolutions, an odd number. None takes the neighbour's if it is odd, otherwise 3.
         init: How a twin gets the weights that need not be zero: ``"copy"`` takes those of its neighbour, ``"fresh"`` draws new
             ones with the same spread (default: "copy").
+        grow: What to grow: ``"layers"``, ``"units"`` (more units, channels or hidden features for layers that exist) or
+            ``"both"`` (default: "layers").
+        units: How many units a layer would get: a number, or a share of those it has, at least one (default: 0.25).
+        start: How new units start: ``"sensitive"`` chooses the rows that are worth most among those that a measurement tries,
+            ``"random"`` draws them (default: "sensitive").
 
     Returns:
         The sites in the order of the data flow, with the places that were skipped and why.
@@ -66,10 +89,12 @@ def find_sites(
         kernel_size = checks.odd(
             "kernel_size", kernel_size, 3, "a new convolution must keep the size of its feature map"
         )
+    check_growth(grow, start)
+    units = check_units(units)
     model = bare(model)
     checks.example("example", example)
     with torch.inference_mode(False):
-        sites, skipped = _search(model, example, Request(layer, kernel_size, init))
+        sites, skipped = _search(model, example, Request(layer, kernel_size, init, grow, units, start))
     if callable(where):
         chosen = where
         sites = [site for site in sites if chosen(site)]
@@ -81,12 +106,13 @@ def find_sites(
 def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped]]:
     flow = record(model, example)
     trial = Trial(flow, example)
-    search = Search(model, example, flow, request, KINDS)
+    kinds = asked_for(request.grow)
+    search = Search(model, example, flow, request, kinds)
     sites, skipped = search.find(trial)
     lists = {parent_of(block.path) for stack in search.stacks if stack.added for block in stack.blocks}
     if lists and lists.isdisjoint(parent_of(site.path) for site in sites):
         # Nothing can go between the blocks of those lists, so they are looked into.
-        within = Search(model, example, flow, request, KINDS, added=False, learned=search.learned)
+        within = Search(model, example, flow, request, kinds, added=False, learned=search.learned)
         sites, others = within.find(trial)
         skipped = [*skipped, *(each for each in others if each not in skipped)]
     return sites, skipped

@@ -9,9 +9,10 @@ from sensli.errors import one_of
 from sensli.moves.layer.kind import LayerKind
 from sensli.moves.move import Kind, Move
 from sensli.moves.twin.kind import TwinKind
+from sensli.moves.width.kind import WidthKind
 
 # Twins before layers: between two blocks a copy of a block fits better than any layer.
-KINDS: list[Kind] = [TwinKind(), LayerKind()]
+KINDS: list[Kind] = [TwinKind(), LayerKind(), WidthKind()]
 
 
 def move_from_dict(data: Mapping[str, Any]) -> Move:
@@ -24,3 +25,8 @@ def move_from_dict(data: Mapping[str, Any]) -> Move:
         raise ValueError(one_of("tag", tag, tuple(known)))
     move: Move = known[tag].from_dict({key: value for key, value in data.items() if key != "tag"})
     return move
+
+
+def asked_for(grow: str) -> list[Kind]:
+    """The kinds that grow layers, units or both."""
+    return [kind for kind in KINDS if grow in ("both", kind.grows)]

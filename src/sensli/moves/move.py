@@ -145,6 +145,10 @@ class Gauge:
         """The summed gradients of all measured weights, and how each weight acts."""
         raise NotImplementedError
 
+    def settled(self, site: Site, sums: Mapping[str, Tensor]) -> Site:
+        """The site with what was measured: growing there makes exactly the network whose gradient it was."""
+        return site
+
     def dead(self, sums: Mapping[str, Tensor]) -> float | None:
         """The share of units that were zero on all the data; None where it has no meaning."""
         return None
@@ -154,6 +158,7 @@ class Kind(Protocol):
     """A way to grow: finds its moves in a model, and reads them from JSON."""
 
     move: ClassVar[type[Any]]  # its Move, with the tag and from_dict
+    grows: ClassVar[str]  # what `find_sites(grow=...)` calls it
 
     def propose(self, search: Search) -> None:
         """Visit the points of the model that this kind cares for, and offer a site or a reason at each."""

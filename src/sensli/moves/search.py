@@ -34,6 +34,9 @@ class Request:
     layer: str = "auto"
     kernel_size: int | None = None
     init: str = "copy"
+    grow: str = "layers"
+    units: int | float = 0.25
+    start: str = "sensitive"
 
 
 @dataclass
@@ -106,6 +109,10 @@ class Search:
             self.taken.add(origin(seen.node) if call.path not in self.around.blocks else seen.node)
         moment = call.ended if side == "after" else call.began
         self.found.append(_Candidate(call, moment, site, sites))
+
+    def keep(self, call: Call, moment: int, site: Site) -> None:
+        """A site that needs no trial any more: its kind has made one."""
+        self.found.append(_Candidate(call, moment, site, iter(())))
 
     def instead(self, kind: Kind, call: Call, side: str, seen: Seen) -> Iterator[Site]:
         """What the kinds after this one could do at the boundary of a block."""

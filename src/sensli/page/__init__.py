@@ -1,4 +1,4 @@
-"""The growth page: a training as a film in one HTML file that needs neither a network nor a server."""
+"""The growth page: a training as a film in one HTML file that needs neither a server nor a connection."""
 
 from sensli.page.data import Curve, page_data
 from sensli.page.film import Film

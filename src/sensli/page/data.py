@@ -60,7 +60,7 @@ def page_data(
     if not record:
         raise HistoryError(
             "the history contains growths but no record of the training, so there is nothing to show. A Grower writes the record "
-            "itself; a History made by hand or by an earlier version has none."
+            "itself; a History made by hand or by an earlier version does not have one."
         )
     if not curves and record.metrics:
         calls, values = zip(*record.metrics, strict=True)
@@ -93,7 +93,7 @@ def _frames(history: History) -> list[int]:
 
 
 def _look(look: Look, numbers: set[int]) -> dict[str, Any]:
-    """A look with its line, and the mean over the existing weights that the threshold is a multiple of."""
+    """A look with its line, and the mean over the existing weights, of which the threshold is a multiple."""
     mean = next((m.value / m.ratio for m in look.merits if m.ratio and not math.isnan(m.ratio)), None)
     return {
         **look.to_dict(),

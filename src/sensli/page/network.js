@@ -8,7 +8,7 @@ const valueAt = (curve, epoch) => { const index = last(curve.calls, (c) => c <= 
 const bornAt = (number) => { const look = data.looks.find((l) => l.inserted.includes(number)); return look ? look.call : null; };
 
 // --- the network: boxes for any model, units and weights for a small one ---
-let shown = new Map(); // box or column -> where it stands now, so that a change can be seen moving
+let shown = new Map(); // box or column -> where it is now, so that a change is animated
 let moving = 0;
 const move = (wanted, paint) => {
   cancelAnimationFrame(moving);
@@ -28,7 +28,7 @@ const move = (wanted, paint) => {
   };
   moving = requestAnimationFrame(step);
 };
-const marks = (look, units, epoch) => { // unit index -> merit of the site behind (or before) it, at the look itself
+const marks = (look, units, epoch) => { // unit index -> merit of the site after (or before) it, at the look itself
   const found = new Map();
   if (!look || look.call !== epoch) return found;
   look.merits.forEach((entry, index) => {

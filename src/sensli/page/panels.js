@@ -4,7 +4,7 @@ const decision = (epoch) => {
   const look = lookAt(epoch), parts = [];
   if (!look) {
     const next = data.looks[0];
-    parts.push(make("p", { class: "why" }, next ? `None yet. The first look at all places is at epoch ${whole(next.call)}.` : "There was no look at the places in this training."));
+    parts.push(make("p", { class: "why" }, next ? `None yet. The first look at all places is at epoch ${whole(next.call)}.` : "No places were measured in this training."));
     room("decision").replaceChildren(...parts);
     return;
   }
@@ -23,7 +23,7 @@ const decision = (epoch) => {
       return make("div", { class: look.chosen.includes(index) ? "bar won" : "bar" }, make("div", { class: "name" }, make("span", {}, entry.site), value), bar);
     });
     parts.push(make("div", { class: "bars", role: "img", "aria-label": `Merits: ${look.merits.slice(0, 10).map((m) => `${m.site} ${merit(m.value)}`).join("; ")}` }, ...rows));
-    if (look.merits.length > 10) parts.push(make("p", { class: "hint" }, `${look.merits.length - 10} more sites stand in the words below.`));
+    if (look.merits.length > 10) parts.push(make("p", { class: "hint" }, `${look.merits.length - 10} more sites are listed in the text below.`));
     if (threshold) parts.push(make("p", { class: "hint", id: "tau", "data-tau": String(look.tau) }, `dashed: tau = ${look.tau} x the mean of the existing weights, ${merit(threshold)}`));
     else parts.push(make("p", { class: "hint", id: "tau", "data-tau": String(look.tau) }, `tau = ${look.tau}`));
   }

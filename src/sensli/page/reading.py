@@ -15,7 +15,7 @@ from sensli.growing import storage
 from sensli.modules import checks
 from sensli.surgery.history.history import History
 
-_ZIP = b"PK\x03\x04"  # what torch.save writes begins so
+_ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
 
 
 def read_history(path: str | os.PathLike[str]) -> History:
@@ -32,7 +32,7 @@ def read_history(path: str | os.PathLike[str]) -> History:
     """
     path = checks.path("path", path, error=HistoryError)
     try:
-        if path.is_dir():  # the checkpoint of a sharded model
+        if path.is_dir():  # a checkpoint of a sharded model
             path = path / storage.FILE
         content = path.read_bytes()
         if content.lstrip()[:1] in (b"{", b"["):
@@ -43,7 +43,7 @@ def read_history(path: str | os.PathLike[str]) -> History:
             data = storage.read(path)
         else:
             raise HistoryError(
-                f"'{path}' is neither JSON nor a file of torch.save. Give what History.save(path) wrote."
+                f"'{path}' is neither JSON nor a file that torch.save wrote. Give what History.save(path) wrote."
             )
     except SensliError:
         raise
@@ -65,7 +65,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _find(data: Any, depth: int = 4) -> Mapping[str, Any] | None:
-    """The first mapping with growths in it, at any name, not deep."""
+    """The first mapping with growths in it, under any name, a few levels deep."""
     if not isinstance(data, Mapping) or depth == 0:
         return None
     if "growths" in data:

@@ -1,4 +1,4 @@
-"""The training in words: what the film shows, for readers who do not see it, and where no script runs."""
+"""The training in words: what the film shows, for readers who cannot see it, or without JavaScript."""
 
 from __future__ import annotations
 

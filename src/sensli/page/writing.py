@@ -44,5 +44,5 @@ def render(data: dict[str, Any]) -> str:
     # Inside a script element only "</" and "<!--" could end or confuse it; a backslash before "<" is the same JSON string.
     payload = json.dumps(strict(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"style": style, "script": "".join(scripts), "heading": heading, "words": text, "data": payload}
-    # in one go: what a user named must not be taken for a place of the template
+    # in one pass: a name given by the user must not be taken for a placeholder of the template
     return re.sub(r"<!--(\w+)-->", lambda place: parts[place.group(1)], template)

@@ -6,12 +6,13 @@ import argparse
 import sys
 
 from sensli.paper import cli
+from sensli.text.commands import run_command
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m sensli.paper")
     cli.add_commands(parser)
-    return cli.main(parser.parse_args())
+    return run_command(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 from sensli.paper.config import Experiment, parse
 from sensli.paper.errors import BadExperiment
-from sensli.paper.reading import nearest
+from sensli.paper.reading import unknown
 
 PAPER = tuple(str(number) for number in range(1, 15))
 
@@ -47,13 +47,13 @@ GROUPS: dict[str, Callable[[], list[str]]] = {
 
 
 def find(name: str) -> Experiment:
-    """An experiment by number or name, or from a file of the user's."""
+    """An experiment by number or name, or from a user's file."""
     if name.endswith((".json", ".toml")):
         return load(Path(name))
     known = bundled()
     if name in known:
         return known[name]
-    raise BadExperiment(f"no experiment {name!r}. {nearest(name, [*known, *GROUPS])}")
+    raise BadExperiment(unknown("experiment", name, [*known, *GROUPS]))
 
 
 def load(path: Path) -> Experiment:
@@ -61,16 +61,16 @@ def load(path: Path) -> Experiment:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadExperiment(f"{path}: cannot be read ({_reason(error)}). Check the path.") from None
+        raise BadExperiment(f"{path} cannot be read ({_reason(error)}). Check the path.") from None
     try:
         data = _toml(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
-        raise BadExperiment(f"{path}: not valid {path.suffix[1:].upper()}: {error}") from None
+        raise BadExperiment(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
     experiment = parse(data, path.name)
     if experiment.name in bundled():
         raise BadExperiment(
-            f"{path.name}: the name {experiment.name!r} belongs to an experiment of the package, whose results would "
-            "be mixed up with yours. Choose another."
+            f"{path.name}: the name {experiment.name!r} belongs to an experiment of the package, and their results would "
+            "be mixed up. Choose another name."
         )
     return experiment
 

@@ -1,4 +1,4 @@
-"""The paper's nine claims as data: what is claimed, the checks that weigh it, and the questions asked further."""
+"""The paper's nine claims as data: what is claimed, the checks that weigh it, and further questions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ C2 = Claim(
             "Yes: with its dead units woken, the grown network beats the extended one.",
             "In part: with its dead units woken, the grown network beats the extended one for some insertion times.",
             "No: with its dead units woken the grown network does not beat the extended one either. (Whether waking "
-            "helps at all is weighed at the end.)",
+            "helps at all is examined at the end.)",
         ),
         Question(
             "Is it the initial seeds? Take only the runs whose small network had no dead unit when it grew. (The runs "
@@ -110,11 +110,11 @@ C2 = Claim(
             "They win too.",
             "They win in some settings only.",
             "The difference is within the noise.",
-            "They lose, and this is the most likely reason why the claim fails: an identity layer hands every dead "
+            "They lose, and this is the most likely reason why the claim fails: an identity layer passes every dead "
             "unit on, so a small network that has lost units grows into a deep one that has lost them as well.",
         ),
         Question(
-            "Is it the moment of looking? Compare early in training.",
+            "Does it depend on when one looks? Compare early in training.",
             tuple(
                 Smaller("when-mini", f"LI@{time}", "FNN2", LOSS, epoch=epoch)
                 for epoch in (300, 600)
@@ -218,10 +218,10 @@ C8 = Claim(
     "Each of eight insertion times beats the baseline, and too late helps less. Best after 450 epochs in Exp10, the "
     "earlier the better in Exp11, little effect in Exp12.",
     (
-        *(Smaller("10", f"LI@{time}", "FNN1", LOSS, ("many",)) for time in range(150, 851, 100)),
-        *(Smaller("11", f"LI@{time}", "FNN1", LOSS, ("many",)) for time in range(50, 401, 50)),
-        Smaller("10", "LI@150", "LI@850", LOSS, ("many",)),
-        Smaller("11", "LI@50", "LI@400", LOSS, ("many",)),
+        *(Smaller("10", f"LI@{time}", "FNN1", LOSS, recipes=("many",)) for time in range(150, 851, 100)),
+        *(Smaller("11", f"LI@{time}", "FNN1", LOSS, recipes=("many",)) for time in range(50, 401, 50)),
+        Smaller("10", "LI@150", "LI@850", LOSS, recipes=("many",)),
+        Smaller("11", "LI@50", "LI@400", LOSS, recipes=("many",)),
         BestTime("10", (450,)),
         BestTime("11", (50,)),
         *(Smaller("12", f"LI@{time}", "CNN1", LOSS) for time in range(10, 81, 10)),
@@ -266,7 +266,7 @@ C9 = Claim(
 WAKE = Claim(
     "Waking dead units",
     "Waking the dead units of a new ReLU layer lowers the loss. (Not in the paper. A unit that is zero on all data "
-    "gets random incoming weights in the new layer and zero outgoing weights behind it: the function on the data "
+    "gets random incoming weights in the new layer and zero outgoing weights after it: the function on the data "
     "stays, and the unit can learn.)",
     (Smaller("wake", "LI wake", "LI", LOSS),),
     (

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sensli.errors import MissingExtra, SensliError
+from sensli.errors import MissingExtra
 from sensli.paper import catalog, runner, tables
 from sensli.paper.config import Experiment, Options, Plan, plan
 from sensli.paper.document import Table
@@ -22,7 +21,7 @@ RESULTS = Path("results")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Plug `paper` into a parser's subcommands; `args.run(args)` then does the work and raises what goes wrong."""
+    """Add `paper` to a parser's subcommands; `args.run(args)` then does the work and raises if something goes wrong."""
     text = "the paper's experiments: list, run, show, report"
     parser = subparsers.add_parser(
         "paper",
@@ -31,10 +30,10 @@ def add_parser(subparsers: Any) -> None:
         epilog="example: sensli paper run 2, then sensli paper report",
     )
     add_commands(parser)
-    parser.set_defaults(run=execute)
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=execute)
     commands = parser.add_subparsers(dest="paper_command", required=True, metavar="list|run|show|report")
 
     def command(name: str, text: str, example: str) -> argparse.ArgumentParser:
@@ -51,7 +50,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         one.add_argument(
             "--preset", default="paper", metavar="|".join(PRESETS), help=f"size of the CNN experiments. {sizes}"
         )
-        one.add_argument("--bf16", action="store_true", help="CNN experiments in bfloat16, where the device can do it")
+        one.add_argument("--bf16", action="store_true", help="train the CNNs in bfloat16, if the device supports it")
         return one
 
     command("list", "List all experiments: what they show, what they cost, what is already computed.", "")
@@ -65,22 +64,25 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     ):
         one = command(name, text, example)
         targets = (
-            "a number, a name, 'all' (the paper's), 'spirals' or 'cnn' (of them), 'further' (ours), or an experiment "
-            "file (.json, .toml)"
+            "a number, a name, 'all' (the paper's), 'spirals' or 'cnn' (the paper's of that kind), 'further' (ours), or "
+            "an experiment file (.json, .toml)"
         )
         one.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=targets)
         recipe = "'stated' or 'run' (as the authors' scripts ran it), or another recipe (default: all of them)"
         one.add_argument("--as", dest="recipe", metavar="RECIPE", help=recipe)
         if name == "run":
+            one.set_defaults(resumes=True)
             where = "folder of CIFAR-10, or where to download it to (default: SENSLI_DATA, otherwise data)"
             one.add_argument("--data", type=Path, metavar="DIR", help=where)
-            one.add_argument("--device", choices=DEVICES, default="auto", help="of the CNN experiments (default: auto)")
-            one.add_argument("--compile", action="store_true", help="torch.compile the CNNs")
-            places = "'here' (one after another in this process, the default) or 'ray' (side by side as Ray tasks)"
+            one.add_argument(
+                "--device", choices=DEVICES, default="auto", help="device of the CNN experiments (default: auto)"
+            )
+            one.add_argument("--compile", action="store_true", help="compile the CNNs with torch.compile")
+            places = "'here' (one after another in this process, the default) or 'ray' (in parallel as Ray tasks)"
             one.add_argument("--on", choices=("here", "ray"), default="here", help=f"where to compute: {places}")
             head = "with --on ray: HOST:PORT of a cluster's head, or 'auto' (default: RAY_ADDRESS, otherwise a Ray on this machine)"
             one.add_argument("--ray-address", metavar="ADDRESS", help=head)
-            cpus = "with --on ray: CPUs and threads of each task (default: 1 for spirals, an even share for CNNs)"
+            cpus = "with --on ray: CPUs and threads of each task (default: 1 for spirals, an equal share for CNNs)"
             one.add_argument("--ray-cpus", type=int, metavar="N", help=cpus)
     report = command("report", "Write the claims, each with its verdict, as Markdown and HTML.", " --to page")
     report.add_argument("--to", type=Path, metavar="DIR", help="folder for the report (default: report in the results)")
@@ -88,21 +90,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> None:
     {"list": _list, "run": _run, "show": _show, "report": _report}[args.paper_command](args)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Run one command; a mistake of the user's is one line and exit code 2."""
-    try:
-        execute(args)
-    except SensliError as error:
-        print(f"sensli paper: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("sensli paper: interrupted. Run the same command again to resume.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `sensli paper show 2 | head`
-        return 0
-    return 0
 
 
 def plans_for(names: Sequence[str], recipe: str | None, options: Options) -> list[Plan]:
@@ -126,7 +113,7 @@ def _recipes(experiment: Experiment, recipe: str | None) -> list[str]:
     if recipe is None:
         return list(experiment.recipes)
     if recipe == "run" and "run" not in experiment.recipes and "stated" in experiment.recipes:
-        return ["stated"]  # nothing is known to differ: what was run is what is stated
+        return ["stated"]  # no difference is known: what was run is what is stated
     if recipe not in experiment.recipes:
         known = ", ".join(experiment.recipes)
         raise BadExperiment(f"--as: experiment {experiment.name} has no recipe {recipe!r}. It has: {known}.")
@@ -146,7 +133,7 @@ def _list(args: argparse.Namespace) -> None:
             plans = [plan(experiment, recipe, _options(args)) for recipe in experiment.recipes]
         except BadExperiment as error:
             refused.append(error)
-            continue  # too short for this one at that scale; the others are still worth listing
+            continue  # too short for this one at that scale; the others are still listed
         cost = sum(engine(s).estimate(s, one.runs) for one in plans for s in one.arms.values())
         recipes = ", ".join(experiment.recipes) if len(plans) < 4 else f"{len(plans)} recipes"
         runs = "/".join(dict.fromkeys(str(one.runs) for one in plans))

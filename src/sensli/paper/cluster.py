@@ -1,4 +1,4 @@
-"""Getting hold of Ray: one on this machine, or the cluster at an address; every failure is one line."""
+"""Connecting to Ray: one on this machine, or the cluster at an address; every failure is one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sensli.paper.ray_worker import one_line
 
 PATIENCE = 10.0  # seconds for a machine to answer
 _LOCAL = {"RAY_USAGE_STATS_ENABLED": "0"}
-# Where the answer is not Ray's, these end the attempt after half a minute instead of minutes.
+# If something other than Ray answers, these end the attempt after half a minute instead of minutes.
 _REMOTE = {"RAY_py_gcs_connect_timeout_s": "10", "RAY_NUM_REDIS_GET_RETRIES": "1"}
 
 
@@ -28,7 +28,7 @@ class RayError(PaperError):
 
 @contextmanager
 def connected(address: str | None) -> Iterator[tuple[Any, bool]]:
-    """The module, and whether its Ray was started here. That one is shut down at the end; one that the caller had stays."""
+    """The module, and whether its Ray was started here. If so, it is shut down at the end; one that the caller had started stays."""
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     _check(address)
     with _environment(_LOCAL if address == "local" else _REMOTE):  # some of it is read when Ray is imported
@@ -62,11 +62,11 @@ def _start(ray: Any, address: str) -> None:
         advice = "Run the command on a machine of the cluster, with the same versions of Ray and Python."
         if local:
             advice = "Leave out --on ray to compute in this process."
-        raise RayError(f"{where}: no connection ({one_line(error)}). {advice}") from None
+        raise RayError(f"{where}: cannot connect ({one_line(error)}). {advice}") from None
 
 
 def _check(address: str) -> None:
-    """Ray waits for minutes where nobody answers, and says little then."""
+    """Ray waits for minutes if nobody answers, and then says little."""
     if address in ("local", "auto"):
         return
     found = re.fullmatch(r"(\[[^\]]+\]|[^:/\s]+):(\d+)", address)
@@ -86,7 +86,7 @@ def _check(address: str) -> None:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Settings that Ray takes from the environment only; what the user has set there counts."""
+    """Settings that Ray reads only from the environment; what the user has set there takes precedence."""
     new = values.keys() - os.environ.keys()
     os.environ.update({name: values[name] for name in new})
     try:

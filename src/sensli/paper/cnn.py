@@ -1,7 +1,7 @@
 """The engine of the CIFAR-10 experiments: one network at a time, grown by the core's `Grower`.
 
-`train` reads from top to bottom. All randomness hangs on (seed, run, purpose, epoch), so a run that was stopped needs
-no generator state to go on to the bit.
+`train` reads from top to bottom. All randomness depends on (seed, run, purpose, epoch), so an interrupted run
+needs no generator state to resume to the bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sensli.paper.engines import Counts, Job, Outcome
 from sensli.paper.errors import BadExperiment
 from sensli.paper.logbook import Logbook
 from sensli.paper.machine import Machine, has_bf16
-from sensli.paper.reading import nearest
+from sensli.paper.reading import nearest, unknown
 from sensli.paper.restoring import check_count, restoring
 from sensli.paper.seeds import generator
 from sensli.paper.training import Training, float_type, wait_for
@@ -37,23 +37,27 @@ def check(settings: Settings) -> None:
     """Refuse what cannot be trained, before anything is computed."""
     data, network, optimizer = settings.data, settings.network, settings.optimizer
     if data.name not in FACTS:
-        raise BadExperiment(f"the engine 'cnn' trains on images, not on {data.name!r}. {nearest(data.name, FACTS)}")
+        raise BadExperiment(
+            f"data, name: the engine 'cnn' trains on images, got {data.name!r}. {nearest(data.name, FACTS)}"
+        )
     if network.kind != "cnn":
-        raise BadExperiment(f"the engine 'cnn' trains networks of kind 'cnn', not {network.kind!r}.")
+        raise BadExperiment(f"network, kind must be 'cnn' for the engine 'cnn', got {network.kind!r}.")
     facts = FACTS[data.name]
     if data.train + data.validation > facts.train or data.test > facts.test:
         raise BadExperiment(
-            f"data: {data.name} has {facts.train:,} training and {facts.test:,} test images, fewer than train "
-            f"{data.train:,} + validation {data.validation:,} and test {data.test:,} ask for."
+            f"data: {data.name} has {facts.train:,} training and {facts.test:,} test images, fewer than requested: train "
+            f"{data.train:,} + validation {data.validation:,}, test {data.test:,}."
         )
     if facts.size >> len(network.channels) == 0:
-        raise BadExperiment(f"channels: {len(network.channels)} poolings leave nothing of {facts.size} x {facts.size}.")
+        raise BadExperiment(
+            f"channels: {len(network.channels)} poolings leave nothing of a {facts.size} x {facts.size} image."
+        )
     if optimizer.name not in OPTIMIZERS:
-        raise BadExperiment(f"optimizer: unknown name {optimizer.name!r}. {nearest(optimizer.name, OPTIMIZERS)}")
+        raise BadExperiment(f"optimizer, name: {unknown('optimizer', optimizer.name, OPTIMIZERS)}")
     if optimizer.name == "adam" and optimizer.momentum:
-        raise BadExperiment("optimizer: momentum belongs to 'sgd'; 'adam' has its own.")
+        raise BadExperiment(f"optimizer, momentum must be 0 for 'adam', which has its own, got {optimizer.momentum}.")
     if settings.wake:
-        raise BadExperiment("wake is a setting of the engine 'stacked' only.")
+        raise BadExperiment("wake is a setting of the engine 'stacked', not of 'cnn'.")
 
 
 def ready(settings: Settings, machine: Machine) -> None:

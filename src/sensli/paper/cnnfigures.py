@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sensli.merits.norms import NORMS
 from sensli.paper.config import Plan
 from sensli.paper.costs import pair, ratios
-from sensli.paper.figures import COLOURS, DPI, Results, _cycle, _spans_orders, _title
+from sensli.paper.figures import COLOURS, DPI, Results, _cycle, _spans_orders, _title, open_axes
 from sensli.paper.statistics import number
 from sensli.paper.store import Result
 
@@ -31,9 +31,7 @@ def cost(plan: Plan, results: Results) -> Figure:
         grid[1][column].set_xlabel(words)
     grid[0][0].set_ylabel("training loss")
     grid[1][0].set_ylabel("test accuracy")
-    for axis in grid.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(True, color="0.92", linewidth=0.7)
+    open_axes(grid.flat)
     if _spans_orders(results):
         grid[0][0].set_yscale("log")
     grid[0][0].legend(frameon=False, fontsize=9)

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sensli.merits.ranking import SELECTIONS
 from sensli.paper import presets
 from sensli.paper.errors import BadExperiment
-from sensli.paper.reading import check_keys, merged, nearest, read
+from sensli.paper.reading import check_keys, merged, read, unknown
 
 RESULT_FORMAT = 1  # part of every digest: results of another format are never mixed in
 
-SELECTIONS = ("largest", "smallest", "random")
 NETWORKS = ("fnn", "resnet", "cnn")
 DTYPES = ("float32", "float64", "bfloat16")  # the last one: autocast over float32 weights
 METRICS = ("validation", "test")
@@ -37,7 +37,7 @@ class Data:
     """The data set; the split is drawn once from `split_seed` and shared by all runs.
 
     Images: `validation` of the official training images are held out for the schedule, `train` others are trained on,
-    and `test` of the official test images are looked at (0: all of them).
+    and `test` of the official test images are used (0: all of them).
     """
 
     name: str = "spirals"
@@ -47,9 +47,9 @@ class Data:
     test: int = 0
 
     def __post_init__(self) -> None:
-        _need(self.train > 0, f"train must be at least 1, not {self.train}.")
+        _need(self.train > 0, f"train must be at least 1, got {self.train}.")
         for name in ("validation", "test"):
-            _need(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}.")
+            _need(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
@@ -57,26 +57,29 @@ class Network:
     """`widths` lists the hidden layers; a resnet of L hidden layers is a first map and L - 1 residual blocks.
 
     A cnn has one stage per entry of `channels` (3 x 3 convolutions with ReLU, then 2 x 2 max-pooling), `repeats` says how
-    many convolutions each stage has (empty: one), and `widths` lists the fully connected layers behind them.
+    many convolutions each stage has (empty: one), and `widths` lists the fully connected layers after them.
     """
 
     kind: str
     widths: tuple[int, ...]
     end_bias: bool = False  # resnet only: biases in the first and the last map
-    first_activation: bool = False  # resnet only: tanh behind the first map
+    first_activation: bool = False  # resnet only: tanh after the first map
     channels: tuple[int, ...] = ()  # cnn only
     repeats: tuple[int, ...] = ()  # cnn only
 
     def __post_init__(self) -> None:
-        _need(self.kind in NETWORKS, f"unknown kind {self.kind!r}. {nearest(self.kind, NETWORKS)}")
+        _need(self.kind in NETWORKS, unknown("kind", self.kind, NETWORKS))
         _need(len(self.widths) > 0, "widths is empty: name at least one hidden layer, for example [5].")
-        _need(all(width > 0 for width in self.widths), f"widths must be positive, not {list(self.widths)}.")
+        _need(all(width > 0 for width in self.widths), f"widths must be positive, got {list(self.widths)}.")
         fixed = self.kind != "resnet" and (self.end_bias or self.first_activation)
-        _need(not fixed, f"end_bias and first_activation belong to kind 'resnet'; {self.kind} always has both.")
+        _need(not fixed, f"end_bias and first_activation are settings of kind 'resnet'; {self.kind} always has both.")
         if self.kind == "cnn":
             self._check_stages()
             return
-        _need(not self.channels and not self.repeats, f"channels and repeats belong to kind 'cnn', not {self.kind!r}.")
+        _need(
+            not self.channels and not self.repeats,
+            f"channels and repeats are settings of kind 'cnn', got kind {self.kind!r}.",
+        )
         _need(
             len(set(self.widths)) == 1,
             f"widths {list(self.widths)} differ. The runs of an arm grow at different places and are trained as one "
@@ -86,7 +89,7 @@ class Network:
     def _check_stages(self) -> None:
         _need(len(self.channels) > 0, "channels is empty: name at least one stage, for example [64, 128, 256].")
         positive = all(number > 0 for number in (*self.channels, *self.repeats))
-        _need(positive, f"channels and repeats must be positive, not {list(self.channels)}, {list(self.repeats)}.")
+        _need(positive, f"channels and repeats must be positive, got {list(self.channels)} and {list(self.repeats)}.")
         fits = len(self.repeats) in (0, len(self.channels))
         _need(fits, f"repeats {list(self.repeats)} needs one number for each of the {len(self.channels)} stages.")
 
@@ -99,9 +102,9 @@ class Optimizer:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _need(self.lr > 0, f"lr must be positive, not {self.lr}.")
-        _need(0 <= self.momentum < 1, f"momentum must be in [0, 1), not {self.momentum}.")
-        _need(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}.")
+        _need(self.lr > 0, f"lr must be positive, got {self.lr}.")
+        _need(0 <= self.momentum < 1, f"momentum must be at least 0 and below 1, got {self.momentum}.")
+        _need(self.weight_decay >= 0, f"weight_decay must be at least 0, got {self.weight_decay}.")
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,14 @@ class Schedule:
     metric: str = "validation"  # or "test", which decides about training by what it is later judged with
 
     def __post_init__(self) -> None:
-        _need(self.patience >= 0, f"patience must not be negative, not {self.patience}.")
-        _need(0 < self.factor < 1, f"factor must be between 0 and 1, not {self.factor}.")
-        _need(self.metric in METRICS, f"unknown metric {self.metric!r}. {nearest(self.metric, METRICS)}")
+        _need(self.patience >= 0, f"patience must be at least 0, got {self.patience}.")
+        _need(0 < self.factor < 1, f"factor must be between 0 and 1, got {self.factor}.")
+        _need(self.metric in METRICS, unknown("metric", self.metric, METRICS))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what one arm computes, but for the seeds."""
+    """Everything that decides what one arm computes, except the seeds."""
 
     network: Network
     optimizer: Optimizer
@@ -139,32 +142,30 @@ class Settings:
     schedule: Schedule | None = None
     confidence: float | None = None  # stop measuring when the best place is clear at this level
     tolerance: float = 0.0  # of the best merit, that such a place may miss
-    fresh_optimizer: bool = False  # optimizer and schedule made anew at each insertion
+    fresh_optimizer: bool = False  # optimizer and schedule are rebuilt at each insertion
     from_start: bool = False  # the network that the same arm without this setting grew into, trained from scratch
     record_norms: bool = False  # all five norms at every place
     preset: str = "paper"
 
     def __post_init__(self) -> None:
-        _need(self.epochs > 0, f"epochs must be at least 1, not {self.epochs}.")
-        _need(0 < self.batch <= self.data.train, f"batch must be between 1 and {self.data.train}, not {self.batch}.")
-        _need(self.select in SELECTIONS, f"unknown select {self.select!r}. {nearest(self.select, SELECTIONS)}")
-        _need(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}. {nearest(self.dtype, DTYPES)}")
-        _need(self.lr_scale > 0, f"lr_scale must be positive, not {self.lr_scale}.")
-        _need(self.tau >= 0, f"tau must not be negative, not {self.tau}.")
+        _need(self.epochs > 0, f"epochs must be at least 1, got {self.epochs}.")
+        _need(0 < self.batch <= self.data.train, f"batch must be between 1 and {self.data.train}, got {self.batch}.")
+        _need(self.select in SELECTIONS, unknown("select", self.select, SELECTIONS))
+        _need(self.dtype in DTYPES, unknown("dtype", self.dtype, DTYPES))
+        _need(self.lr_scale > 0, f"lr_scale must be positive, got {self.lr_scale}.")
+        _need(self.tau >= 0, f"tau must be at least 0, got {self.tau}.")
         times = list(self.insert_at)
-        _need(times == sorted(set(times)), f"insert_at must increase, not {times}.")
-        level = self.confidence is None or (0 < self.confidence < 1 and self.select == "largest")
-        _need(
-            level, f"confidence must be between 0 and 1, with select 'largest'; not {self.confidence}, {self.select!r}."
-        )
-        _need(
-            0 <= self.tolerance < 1 and (self.tolerance == 0 or self.confidence is not None),
-            f"tolerance must be at least 0 and below 1, with a confidence; not {self.tolerance}.",
-        )
+        _need(times == sorted(set(times)), f"insert_at must increase, got {times}.")
+        level = self.confidence is None or 0 < self.confidence < 1
+        _need(level, f"confidence must be between 0 and 1 (for example 0.99), got {self.confidence}.")
+        largest = self.confidence is None or self.select == "largest"
+        _need(largest, f"confidence needs select = 'largest', got {self.select!r}.")
+        _need(0 <= self.tolerance < 1, f"tolerance must be at least 0 and below 1, got {self.tolerance}.")
+        _need(self.tolerance == 0 or self.confidence is not None, "tolerance needs a confidence (for example 0.99).")
         held_out = self.schedule is None or self.schedule.metric == "test" or self.data.validation > 0
         _need(held_out, "the schedule needs validation images: set data.validation to at least 1.")
         inside = all(0 < time < self.epochs for time in times)
-        _need(inside, f"insert_at must lie between 1 and {self.epochs - 1} (epochs - 1), not {times}.")
+        _need(inside, f"insert_at must be between 1 and {self.epochs - 1} (epochs - 1), got {times}.")
 
 
 @dataclass(frozen=True)
@@ -192,12 +193,12 @@ class Experiment:
     note: str = ""
 
     def __post_init__(self) -> None:
-        _need(self.runs > 0, f"runs must be at least 1, not {self.runs}.")
-        _need(self.smoothing > 0, f"smoothing must be at least 1, not {self.smoothing}.")
+        _need(self.runs > 0, f"runs must be at least 1, got {self.runs}.")
+        _need(self.smoothing > 0, f"smoothing must be at least 1, got {self.smoothing}.")
         _need(len(self.arms) > 0, "arms is empty: name at least one.")
         _need(len(self.recipes) > 0, "recipes is empty: leave the key out, or name at least one.")
         for figure in self.figures:
-            _need(figure in FIGURES, f"unknown figure {figure!r}. {nearest(figure, FIGURES)}")
+            _need(figure in FIGURES, unknown("figure", figure, FIGURES))
         for name in (*self.arms, *self.recipes, self.name):
             fine = name != "" and all(letter.isalnum() or letter in " @._+-" for letter in name) and name[0] != "."
             _need(fine, f"the name {name!r} becomes a folder: use letters, digits, spaces and @ . _ + - only.")
@@ -247,8 +248,8 @@ class Plan:
             if dataclasses.replace(settings, record_gradients=False, record_norms=False) == wanted:
                 return name
         raise BadExperiment(
-            f"experiment {self.experiment.name}, arm {arm!r}: from_start needs an arm above it with the same settings but "
-            "for from_start, whose networks it takes over."
+            f"experiment {self.experiment.name}, arm {arm!r}: from_start needs an arm above it with the same settings "
+            "except from_start, whose networks it takes over."
         )
 
 
@@ -263,11 +264,11 @@ def parse(data: Mapping[str, Any], where: str) -> Experiment:
 def plan(experiment: Experiment, recipe: str, options: Options, where: str | None = None) -> Plan:
     where = where or f"experiment {experiment.name}"
     if recipe not in experiment.recipes:
-        raise BadExperiment(f"{where}: no recipe {recipe!r}. {nearest(recipe, experiment.recipes)}")
+        raise BadExperiment(f"{where}: {unknown('recipe', recipe, experiment.recipes)}")
     if options.runs is not None and not 1 <= options.runs <= MOST_RUNS:
-        raise BadExperiment(f"{where}: --runs must be at least 1 and at most {MOST_RUNS:,}, not {options.runs}.")
+        raise BadExperiment(f"{where}: --runs must be between 1 and {MOST_RUNS:,}, got {options.runs}.")
     if not 0 < options.epochs_scale <= 100:
-        raise BadExperiment(f"{where}: --epochs-scale must be positive (1 is the paper's), not {options.epochs_scale}.")
+        raise BadExperiment(f"{where}: --epochs-scale must be positive and at most 100, got {options.epochs_scale}.")
     chosen = experiment.recipes[recipe]
     base = merged(experiment.settings, chosen.settings)
     check_keys(base, [f.name for f in dataclasses.fields(Settings)], f"{where}, recipe {recipe!r}")

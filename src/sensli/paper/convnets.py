@@ -1,6 +1,6 @@
 """The paper's CNN as an ordinary module, and its counts.
 
-A stage is one or more 3 x 3 convolutions with ReLU, then 2 x 2 max-pooling. A place is behind a convolution and its ReLU, so a
+A stage is one or more 3 x 3 convolutions with ReLU, then 2 x 2 max-pooling. A place is after a convolution and its ReLU, so a
 stage of r convolutions has r places, and a layer inserted there makes it r + 1; which of them makes no difference
 to the architecture.
 """
@@ -26,10 +26,10 @@ def grown(network: Network, places: Sequence[int]) -> list[int]:
     for place in places:
         if place < 0:
             continue
-        behind = 0
+        end = 0
         for stage, count in enumerate(stages):
-            behind += count
-            if place < behind:
+            end += count
+            if place < end:
                 stages[stage] += 1
                 break
         else:

@@ -1,4 +1,4 @@
-"""What growing cost against the grown network from the start, run by run: FLOPs, time, and the share of looking."""
+"""What growing cost, compared with the grown network from the start, run by run: FLOPs, time, and the share of looking."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Ratios:
         Interval  # what is computed here: three passes of the network as it is, and a weight gradient at every place
     )
     time: Interval
-    steady: Interval  # time, with the median epoch of every stretch between two looks: free of a machine's busy moments
+    steady: Interval  # time, with the median epoch of every stretch between two looks: not affected by a machine's busy moments
     chosen: Interval
     looking: Interval  # share of the looks in the time of the grown arm
 
     def __str__(self) -> str:
         return (
             f"FLOPs ratio {self.computed}; by the paper's rule, which counts a look as passes of a network extended everywhere, "
-            f"{self.flops}; time ratio {self.time}, from median epochs {self.steady}; the insertions alone make it {self.chosen}; "
+            f"{self.flops}; time ratio {self.time}, from median epochs {self.steady}; from the insertions alone {self.chosen}; "
             f"looking took {number(100 * self.looking.mean)} % of the time"
         )
 

@@ -16,23 +16,29 @@ from torch import Tensor
 from sensli.paper.config import Settings
 from sensli.paper.errors import BadExperiment
 from sensli.paper.machine import Machine
-from sensli.paper.reading import nearest
+from sensli.paper.reading import unknown
 
+SHOWN = 3  # iterations after an insertion whose gradient of the new weights is kept for the heatmaps
 ENGINES = {"stacked": "sensli.paper.stacked", "cnn": "sensli.paper.cnn"}
+
+
+def _ignore(_: object) -> None:
+    """Nobody wants to know. A function with a name, so that a job can be sent to another process."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and the three lines to the outside: where to go on, how to save, whom to tell."""
+    """Everything that a training needs, in this process or on another machine: what to train, where to resume, whom to tell."""
 
     settings: Settings
     seed: int
     runs: tuple[int, ...]
-    state: dict[str, Any] | None = None  # what `save` was last given, after a stop
-    save: Callable[[dict[str, Any]], None] = lambda state: None
-    tell: Callable[[float], None] = lambda share: None  # the share that is done, 0 to 1
+    state: dict[str, Any] | None = None  # what `save` was last given, after an interruption
+    save: Callable[[dict[str, Any]], None] = _ignore
+    tell: Callable[[float], None] = _ignore  # the share that is done, 0 to 1
     machine: Machine = Machine()  # noqa: RUF009 (frozen)
     grown: dict[str, Tensor] | None = None  # what the arm recorded whose grown network this one trains from scratch
+    seconds: float = 0.0  # spent before the interruption
     save_every: float = 5.0  # seconds
 
 
@@ -43,10 +49,14 @@ class Outcome:
     Curves share the axis `iteration`: `train_loss`, `test_loss`, `test_error`. Insertions have `place`, `merits`,
     `ratios`, `dead` (units at the chosen place) and `new_gradient`; `gradient_norm` only where it was asked for. An engine
     whose cost means something adds `seconds` and `flops` (both summed up, by epoch); place -1: nothing was inserted.
+    The time it took and where it comes from are not the engine's to say: `pieces.train` fills them in.
     """
 
     runs: dict[str, Tensor]
     axes: dict[str, Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+    origin: dict[str, Any] = field(default_factory=dict)
+    resumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class Engine(Protocol):
 def engine(settings: Settings) -> Engine:
     name = settings.engine
     if name not in ENGINES:
-        raise BadExperiment(f"unknown engine {name!r}. {nearest(name, ENGINES)}")
+        raise BadExperiment(unknown("engine", name, ENGINES))
     module = cast(Engine, importlib.import_module(ENGINES[name]))
     module.check(settings)
     return module

@@ -1,15 +1,15 @@
 """Checks: each looks up stored results, compares, and says in one line what was found.
 
-A check runs over every recipe of its experiment that has results. Where an experiment is not there yet, the line says
-that it is awaited; it fills in by itself once results are stored.
+A check runs over every recipe of its experiment that has results. Where an experiment has not been computed, the line says
+so; it is filled in once results are stored.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,9 +21,9 @@ from sensli.paper.errors import BadExperiment, NoResults
 from sensli.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED, OPPOSITE, Paired, interval, number, paired
 from sensli.paper.store import Result, Store
 
-ONE_RUN = "one run, no verdict"
-NOT_TRAINED = "did not train"
-NO_VERDICT = (ONE_RUN, NOT_TRAINED, AWAITING)
+ONE_RUN = "inconclusive: one run"
+NOT_LEARNT = "inconclusive: the network did not learn"
+UNDECIDED = (ONE_RUN, NOT_LEARNT, AWAITING)
 CHANCE = 0.85  # a test error on ten classes above which a network has learnt nothing
 CNN = ("1", "5", "9", "12", "14")
 WORDS = {"train_loss": "training loss", "test_loss": "test loss", "test_error": "test error"}
@@ -45,7 +45,7 @@ class Evidence:
         self.store, self.options = store, options
         self.experiments = catalog.bundled()
         self._loaded: dict[str, dict[str, Result] | None] = {}
-        self.left_out: list[str] = []  # of what some results are stored, and not all
+        self.left_out: list[str] = []  # why, where only some of the results are stored
 
     def each(self, name: str, recipes: tuple[str, ...] = ()) -> Iterator[tuple[Plan, dict[str, Result]]]:
         """Every recipe of an experiment (or the named ones) that has all its results."""
@@ -69,14 +69,10 @@ class Evidence:
                 yield one, results
 
 
-class Check(Protocol):
-    def weigh(self, evidence: Evidence) -> list[Finding]: ...
-
-
-def awaiting(experiment: str, what: str) -> list[Finding]:
+def _awaiting(experiment: str, what: str) -> Finding:
     command = f"sensli paper run {experiment}"
     kind = f"the CNN experiments: {command} --preset laptop" if experiment in CNN else f"results: {command}"
-    return [Finding(f"{_called(experiment)}: {what}", f"awaiting {kind}", AWAITING)]
+    return Finding(f"{_called(experiment)}: {what}", f"awaiting {kind}", AWAITING)
 
 
 def named(one: Plan) -> str:
@@ -88,43 +84,59 @@ def _called(experiment: str) -> str:
 
 
 @dataclass(frozen=True)
-class Smaller:
-    """The first arm has smaller values than the second, over paired runs: at the end, unless told otherwise."""
+class Check(ABC):
+    """What is found in each recipe of an experiment that has results, or one line that says what is missing."""
 
     experiment: str
+    recipes: tuple[str, ...] = field(default=(), kw_only=True)  # empty: all of them
+
+    def weigh(self, evidence: Evidence) -> list[Finding]:
+        stored = evidence.each(self.experiment, self.recipes)
+        findings = [finding for one, results in stored for finding in self._found(one, results)]
+        return findings or [_awaiting(self.experiment, self._asks())]
+
+    @abstractmethod
+    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]: ...
+
+    @abstractmethod
+    def _asks(self) -> str:
+        """What the check is about, in a few words."""
+
+
+@dataclass(frozen=True)
+class Smaller(Check):
+    """The first arm has smaller values than the second, over paired runs: at the end, unless another moment is given."""
+
     first: str
     second: str
     curves: tuple[str, ...] = ("train_loss", "test_error")
-    recipes: tuple[str, ...] = ()
-    hidden: bool = False  # the claim is that no difference is to be seen
+    hidden: bool = False  # the claim is that there is no visible difference
     epoch: int | None = None  # compare after this epoch
-    equal_cost: bool = False  # compare with the second when it has used as many FLOPs as the first in all
+    equal_cost: bool = False  # compare with the second when it has used as many FLOPs as the first did in total
     dead: bool | None = None  # only runs whose first arm had dead units at the insertion (True), or none (False)
 
-    def weigh(self, evidence: Evidence) -> list[Finding]:
-        findings = []
-        for one, results in evidence.each(self.experiment, self.recipes):
-            first, second = results[self.first], results[self.second]
-            ends, when = self._moments(one)
-            rows = self._rows(first)
-            if not len(rows):
-                continue
-            for curve in self.curves:
-                values = (
-                    side.runs[curve][: one.runs][rows, end] for side, end in zip((first, second), ends, strict=True)
-                )
-                pair = paired(*values)
-                setting = f"{named(one)}, {WORDS[curve]}{when}{self._subset()}: {self.first} against {self.second}"
-                if self.hidden:
-                    setting += " (claimed: no difference to be seen)"
-                idle = [arm for arm in (self.first, self.second) if at_chance(results[arm])]
-                remark = f"; at chance level: {' and '.join(idle)}" if idle else ""
-                verdict = self._verdict(pair) if len(idle) < 2 else NOT_TRAINED
-                findings.append(Finding(setting, _words(pair) + remark, verdict))
-        return findings or awaiting(self.experiment, f"{self.first} against {self.second}")
+    def _asks(self) -> str:
+        return f"{self.first} against {self.second}"
+
+    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+        first, second = results[self.first], results[self.second]
+        ends, when = self._moments(one)
+        rows = self._rows(first)
+        if not len(rows):
+            return
+        for curve in self.curves:
+            sides = zip((first, second), ends, strict=True)
+            pair = paired(*(side.runs[curve][: one.runs][rows, end] for side, end in sides))
+            setting = f"{named(one)}, {WORDS[curve]}{when}{self._subset()}: {self._asks()}"
+            if self.hidden:
+                setting += " (claimed: no visible difference)"
+            idle = [arm for arm in (self.first, self.second) if at_chance(results[arm])]
+            remark = f"; at chance level: {' and '.join(idle)}" if idle else ""
+            verdict = self._verdict(pair) if len(idle) < 2 else NOT_LEARNT
+            yield Finding(setting, _words(pair) + remark, verdict)
 
     def _moments(self, one: Plan) -> tuple[tuple[int, int], str]:
-        """The epochs at which the two are read off, and words for it."""
+        """The epochs at which the two are compared, and how to say it."""
         if self.epoch is not None:
             return (self.epoch, self.epoch), f" after {self.epoch} epochs"
         if not self.equal_cost:
@@ -153,7 +165,7 @@ class Smaller:
 
 
 def at_chance(result: Result) -> bool:
-    """Whether a CNN ends no better than by guessing, as it does with the stated Adam 0.01."""
+    """Whether a CNN ends no better than guessing, as it does with the stated Adam 0.01."""
     return result.settings.engine == "cnn" and result.final("test_error").mean().item() > CHANCE
 
 
@@ -165,89 +177,84 @@ def _words(pair: Paired) -> str:
 
 
 @dataclass(frozen=True)
-class Cheaper:
+class Cheaper(Check):
     """The first arm needs fewer FLOPs than the second: a count, so it needs no interval; if asked for, less time as well."""
 
-    experiment: str
     first: str
     second: str
     time: bool = False
 
-    def weigh(self, evidence: Evidence) -> list[Finding]:
-        findings = []
-        for one, results in evidence.each(self.experiment):
-            sides = results[self.first], results[self.second]
-            setting = f"{named(one)}: {self.first} against {self.second}"
-            if "flops" in sides[0].runs:  # what was really inserted, and the time it really took
-                found = ratios(*sides)
-                measured = str(found) if self.time else f"FLOPs ratio {found.flops}"
-                verdict = CONFIRMED if found.flops.mean < 1 else OPPOSITE
-                if self.time and not found.steady.high < 1:
-                    verdict = OPPOSITE if found.steady.low > 1 else NOT_CONFIRMED
-                if all(at_chance(side) for side in sides):
-                    verdict = NOT_TRAINED
-                findings.append(Finding(setting, measured, verdict))
-                continue
-            first, second = (engine(s).counts(s).flops for s in (one.arms[self.first], one.arms[self.second]))
-            measured = f"{first:,} against {second:,} FLOPs per sample, ratio {first / second:.3f}"
-            verdict = CONFIRMED if first < second else OPPOSITE
-            findings.append(Finding(setting, measured, verdict))
-        return findings or awaiting(self.experiment, f"{self.first} against {self.second}")
+    def _asks(self) -> str:
+        return f"{self.first} against {self.second}"
+
+    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+        sides = results[self.first], results[self.second]
+        setting = f"{named(one)}: {self._asks()}"
+        if "flops" in sides[0].runs:  # what was actually inserted, and the time it actually took
+            found = ratios(*sides)
+            measured = str(found) if self.time else f"FLOPs ratio {found.flops}"
+            verdict = CONFIRMED if found.flops.mean < 1 else OPPOSITE
+            if self.time and not found.steady.high < 1:
+                verdict = OPPOSITE if found.steady.low > 1 else NOT_CONFIRMED
+            if all(at_chance(side) for side in sides):
+                verdict = NOT_LEARNT
+            yield Finding(setting, measured, verdict)
+            return
+        first, second = (engine(s).counts(s).flops for s in (one.arms[self.first], one.arms[self.second]))
+        measured = f"{first:,} against {second:,} FLOPs per sample, ratio {first / second:.3f}"
+        verdict = CONFIRMED if first < second else OPPOSITE
+        yield Finding(setting, measured, verdict)
 
 
 @dataclass(frozen=True)
-class NewGradient:
+class NewGradient(Check):
     """The gradient norm of the new layer stays within a factor of ten of the mean of the others'."""
 
-    experiment: str
     arm: str
 
-    def weigh(self, evidence: Evidence) -> list[Finding]:
-        findings = []
-        for one, results in evidence.each(self.experiment):
-            result = results[self.arm]
-            time = result.settings.insert_at[0]
-            norms = result.runs["gradient_norm"][:, time:].double()  # [runs, epochs, layers]
-            new_index = (result.runs["place"][:, 0] + 1).view(-1, 1, 1).expand(-1, norms.shape[1], 1)
-            new = norms.gather(2, new_index).squeeze(2)
-            others = (norms.sum(2) - new) / (norms.shape[2] - 1)
-            logs = (new.clamp(min=1e-30) / others.clamp(min=1e-30)).log10().mean(1)
-            mean = interval(logs)
-            verdict = (
-                CONFIRMED if mean.low > -1 and mean.high < 1 else OPPOSITE if abs(mean.mean) > 1 else NOT_CONFIRMED
-            )
-            low, high = 10**mean.low, 10**mean.high
-            larger = (new.mean(1) > others.mean(1)).sum().item()
-            measured = (
-                f"new layer's norm over the mean of the others', after the insertion: {number(10**mean.mean)} "
-                f"[{number(low)}, {number(high)}] (geometric mean); larger in {larger} of {len(logs)} runs"
-            )
-            findings.append(Finding(f"{named(one)}: {self.arm}", measured, verdict))
-        return findings or awaiting(self.experiment, f"gradient norms of {self.arm}")
+    def _asks(self) -> str:
+        return f"gradient norms of {self.arm}"
+
+    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+        result = results[self.arm]
+        time = result.settings.insert_at[0]
+        norms = result.runs["gradient_norm"][:, time:].double()  # [runs, epochs, layers]
+        new_index = (result.runs["place"][:, 0] + 1).view(-1, 1, 1).expand(-1, norms.shape[1], 1)
+        new = norms.gather(2, new_index).squeeze(2)
+        others = (norms.sum(2) - new) / (norms.shape[2] - 1)
+        logs = (new.clamp(min=1e-30) / others.clamp(min=1e-30)).log10().mean(1)
+        mean = interval(logs)
+        verdict = CONFIRMED if mean.low > -1 and mean.high < 1 else OPPOSITE if abs(mean.mean) > 1 else NOT_CONFIRMED
+        low, high = 10**mean.low, 10**mean.high
+        larger = (new.mean(1) > others.mean(1)).sum().item()
+        measured = (
+            f"new layer's norm over the mean of the others', after the insertion: {number(10**mean.mean)} "
+            f"[{number(low)}, {number(high)}] (geometric mean); larger in {larger} of {len(logs)} runs"
+        )
+        yield Finding(f"{named(one)}: {self.arm}", measured, verdict)
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Check):
     """A threshold of 1 on the ratio would accept some insertions and reject others."""
 
-    experiment: str
     arm: str
 
-    def weigh(self, evidence: Evidence) -> list[Finding]:
-        findings = []
-        for one, results in evidence.each(self.experiment):
-            result = results[self.arm]
-            best = result.runs["ratios"].nan_to_num(-math.inf).amax(2)  # [runs, times]
-            accepted = (best >= 1).double()
-            mixed = 0 < accepted.mean().item() < 1
-            parts = [
-                f"after {time} epochs: {int(accepted[:, k].sum())} of {len(best)} runs, {_median(best[:, k])}"
-                for k, time in enumerate(result.settings.insert_at)
-            ]
-            verdict = ONE_RUN if len(best) < 2 else CONFIRMED if mixed else NOT_CONFIRMED
-            verdict = NOT_TRAINED if at_chance(result) else verdict
-            findings.append(Finding(f"{named(one)}: {self.arm}, ratio at least 1", "; ".join(parts), verdict))
-        return findings or awaiting(self.experiment, f"{self.arm}, ratio at least 1")
+    def _asks(self) -> str:
+        return f"{self.arm}, ratio at least 1"
+
+    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+        result = results[self.arm]
+        best = result.runs["ratios"].nan_to_num(-math.inf).amax(2)  # [runs, times]
+        accepted = (best >= 1).double()
+        mixed = 0 < accepted.mean().item() < 1
+        parts = [
+            f"after {time} epochs: {int(accepted[:, k].sum())} of {len(best)} runs, {_median(best[:, k])}"
+            for k, time in enumerate(result.settings.insert_at)
+        ]
+        verdict = ONE_RUN if len(best) < 2 else CONFIRMED if mixed else NOT_CONFIRMED
+        verdict = NOT_LEARNT if at_chance(result) else verdict
+        yield Finding(f"{named(one)}: {self._asks()}", "; ".join(parts), verdict)
 
 
 def _median(ratios: torch.Tensor) -> str:
@@ -256,25 +263,24 @@ def _median(ratios: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class BestTime:
+class BestTime(Check):
     """The insertion time with the smallest mean loss lies among those named."""
 
-    experiment: str
     expected: tuple[int, ...]
 
-    def weigh(self, evidence: Evidence) -> list[Finding]:
-        findings = []
-        for one, results in evidence.each(self.experiment):
-            grown = {arm: r for arm, r in results.items() if r.settings.insert_at}
-            means = {arm: r.final("train_loss").mean().item() for arm, r in grown.items()}
-            best = min(means, key=lambda arm: means[arm])
-            time = grown[best].settings.insert_at[0]
-            losses = torch.stack([r.final("train_loss") for r in grown.values()])
-            moments = [r.settings.insert_at[0] for r in grown.values()]
-            counts = torch.bincount(losses.argmin(0), minlength=len(moments)).tolist()
-            spread = ", ".join(f"{moment}: {count}" for moment, count in zip(moments, counts, strict=True))
-            runs = losses.shape[1]
-            verdict = ONE_RUN if runs < 2 else CONFIRMED if time in self.expected else NOT_CONFIRMED
-            measured = f"best after {time} epochs (mean loss {number(means[best])}); best by run: {spread}"
-            findings.append(Finding(f"{named(one)}: best time among {list(self.expected)}", measured, verdict))
-        return findings or awaiting(self.experiment, "best insertion time")
+    def _asks(self) -> str:
+        return "best insertion time"
+
+    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+        grown = {arm: r for arm, r in results.items() if r.settings.insert_at}
+        means = {arm: r.final("train_loss").mean().item() for arm, r in grown.items()}
+        best = min(means, key=lambda arm: means[arm])
+        time = grown[best].settings.insert_at[0]
+        losses = torch.stack([r.final("train_loss") for r in grown.values()])
+        moments = [r.settings.insert_at[0] for r in grown.values()]
+        counts = torch.bincount(losses.argmin(0), minlength=len(moments)).tolist()
+        spread = ", ".join(f"{moment}: {count}" for moment, count in zip(moments, counts, strict=True))
+        runs = losses.shape[1]
+        verdict = ONE_RUN if runs < 2 else CONFIRMED if time in self.expected else NOT_CONFIRMED
+        measured = f"best after {time} epochs (mean loss {number(means[best])}); best by run: {spread}"
+        yield Finding(f"{named(one)}: best time among {list(self.expected)}", measured, verdict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,21 +158,26 @@ def _old_layers(norms: torch.Tensor, place: torch.Tensor, time: int) -> torch.Te
     """Gradient norms of the layers that were there from the start, [runs, epochs, layers - 1]."""
     rows = []
     for values, p in zip(norms, place.tolist(), strict=True):
-        behind = [layer for layer in range(values.shape[1]) if layer != p + 1]
-        rows.append(torch.cat((values[:time, :-1], values[time:, behind])))
+        others = [layer for layer in range(values.shape[1]) if layer != p + 1]
+        rows.append(torch.cat((values[:time, :-1], values[time:, others])))
     return torch.stack(rows)
 
 
 def _panels(count: int, height: float = 5.6) -> tuple[Figure, list[Axes]]:
-    # a Figure of its own, not pyplot's: nothing global is changed and no window can open
+    # a separate Figure, not one of pyplot: nothing global is changed and no window can open
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, height), dpi=DPI, layout="constrained")
     axes = list(figure.subplots(count, 1, sharex=True))
+    open_axes(axes)
+    return figure, axes
+
+
+def open_axes(axes: Iterable[Axes]) -> None:
+    """No frame above and on the right, and a light grid."""
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(True, color="0.92", linewidth=0.7)
-    return figure, axes
 
 
 def _line(axis: Axes, plan: Plan, result: Result, curve: str, label: str, *, shade: bool = True, **style: Any) -> None:

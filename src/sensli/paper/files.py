@@ -35,17 +35,17 @@ def read_tensors(path: Path, checksum: str | None = None) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise Damaged(f"cannot be read ({error.strerror})") from None
+        raise Damaged(f"it cannot be read ({error.strerror})") from None
     head, _, payload = content.partition(b"\n")
     found = hashlib.sha256(payload).hexdigest()
     if head != _MAGIC + found.encode() or (checksum is not None and checksum != found):
         raise Damaged("the checksum does not match")
     try:
         loaded = torch.load(io.BytesIO(payload), weights_only=True)
-    except Exception as error:  # what torch raises for bytes that are no archive is not a short list
-        raise Damaged(f"not readable as tensors, {type(error).__name__}") from None
+    except Exception as error:  # torch raises many kinds of errors for bytes that are not an archive
+        raise Damaged(f"cannot be read as tensors: {type(error).__name__}") from None
     if not isinstance(loaded, dict):
-        raise Damaged(f"holds a {type(loaded).__name__}")
+        raise Damaged(f"it contains a {type(loaded).__name__}")
     return loaded
 
 
@@ -58,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
-        raise Damaged("not readable as JSON") from None
+        raise Damaged("it cannot be read as JSON") from None
     if not isinstance(content, dict) or content.pop("checksum", None) != _json_checksum(content):
         raise Damaged("the checksum does not match")
     return content

@@ -1,4 +1,4 @@
-"""What one training of a CNN leaves behind: curves by epoch and by step, and all that was seen at a look."""
+"""The records of one training of a CNN: curves by epoch and by step, and everything seen at a look."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from sensli.merits.merits import Merits
 from sensli.merits.norms import NORMS
 from sensli.paper import convnets
 from sensli.paper.config import Settings
-from sensli.paper.engines import Outcome
+from sensli.paper.engines import SHOWN, Outcome
 from sensli.paper.restoring import check_alike, check_count
 from sensli.surgery.history.history import Growth
 
-SHOWN = 3  # iterations after an insertion whose gradient of the new kernel is kept for the heatmaps
 NAN = float("nan")
 
 
 class Logbook:
-    """The records of one run. All are tensors of a shape known in advance, so a stopped run goes on in the same ones."""
+    """The records of one run. All are tensors of a shape known in advance, so a resumed run continues with the same ones."""
 
     def __init__(self, settings: Settings, steps: int) -> None:
         epochs, looks = settings.epochs, len(settings.insert_at)

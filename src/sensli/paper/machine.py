@@ -1,4 +1,4 @@
-"""What a training runs on: where the images lie, which device, compiled or not. None of it decides what is computed."""
+"""What a training runs on: where the images are, which device, compiled or not. None of it decides what is computed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Machine:
         return words + (", compiled" if self.compile else "")
 
     def chosen(self) -> torch.device:
-        """The device, or one line that says why it cannot be had."""
+        """The device, or an error of one line that says why it is not available."""
         there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         if self.device == "auto":
             return torch.device(next(name for name in ("cuda", "mps", "cpu") if there[name]))
@@ -50,7 +50,7 @@ class Machine:
 
 @lru_cache
 def has_bf16(device: str) -> bool:
-    """Whether a bfloat16 training step works: tried in a process of its own, since some CPUs end it with a signal."""
+    """Whether a bfloat16 training step works: tried in a separate process, since it ends with a signal on some CPUs."""
     call = [sys.executable, "-c", _BF16_TRIAL.format(device=device)]
     try:
         return subprocess.run(call, capture_output=True, timeout=120).returncode == 0

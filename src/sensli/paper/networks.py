@@ -67,7 +67,7 @@ def forward_flops(network: Network, grown: int = 0) -> int:
 
 
 def places(network: Network, grown: int = 0, *, printed: bool = False) -> int:
-    """Where a layer can go: behind each hidden layer, that is before and behind every residual block.
+    """Where a layer can go: after each hidden layer, that is before and after every residual block.
 
     The paper's FLOP tables count one place fewer for the residual networks (one per block): `printed=True`.
     """

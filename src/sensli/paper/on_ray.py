@@ -1,7 +1,7 @@
 """The pieces of an experiment as Ray tasks, on one machine or many.
 
 Only this process writes to the store: results, progress and the states of unfinished trainings come back as the stream that each
-task yields, so the machines need no common disk. A piece is the same as without Ray (a stack of thirty small networks takes hardly
+task yields, so the machines need no shared disk. A piece is the same as without Ray (a stack of thirty small networks takes hardly
 longer than one of five, so an arm is not split), and its numbers are the same to the bit on the same processor with as many threads.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sensli import __version__
@@ -18,21 +18,21 @@ from sensli.errors import SensliError
 from sensli.growing.terminal import Reach
 from sensli.paper.cluster import RayError, connected
 from sensli.paper.config import Settings
-from sensli.paper.engines import engine
+from sensli.paper.engines import Job, engine
 from sensli.paper.errors import BadExperiment, PaperError
 from sensli.paper.machine import Machine
-from sensli.paper.pieces import Order, Piece, keep, order
+from sensli.paper.pieces import Piece, job_of, keep
 from sensli.paper.ray_worker import News, one_line, packed, unpacked, work
 from sensli.paper.runner import Compute, Place
 from sensli.paper.store import Store
 
-LOSSES = 3  # so often may the worker of one piece be lost
-SAVE_EVERY = 20.0  # seconds; a state travels, so less often than to a disk
+LOSSES = 3  # how often the worker of one piece may be lost
+SAVE_EVERY = 20.0  # seconds; a state is sent over the network, so less often than to a disk
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a task takes of its machine."""
+    """What a task uses of its machine."""
 
     machine: Machine
     cpus: int
@@ -50,7 +50,9 @@ def ray_place(address: str | None = None, cpus: int | None = None, save_every: f
                 tasks.check(pieces, may_fetch=ours)
                 yield lambda store, reach: tasks.compute(pieces, store, reach)
             except ray.exceptions.RayError as error:
-                raise RayError(f"Ray is gone ({one_line(error)}). Run the same command again to resume.") from None
+                raise RayError(
+                    f"the connection to Ray was lost ({one_line(error)}). Run the same command again to resume."
+                ) from None
             finally:
                 tasks.cancel()
 
@@ -58,19 +60,21 @@ def ray_place(address: str | None = None, cpus: int | None = None, save_every: f
 
 
 def _shares(pieces: Sequence[Piece], machine: Machine, ray: Any, cpus: int | None) -> Callable[[Settings], Share]:
-    """The share of a task by its settings; all that cannot be had is refused here, since Ray would wait for it for ever."""
+    """The share of a task by its settings; what is not available is refused here, since Ray would wait for it forever."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     largest = int(max((node.get("CPU", 0) for node in nodes), default=0))
     total, graphics = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
     if largest < 1:
-        raise RayError("this Ray has no CPUs. Add a machine that has: ray start --address HOST:PORT --num-cpus N")
+        raise RayError("this Ray has no CPUs. Add a machine that has some: ray start --address HOST:PORT --num-cpus N")
     if cpus is not None and not 1 <= cpus <= largest:
-        raise BadExperiment(f"--ray-cpus must be between 1 and {largest}, which the largest machine has, got {cpus}.")
+        raise BadExperiment(
+            f"--ray-cpus must be between 1 and {largest} (the CPUs of the largest machine), got {cpus}."
+        )
     if machine.device == "cuda" and not graphics:
         raise BadExperiment(
-            "--device cuda: no machine of this Ray has a GPU. Leave the option out, or add a machine that has one."
+            "--device cuda is not available: no machine of this Ray has a GPU. Leave the option out, or add a machine that has one."
         )
-    # All runs count, not only the missing ones: what is resumed after a stop should have as many threads as before.
+    # All runs count, not only the missing ones: a resumed run should have as many threads as before.
     plans = {id(piece.plan): piece.plan for piece in pieces}.values()
     runs = sum(one.runs for one in plans for settings in one.arms.values() if engine(settings).AT_ONCE)
     data = machine.data.absolute() if machine.data else None
@@ -82,24 +86,24 @@ def _shares(pieces: Sequence[Piece], machine: Machine, ray: Any, cpus: int | Non
 
 
 class _Tasks:
-    """The tasks that are out, by the streams of their news."""
+    """The running tasks, by the streams of their news."""
 
     def __init__(self, ray: Any, share: Callable[[Settings], Share], save_every: float) -> None:
         self.ray, self.share, self.save_every = ray, share, save_every
-        # Ray would repeat a lost task from where it began; we do, from its last state.
+        # Ray would repeat a lost task from its beginning; we repeat it from its last state.
         self.task = ray.remote(max_retries=0, num_returns="streaming", scheduling_strategy="SPREAD")(work)
         self.running: dict[Any, int] = {}
 
-    def send(self, number: int, orders: Sequence[Order], *, may_fetch: bool = False) -> Any:
-        share = self.share(orders[0].settings)
-        given = {"orders": orders, "threads": share.cpus, "save_every": self.save_every, "may_fetch": may_fetch}
+    def send(self, number: int, jobs: Sequence[Job], *, may_fetch: bool = False) -> Any:
+        share = self.share(jobs[0].settings)
+        given = {"jobs": jobs, "threads": share.cpus, "may_fetch": may_fetch}
         options = {"num_cpus": share.cpus, "num_gpus": share.gpus, "name": "sensli"}
         stream = self.task.options(**options).remote(__version__, packed(given))
         self.running[stream] = number
         return stream
 
     def news(self, stream: Any, what: str) -> News:
-        """The next news of a task; what failed there is raised here, in one line."""
+        """The next news of a task; what failed there is raised here, as one line."""
         try:
             news: News = self.ray.get(next(stream))
             return news
@@ -117,14 +121,14 @@ class _Tasks:
         alone = dict.fromkeys(piece.settings for piece in pieces if engine(piece.settings).AT_ONCE)
         if not alone:
             return
-        orders = [Order(settings, 0, (), self.share(settings).machine, None, None) for settings in alone]
-        stream = self.send(-1, orders, may_fetch=may_fetch)
-        self.news(stream, "before the first run")  # without runs the end is the only news
+        jobs = [Job(settings, 0, (), machine=self.share(settings).machine) for settings in alone]
+        stream = self.send(-1, jobs, may_fetch=may_fetch)
+        self.news(stream, "before the first run")  # a task without runs only reports its end
         del self.running[stream]
 
     def compute(self, pieces: Sequence[Piece], store: Store, reach: Reach) -> None:
         waiting, losses = list(range(len(pieces))), Counter[int]()
-        shares: dict[int, float] = {}  # how much is done of what has begun
+        shares: dict[int, float] = {}  # how much is done of each piece that has begun
         self._send(waiting, pieces, store)
         while self.running:
             (stream,), _ = self.ray.wait(list(self.running))
@@ -143,8 +147,8 @@ class _Tasks:
             else:
                 del self.running[stream]
                 if kind == "done":
-                    done, host = unpacked(value)
-                    keep(piece, done, store, f" on {host}")
+                    outcome, host = unpacked(value)
+                    keep(piece, outcome, store, f" on {host}")
                     shares[number] = 1.0
                 else:
                     shares.pop(number, None)
@@ -155,16 +159,17 @@ class _Tasks:
             reach(sum(share * pieces[n].cost for n, share in shares.items()), f"{begun} at work, {rest} waiting")
 
     def _send(self, waiting: list[int], pieces: Sequence[Piece], store: Store) -> None:
-        """Everything that builds on no unfinished piece; Ray has the queue."""
+        """Send every piece that does not need an unfinished one; Ray keeps the queue."""
         unfinished = [pieces[number] for number in (*waiting, *self.running.values())]
         for number in list(waiting):
             piece = pieces[number]
             if not any(piece.needs(other) for other in unfinished):
-                self.send(number, [order(piece, store, self.share(piece.settings).machine)])
+                job = job_of(piece, store, self.share(piece.settings).machine)
+                self.send(number, [replace(job, save_every=self.save_every)])
                 waiting.remove(number)
 
     def cancel(self) -> None:
-        """Nothing of ours goes on in a cluster that does."""
+        """Leave nothing running in a cluster that outlives this process."""
         with suppress(Exception):  # the connection may be what was lost
             for stream in self.running:
                 self.ray.cancel(stream)  # with force=True Ray ends this process if the task has just finished
@@ -174,7 +179,7 @@ def _lost(piece: Piece, times: int, error: Exception) -> None:
     reason = type(error).__name__
     if times >= LOSSES:
         raise RayError(
-            f"{piece}: its worker was lost {LOSSES} times ({reason}: {one_line(error)}). If memory is short there, give each "
-            "task more CPUs with --ray-cpus, so that fewer run side by side."
+            f"{piece}: its worker was lost {LOSSES} times ({reason}: {one_line(error)}). If it runs out of memory, give each "
+            "task more CPUs with --ray-cpus, so that fewer run in parallel."
         ) from None
     print(f"{piece}: its worker was lost ({reason}); running it again")

@@ -16,7 +16,7 @@ from sensli.paper.machine import Machine
 
 
 def origin(settings: Settings, machine: Machine) -> dict[str, Any]:
-    """The facts that are stored with a result. To be asked where it was computed."""
+    """The facts that are stored with a result. Called where the result was computed."""
     return {**provenance(), **({"device": str(machine)} if settings.engine == "cnn" else {})}
 
 

@@ -1,16 +1,11 @@
-"""The work of an experiment in pieces: what one training needs, and what it gives.
-
-An order carries all that a piece needs, so that it can be trained in this process or on another machine.
-"""
+"""The work of an experiment in pieces: which runs are trained together, from where, and what becomes of the outcome."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from sensli.paper.config import Plan, Settings
 from sensli.paper.engines import Job, Outcome, engine
@@ -45,24 +40,6 @@ class Piece:
         return f"experiment {self.plan.experiment.name} ({self.plan.words}), {self.arm}: {runs}"
 
 
-@dataclass(frozen=True)
-class Order:
-    settings: Settings
-    seed: int
-    runs: tuple[int, ...]
-    machine: Machine
-    state: dict[str, Any] | None  # where a stopped training of these runs was
-    grown: dict[str, Tensor] | None
-
-
-@dataclass(frozen=True)
-class Done:
-    outcome: Outcome
-    seconds: float
-    origin: dict[str, Any]
-    went_on: bool
-
-
 def pieces(plans: Sequence[Plan], store: Store) -> list[Piece]:
     """What the store lacks, in the order in which it will be computed."""
     work = []
@@ -80,35 +57,34 @@ def pieces(plans: Sequence[Plan], store: Store) -> list[Piece]:
     return work
 
 
-def order(piece: Piece, store: Store, machine: Machine) -> Order:
-    """What the store knows of a piece by now."""
+def job_of(piece: Piece, store: Store, machine: Machine) -> Job:
+    """A piece with what the store knows of it by now."""
     plan, arm, runs = piece.plan, piece.arm, piece.runs
-    state = store.load_state(plan, arm, runs)
-    if state is not None and state["runs"] != runs:
-        state = None  # left by another choice of runs
+    kept = store.load_state(plan, arm, runs)
+    if kept is None or kept["runs"] != runs:  # left by another choice of runs
+        kept = {"engine": None, "seconds": 0.0}
     grown = store.recorded(plan, plan.grown(arm), runs[0]) if piece.settings.from_start else None
-    return Order(piece.settings, plan.seed, tuple(runs), machine, state, grown)
+    return Job(
+        piece.settings, plan.seed, tuple(runs), kept["engine"], machine=machine, grown=grown, seconds=kept["seconds"]
+    )
 
 
-def train(given: Order, save: Callable[[dict[str, Any]], None], tell: Callable[[float], None], **timing: float) -> Done:
-    """Train from the start or from the order's state; `timing` goes to the job (`save_every`)."""
-    before = float(given.state["seconds"]) if given.state else 0.0
+def train(job: Job) -> Outcome:
+    """Train from the start or from the job's state; what is saved can be given to `Store.save_state`."""
     began = time.perf_counter()
 
     def spent() -> float:
-        return before + time.perf_counter() - began
+        return job.seconds + time.perf_counter() - began
 
-    def save_all(inner: dict[str, Any]) -> None:
-        save({"engine": inner, "seconds": spent(), "runs": list(given.runs)})
+    def save(state: dict[str, Any]) -> None:
+        job.save({"engine": state, "seconds": spent(), "runs": list(job.runs)})
 
-    inner = given.state["engine"] if given.state else None
-    job = Job(given.settings, given.seed, given.runs, inner, save_all, tell, given.machine, given.grown, **timing)
-    outcome = engine(given.settings).train(job)
-    return Done(outcome, spent(), origin(given.settings, given.machine), given.state is not None)
+    outcome = engine(job.settings).train(replace(job, save=save))
+    known = origin(job.settings, job.machine)
+    return replace(outcome, seconds=spent(), origin=known, resumed=job.state is not None)
 
 
-def keep(piece: Piece, done: Done, store: Store, where: str = "") -> None:
-    """Store what a training gave, and say so in one line."""
-    store.save(piece.plan, piece.arm, piece.runs, done.outcome, done.seconds, done.origin)
-    went_on = ", resumed" if done.went_on else ""
-    print(f"{piece}, {done.seconds:.1f} s{where}{went_on}")
+def keep(piece: Piece, outcome: Outcome, store: Store, where: str = "") -> None:
+    """Store what a training gave, and report it in one line."""
+    store.save(piece.plan, piece.arm, piece.runs, outcome)
+    print(f"{piece}, {outcome.seconds:.1f} s{where}{', resumed' if outcome.resumed else ''}")

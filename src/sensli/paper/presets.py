@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sensli.paper.errors import BadExperiment
-from sensli.paper.reading import nearest
+from sensli.paper.reading import unknown
 
 if TYPE_CHECKING:
     from sensli.paper.config import Settings
@@ -28,7 +28,7 @@ class Preset:
     validation: int | None = None
     test: int | None = None
     runs: int | None = None  # at most
-    batch: int | None = None  # at most: few images in large batches would be too few steps to learn anything
+    batch: int | None = None  # at most: few images in large batches would give too few steps to learn anything
     confidence: float | None = None  # how measuring stops early, where the largest merit is looked for
     tolerance: float = 0.0
 
@@ -54,14 +54,14 @@ PRESETS = {
         tolerance=0.1,
     ),
     "smoke": Preset(
-        "256 images, a fiftieth of the epochs, one run: shows that it works, and nothing else", 0.02, 256, 64, 128, 1
+        "256 images, a fiftieth of the epochs, one run: shows that it works, nothing more", 0.02, 256, 64, 128, 1
     ),
 }
 
 
 def known(name: str, where: str) -> Preset:
     if name not in PRESETS:
-        raise BadExperiment(f"{where}: no preset {name!r}. {nearest(name, PRESETS)}")
+        raise BadExperiment(f"{where}: {unknown('preset', name, PRESETS)}")
     return PRESETS[name]
 
 
@@ -90,7 +90,7 @@ def apply(name: str, settings: Settings, where: str) -> Settings:
         )
         return shortened(sized, preset.scale)
     except ValueError as error:
-        raise BadExperiment(f"{where}: the preset {name!r} is too short for it: {error}") from None
+        raise BadExperiment(f"{where}: the preset {name!r} is too short: {error}") from None
 
 
 def shortened(settings: Settings, scale: float) -> Settings:

@@ -1,4 +1,4 @@
-"""What a Ray task does on its machine: train one order, and yield the progress, the states and the result as they come."""
+"""What a Ray task does on its machine: train a job, and yield the progress, the states and the result as they come."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -27,7 +28,7 @@ News = tuple[str, Any]  # ("share", how much is done), ("state", packed), ("done
 
 
 def work(version: str, payload: bytes) -> Iterator[News]:
-    """Train an order, or only check it if it has no runs. An error is in words, names the machine and can travel."""
+    """Train jobs, or only check those that have no runs. An error is one line, names the machine and can be sent back."""
     host = platform.node()
     if version != __version__:  # before anything is unpacked
         raise PaperError(
@@ -35,12 +36,12 @@ def work(version: str, payload: bytes) -> Iterator[News]:
         )
     news: SimpleQueue[News] = SimpleQueue()
     cancelled = threading.Event()
-    # The training calls back, a stream is asked: a thread stands between them.
+    # The training calls back while a stream is asked, so a thread runs between them.
     threading.Thread(target=_train, args=(unpacked(payload), host, news, cancelled), daemon=True).start()
     kind = ""
     try:
         while kind != "done":
-            with suppress(Empty):  # time to notice that Ray cancels this task: it does not wake what waits
+            with suppress(Empty):  # time to notice that Ray cancels this task: it does not wake a waiting thread
                 kind, value = news.get(timeout=TELL_EVERY)
                 if kind == "failed":
                     raise value
@@ -65,20 +66,18 @@ def _train(given: dict[str, Any], host: str, news: SimpleQueue[News], cancelled:
         if not given["may_fetch"]:
             os.environ["SENSLI_OFFLINE"] = "1"
         result = None
-        for one in given["orders"]:
-            engine(one.settings).ready(one.settings, one.machine)
-            if one.runs:
+        for job in given["jobs"]:
+            engine(job.settings).ready(job.settings, job.machine)
+            if job.runs:
                 tell(0.0)
-                result = train(
-                    one, lambda state: news.put(("state", packed(state))), tell, save_every=given["save_every"]
-                )
+                result = train(replace(job, save=lambda state: news.put(("state", packed(state))), tell=tell))
         news.put(("done", packed((result, host))))
     except SensliError as error:
         news.put(("failed", type(error)(f"on {host}: {error}")))
     except BaseException as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"on {host}: {type(error).__name__}: {one_line(error)} ({frame.filename}, line {frame.lineno})"
-        hint = "Run the same command without --on ray to see the whole traceback."
+        hint = "Run the same command without --on ray to see the full traceback."
         failure = PaperError(f"{text}. {hint}")
         failure.__cause__ = error
         news.put(("failed", failure))

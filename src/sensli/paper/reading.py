@@ -31,17 +31,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{hint}Known: {', '.join(names)}."
 
 
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The text for a name that is not one of those known."""
+    return f"unknown {what} {name!r}. {nearest(name, known)}"
+
+
 def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
     known = list(known)
     for key in given:
         if key not in known:
-            raise BadExperiment(f"{where}: unknown key {key!r}. {nearest(key, known)}")
+            raise BadExperiment(f"{where}: {unknown('key', key, known)}")
 
 
 def read(cls: type[T], data: object, where: str) -> T:
     """Read `data` into the dataclass `cls`; `where` names the file and the place in it for the error text."""
     if not isinstance(data, Mapping):
-        raise BadExperiment(f"{where}: expected {_WORDS[dict]}, found {_shown(data)}.")
+        raise BadExperiment(f"{where} must be {_WORDS[dict]}, got {_shown(data)}.")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     check_keys(data, fields, where)
     hints = typing.get_type_hints(cls)
@@ -71,12 +76,12 @@ def _value(kind: Any, value: object, where: str) -> Any:
     origin = typing.get_origin(kind)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise BadExperiment(f"{where}: expected {_WORDS[tuple]}, found {_shown(value)}.")
+            raise BadExperiment(f"{where} must be {_WORDS[tuple]}, got {_shown(value)}.")
         item = typing.get_args(kind)[0]
         return tuple(_value(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise BadExperiment(f"{where}: expected {_WORDS[dict]}, found {_shown(value)}.")
+            raise BadExperiment(f"{where} must be {_WORDS[dict]}, got {_shown(value)}.")
         item = typing.get_args(kind)[1]
         return {str(key): _value(item, entry, f"{where}, {key!r}") for key, entry in value.items()}
     if origin in (Union, types.UnionType):
@@ -88,7 +93,7 @@ def _value(kind: Any, value: object, where: str) -> Any:
         return float(value)
     # bool is a subclass of int in Python, but `epochs: true` is a mistake
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise BadExperiment(f"{where}: expected {_WORDS[kind]}, found {_shown(value)}.")
+        raise BadExperiment(f"{where} must be {_WORDS[kind]}, got {_shown(value)}.")
     return value
 
 

@@ -12,13 +12,13 @@ from sensli.paper.config import Options, Plan
 from sensli.paper.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
 from sensli.paper.engines import engine
 from sensli.paper.errors import NoResults, StoreError
-from sensli.paper.evidence import CNN, NO_VERDICT, Evidence, Finding
-from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, interval, overall
+from sensli.paper.evidence import CNN, UNDECIDED, Evidence, Finding
+from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, Interval, interval, overall
 from sensli.paper.store import Result, Store
 from sensli.text.strict_json import dumps as strict_json
 from sensli.text.writing import write_bytes
 
-TITLE = "The paper's claims, measured again"
+TITLE = "Replicating the paper's claims"
 DRAWN = ("when-full", "when-mini")  # further experiments whose curves are worth a picture
 
 
@@ -32,7 +32,7 @@ def write(store: Store, options: Options, folder: Path) -> list[Path]:
         print(f"left out: {reason}")
     if not stored:
         raise NoResults(
-            f"{store.root}: nothing is stored for these options. Compute it with: sensli paper run spirals further"
+            f"{store.root}: no results are stored for these options. Compute them with: sensli paper run spirals further"
         )
     weighed = [(claim, _weigh(claim, evidence)) for claim in (*claims.CLAIMS, claims.WAKE)]
     blocks = [
@@ -55,13 +55,13 @@ def _weigh(asked: Claim | Question, evidence: Evidence) -> list[Finding]:
 
 
 def verdict(findings: list[Finding]) -> str:
-    """One line for a claim: what holds now, how much of it, and what is still awaited."""
-    judged = [finding.verdict for finding in findings if finding.verdict not in NO_VERDICT]
+    """One line for a claim: whether it holds, in how many comparisons, and what has not been computed yet."""
+    judged = [finding.verdict for finding in findings if finding.verdict not in UNDECIDED]
     if not judged:
         waits = any(finding.verdict == AWAITING for finding in findings)
-        return "awaiting the CNN experiments" if waits else "no verdict (one run, or networks that did not train)"
+        return "awaiting results" if waits else "inconclusive (one run, or the network did not learn)"
     text = f"{overall(judged)} ({judged.count(CONFIRMED)} of {len(judged)} comparisons)"
-    return text + ("; the CNN part is awaited" if any(f.verdict == AWAITING for f in findings) else "")
+    return text + ("; awaiting further results" if any(f.verdict == AWAITING for f in findings) else "")
 
 
 def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
@@ -72,15 +72,15 @@ def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
             "and, with mini-batches, sees the samples in the same order. A difference is the first arm minus the "
             "second, with its 95 % confidence interval (Student's t); smaller is better throughout. **Confirmed** "
             "means that the whole interval is on the claimed side of zero, **opposite** that it is on the other "
-            "side, **not confirmed** that it holds zero. No correction is made for the number of comparisons: of "
-            "twenty without any effect, one will look like one."
+            "side, **not confirmed** that it contains zero. No correction is made for the number of "
+            "comparisons: of twenty without an effect, one will appear to have one."
         ),
         Paragraph(
             "Recipes: `stated` is what the paper's appendix says, `run` what the authors' published scripts do "
             "where that differs, `text` the paper's running text where it differs from the appendix, `many` the "
-            "stated recipe of a single-run experiment with 30 runs. All else is ours and named after what it "
-            "changes. Of the CNN experiments `trains` is the stated recipe with one setting changed, so that the network "
-            "leaves chance level; their presets other than `paper` use fewer images and epochs, and say so everywhere."
+            "stated recipe of a single-run experiment with 30 runs. All others are ours and named after what they "
+            "change. Of the CNN experiments `trains` is the stated recipe with one setting changed, so that the network "
+            "leaves chance level; their presets other than `paper` use fewer images and epochs, and every table and figure says so."
         ),
     ]
 
@@ -88,7 +88,7 @@ def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
 def _summary(weighed: list[tuple[Claim, list[Finding]]], evidence: Evidence) -> list[Block]:
     rows = []
     for claim, findings in weighed:
-        words = claim.words.split(". ")[0].split(" (Not")[0]  # the first sentence; the rest stands with the claim
+        words = claim.words.split(". ")[0].split(" (Not")[0]  # the first sentence; the rest is shown with the claim
         rows.append((claim.name, words, f"**{verdict(findings)}**"))
     asked = [
         f"{claim.name}: {question.text} **{_answer(question, _weigh(question, evidence))}**"
@@ -98,7 +98,7 @@ def _summary(weighed: list[tuple[Claim, list[Finding]]], evidence: Evidence) -> 
     return [
         Heading("In short"),
         Table(("", "claim", "verdict"), tuple(rows)),
-        Paragraph("What was asked further, where a claim did not hold everywhere, and the answer:"),
+        Paragraph("Where a claim did not hold everywhere, these further questions were asked:"),
         Bullets(tuple(asked)),
     ]
 
@@ -118,7 +118,7 @@ def _question(question: Question, evidence: Evidence) -> list[Block]:
 
 def _answer(question: Question, findings: list[Finding]) -> str:
     """The sentence that goes with what was found."""
-    judged = [finding.verdict for finding in findings if finding.verdict not in NO_VERDICT]
+    judged = [finding.verdict for finding in findings if finding.verdict not in UNDECIDED]
     if not judged:
         return "Not computed yet."
     if all(verdict == CONFIRMED for verdict in judged):
@@ -180,7 +180,7 @@ def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
     )
     commits = sorted({_commit(result.facts["commit"]) for _, results in stored for result in results.values()})
     told = [str(r.facts["device"]) for _, results in stored for r in results.values() if "device" in r.facts]
-    devices = {re.sub(r"\b1 threads", "1 thread", text) for text in told}  # as results of before spell it
+    devices = {re.sub(r"\b1 threads", "1 thread", text) for text in told}  # as older results spell it
     cnns = f" (CNNs: {'; '.join(sorted(devices))})" if devices else ""
     preset = next((f" --preset {one.preset}" for one, _ in stored if one.preset != "paper"), "")
     cnn = f", `sensli paper run cnn{preset}`" if any(one.experiment.name in CNN for one, _ in stored) else ""
@@ -189,14 +189,14 @@ def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
         Paragraph(
             f"{versions}, {facts['machine']}, one thread{cnns}, seed {stored[0][0].seed}, commits {', '.join(commits)}. "
             f"Training took {paper:.0f} s for the paper's experiments and {further:.0f} s for the further ones. To "
-            f"get this page again: `sensli paper run spirals further`{cnn}, then `sensli paper report{preset}`, which writes "
-            "it as one HTML file as well."
+            f"reproduce this page: `sensli paper run spirals further`{cnn}, then `sensli paper report{preset}`, which also "
+            "writes it as one HTML file."
         ),
     ]
 
 
 def _commit(name: str | None) -> str:
-    """Short, and still saying whether files differed from it."""
+    """Short, and marked if files differed from it."""
     head, plus, rest = (name or "unknown").partition("+")
     return head[:10] + plus + rest
 
@@ -210,8 +210,7 @@ def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan,
             own = engine(result.settings).counts(result.settings)
             finals = {}
             for curve in ("train_loss", "test_loss", "test_error"):
-                mean = interval(result.final(curve))
-                finals[curve] = {"mean": _short(mean.mean), "half": _short(mean.half) if mean.runs > 1 else None}
+                finals[curve] = _numbers(interval(result.final(curve)))
             arms[arm] = {**finals, "parameters": own.parameters, "flops": own.flops, "seconds": result.seconds}
             if "flops" in result.runs:
                 arms[arm]["flops"] = result.final("flops").mean().item()
@@ -219,8 +218,7 @@ def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan,
         both = costs.pair(one)
         if both is not None:
             experiments[one.key]["ratios"] = {
-                name: {"mean": _short(value.mean), "half": _short(value.half) if value.runs > 1 else None}
-                for name, value in vars(costs.ratios(results[both[0]], results[both[1]])).items()
+                name: _numbers(value) for name, value in vars(costs.ratios(results[both[0]], results[both[1]])).items()
             }
     facts = next(iter(stored[0][1].values())).facts
     judged = {
@@ -231,5 +229,6 @@ def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan,
     return {"claims": judged, "experiments": experiments, **provenance}
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+def _numbers(value: Interval) -> dict[str, float | None]:
+    """Mean and half width, shortened; one run has no width."""
+    return {"mean": float(f"{value.mean:.6g}"), "half": float(f"{value.half:.6g}") if value.runs > 1 else None}

@@ -1,15 +1,16 @@
-"""Computing what is missing, each result on disk before it is spoken of."""
+"""Computing what is missing; each result is on disk before it is reported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 from sensli.growing.terminal import Reach, progress
 from sensli.paper.config import Plan
 from sensli.paper.engines import engine
 from sensli.paper.machine import Machine
-from sensli.paper.pieces import Piece, keep, order, pieces, train
+from sensli.paper.pieces import Piece, job_of, keep, pieces, train
 from sensli.paper.store import Store
 
 Compute = Callable[[Store, Reach], None]
@@ -38,7 +39,7 @@ def run(
     machine: Machine = Machine(),  # noqa: B008 (frozen)
     place: Place = here,
 ) -> int:
-    """Compute all that is missing and return how many pieces that were. May be stopped at any moment."""
+    """Compute all that is missing and return how many pieces that were. May be interrupted at any moment."""
     store.check_writable()
     damaged = [bad for plan in plans for arm in plan.arms for bad in store.parts(plan, arm)[1]]
     work = pieces(plans, store)
@@ -54,9 +55,9 @@ def run(
 
 def _compute(piece: Piece, store: Store, machine: Machine, reach: Reach, before: float) -> None:
     reach(before, str(piece))
-    done = train(
-        order(piece, store, machine),
-        lambda state: store.save_state(piece.plan, piece.arm, piece.runs, state),
-        lambda share: reach(before + share * piece.cost, str(piece)),
+    job = replace(
+        job_of(piece, store, machine),
+        save=lambda state: store.save_state(piece.plan, piece.arm, piece.runs, state),
+        tell=lambda share: reach(before + share * piece.cost, str(piece)),
     )
-    keep(piece, done, store)
+    keep(piece, train(job), store)

@@ -1,4 +1,4 @@
-"""Every random number of an experiment hangs on (seed, run, purpose), so a run does not depend on its neighbours."""
+"""Every random number of an experiment depends on (seed, run, purpose), so a run does not depend on its neighbours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def generator(seed: int, run: int, purpose: str) -> torch.Generator:
 def order_block(seed: int, runs: Sequence[int], block: int, samples: int) -> Tensor:
     """The order of the samples in epochs `block * ORDER_BLOCK` and following: [ORDER_BLOCK, runs, samples].
 
-    Drawn afresh for each block, so that a run that goes on after a stop needs no generator state.
+    Drawn afresh for each block, so that a resumed run needs no generator state.
     """
     order = torch.empty(ORDER_BLOCK, len(runs), samples, dtype=torch.long)
     for i, run in enumerate(runs):

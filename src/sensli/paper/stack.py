@@ -202,7 +202,7 @@ class Stack:
         return Looks(merit, merit / existing.unsqueeze(1), torch.stack(dead, 1))
 
     def insert(self, places: Tensor) -> None:
-        """One identity layer per run, behind layer `places[r]`; the inner layers of each run move up behind it."""
+        """One identity layer per run, after layer `places[r]`; the inner layers that follow it in each run move up."""
         first, *inner, last = self.layers
         new = self.new_layer()
         grown: list[Layer] = []
@@ -226,11 +226,11 @@ class Stack:
             if not isinstance(layer, Affine):
                 continue
             new = (places + 1 == i).view(-1, 1, 1) & dead.unsqueeze(2)
-            behind = (places + 2 == i).view(-1, 1, 1) & dead.unsqueeze(1)
+            after = (places + 2 == i).view(-1, 1, 1) & dead.unsqueeze(1)
             if bool(new.any()):
                 layer.weight = torch.where(new, incoming, layer.weight)
-            if bool(behind.any()):
-                layer.weight = layer.weight.masked_fill(behind, 0.0)
+            if bool(after.any()):
+                layer.weight = layer.weight.masked_fill(after, 0.0)
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from sensli.merits.ranking import SELECTIONS
 from sensli.paper import networks
 from sensli.paper.config import Settings
-from sensli.paper.engines import Counts, Job, Outcome
+from sensli.paper.engines import SHOWN, Counts, Job, Outcome
 from sensli.paper.errors import BadExperiment
 from sensli.paper.machine import Machine
 from sensli.paper.restoring import check_alike, check_count, restoring
@@ -23,36 +24,43 @@ from sensli.paper.spirals import CLASSES, POINTS, split
 from sensli.paper.stack import Looks, Pass, Stack
 
 AT_ONCE: int | None = None
-SHOWN = 3  # iterations after an insertion whose gradient of the new weights is kept for the heatmaps
 
 
 def check(settings: Settings) -> None:
     """Refuse what the stack cannot do, before anything is computed."""
     if settings.data.name != "spirals":
-        raise BadExperiment(f"the stacked engine trains on 'spirals', not on {settings.data.name!r}.")
+        raise BadExperiment(f"data, name must be 'spirals' for the engine 'stacked', got {settings.data.name!r}.")
     if settings.data.train >= 2 * POINTS:
-        raise BadExperiment(f"data, train: {settings.data.train} of {2 * POINTS} points leave none for testing.")
+        raise BadExperiment(
+            f"data, train must be below {2 * POINTS}, so that points are left for testing, got {settings.data.train}."
+        )
     optimizer = settings.optimizer
     if optimizer.name != "sgd" or optimizer.momentum or optimizer.weight_decay:
-        raise BadExperiment(f"the stacked engine has plain 'sgd' (no momentum, no weight decay), not {optimizer}.")
+        raise BadExperiment(
+            f"optimizer must be 'sgd' without momentum and weight decay for the engine 'stacked', got {optimizer}."
+        )
     if settings.tau > 0:
-        raise BadExperiment(f"the stacked engine inserts in every run (tau = 0), not with tau = {settings.tau}.")
+        raise BadExperiment(
+            f"tau must be 0 for the engine 'stacked', which inserts a layer in every run, got {settings.tau}."
+        )
     if settings.network.kind == "cnn":
-        raise BadExperiment("the stacked engine trains 'fnn' and 'resnet'; a 'cnn' needs the setting engine = 'cnn'.")
+        raise BadExperiment(
+            "network, kind must be 'fnn' or 'resnet' for the engine 'stacked', got 'cnn'. Set engine = 'cnn'."
+        )
     alone = ("schedule", "confidence", "tolerance", "fresh_optimizer", "from_start", "record_norms")
     for name in alone:
         if getattr(settings, name):
-            raise BadExperiment(f"{name} is a setting of the engine 'cnn', not of the stacked one.")
+            raise BadExperiment(f"{name} is a setting of the engine 'cnn', not of 'stacked'.")
     if settings.dtype == "bfloat16" or settings.data.validation or settings.data.test:
         raise BadExperiment(
-            "bfloat16, data.validation and data.test are for the engine 'cnn', not for the stacked one."
+            "bfloat16, data.validation and data.test are settings of the engine 'cnn', not of 'stacked'."
         )
     if settings.wake and settings.network.kind != "fnn":
         raise BadExperiment("wake is for ReLU layers (network kind 'fnn'): a residual layer has no dead units.")
 
 
 def ready(settings: Settings, machine: Machine) -> None:
-    """The spirals are computed on the spot: nothing can be missing."""
+    """The spirals are computed when needed: nothing can be missing."""
 
 
 def counts(settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts:
@@ -238,14 +246,12 @@ class _Training:
 
     def _choose(self, looks: Looks, index: int) -> Tensor:
         merits, select = looks.merits, self.settings.select
-        if select == "random":
+        if select == "random":  # from each run's own source, as in the results that are stored
             count = merits.shape[1]
             sources = [generator(self.job.seed, run, f"place {index}") for run in self.job.runs]
             return torch.cat([torch.randint(count, (1,), generator=source) for source in sources])
-        best = merits.amax(1, keepdim=True) if select == "largest" else merits.amin(1, keepdim=True)
-        places = torch.arange(merits.shape[1]).expand_as(merits)
-        # argmax leaves open which of several equal entries it finds; here the first place wins
-        return places.masked_fill(merits != best, merits.shape[1]).amin(1)
+        order, unused = SELECTIONS[select], torch.Generator()
+        return torch.tensor([order(own, 1, unused)[0] for own in merits.tolist()])
 
     def _incoming(self, index: int) -> Tensor:
         """Random weights as PyTorch draws them for a linear layer of this width."""

@@ -70,7 +70,7 @@ class Paired:
 
 
 def interval(values: Tensor) -> Interval:
-    """Mean and 95 % interval over the runs; runs that diverged (no number) make the mean no number as well."""
+    """Mean and 95 % interval over the runs; a run that diverged (nan) makes the mean nan."""
     values = values.double()
     runs = len(values)
     half = math.inf if runs < 2 else t_quantile(runs - 1) * values.std().item() / math.sqrt(runs)

@@ -1,7 +1,7 @@
 """The results folder: `<root>/<experiment>-<recipe>/<arm>-<digest>/runs-0000-0029.{json,pt}`.
 
-The digest stands for everything that decides the numbers, so results of a changed configuration live in a folder of
-their own. A part is a range of runs trained together; its JSON is for people, its .pt holds the tensors.
+The digest is computed from everything that decides the numbers, so results of a changed configuration have a separate
+folder. A part is a range of runs trained together; its JSON is for people, its .pt contains the tensors.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Part:
         if any(
             value.ndim < 2 or len(value) != len(self.runs) or value.is_complex() for value in content["runs"].values()
         ):
-            raise Damaged(f"not every tensor holds records of {len(self.runs)} runs")
+            raise Damaged(f"not every tensor contains records of {len(self.runs)} runs")
         if not content["runs"].keys() >= _CURVES:
             raise Damaged("a curve is missing")
         return content
@@ -148,18 +148,16 @@ class Store:
         return {arm: self.load(plan, arm) for arm in plan.arms}
 
     def recorded(self, plan: Plan, arm: str, run: int) -> dict[str, Tensor]:
-        """What one run of an arm left behind."""
+        """What one run of an arm recorded."""
         for part in self.parts(plan, arm, verify=False)[0]:
             if run in part.runs:
                 try:
                     return {name: values[part.runs.index(run)] for name, values in part.tensors()["runs"].items()}
                 except Damaged:
                     continue
-        raise NoResults(f"{self.root}: run {run + 1} of {arm} is not stored, and another arm builds on it.")
+        raise NoResults(f"{self.root}: run {run + 1} of {arm} is not stored, but another arm needs it.")
 
-    def save(
-        self, plan: Plan, arm: str, runs: list[int], outcome: Outcome, seconds: float, origin: dict[str, Any]
-    ) -> None:
+    def save(self, plan: Plan, arm: str, runs: list[int], outcome: Outcome) -> None:
         """Write the tensors first and the JSON last: a part without its JSON does not exist."""
         path = self._path(plan, arm, runs, "runs").with_suffix(".json")
         settings = plan.arms[arm]
@@ -177,10 +175,10 @@ class Store:
                 "seeds": [run_seed(plan.seed, run, "weights") for run in runs],
                 "settings": dataclasses.asdict(settings),
                 "counts": dataclasses.asdict(engine(settings).counts(settings)),
-                "seconds": round(seconds, 3),
+                "seconds": round(outcome.seconds, 3),
                 "format": RESULT_FORMAT,
                 "tensors": tensors,
-                **origin,
+                **outcome.origin,
             },
         )
         self._path(plan, arm, runs, "unfinished").unlink(missing_ok=True)
@@ -203,7 +201,7 @@ class Store:
 
 
 def _checked_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """What people and the report read of a part; a file with the right checksum may still be none of ours."""
+    """What people and the report read of a part; a file with the right checksum may still not be one of ours."""
     kinds: dict[str, Any] = {
         "runs": list,
         "tensors": str,
@@ -222,7 +220,7 @@ def _checked_facts(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def readable(root: Path) -> Store:
-    """A store to read from; a path that is no folder is the user's mistake."""
+    """A store to read from; a path that is not a folder is the user's mistake."""
     if root.exists() and not root.is_dir():
-        raise StoreError(f"{root}: is a file, not a results folder. Choose another with --out.")
+        raise StoreError(f"{root} is a file, not a results folder. Choose a folder with --out.")
     return Store(root)

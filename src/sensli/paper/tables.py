@@ -43,7 +43,7 @@ MISPRINTS = (
     "Experiments 3 and 13, measuring: the tables count one new place per residual block (288 and 1,512); a layer can "
     "also go before the first block, which the experiments do use, and then it is 396 and 1,836.",
     "Experiment 13: learning rate 0.1 in the appendix, 0.01 in the text; both are recipes here.",
-    "Experiments 3 and 4: 30 or 40 runs, depending on whether one asks the appendix or the caption.",
+    "Experiments 3 and 4: the appendix and the caption disagree about the number of runs, 30 or 40.",
     "Experiment 1, CNN LI: printed 3 x 33,063,616,512 FLOPs of which 3 x 914,460,672 for measuring. With the insertions of the "
     "paper's table (after 50 and 150 epochs) the rule of the other tables gives 3 x 33,130,622,976 of which 3 x 1,233,432,576: the "
     "printed total mixes conventions. The ratio to the extended network is 0.70 by both.",
@@ -104,13 +104,13 @@ def measured(plan: Plan, results: Mapping[str, Result]) -> Table:
         # Hours on a machine with other work compare nothing: times of CNNs are shown where the experiment is about time.
         timed = "flops" not in result.runs or "cost" in plan.experiment.figures
         seconds = f"{result.seconds:.1f}" if timed else ""
-        remark = "chance level: did not train" if at_chance(result) else ""
+        remark = "chance level: did not learn" if at_chance(result) else ""
         rows.append((arm, *finals, _places(result), _dead(result), flops, seconds, remark))
     return _without_empty_columns(header, rows)
 
 
 def remarks(plan: Plan, results: Mapping[str, Result]) -> list[str]:
-    """Sentences on what a table does not say: the ratios of the paper's experiment 1, and what did not train."""
+    """Sentences on what a table does not say: the ratios of the paper's experiment 1, and which networks did not learn."""
     lines = []
     both = costs.pair(plan)
     if both is not None:
@@ -118,8 +118,8 @@ def remarks(plan: Plan, results: Mapping[str, Result]) -> list[str]:
     idle = [arm for arm, result in results.items() if at_chance(result)]
     if idle:
         lines.append(
-            f"At chance level to the end, as this recipe leaves them: {', '.join(idle)}. A comparison of networks that did not "
-            "train says nothing."
+            f"At chance level to the end, as this recipe leaves them: {', '.join(idle)}. Comparing networks that did not "
+            "learn says nothing."
         )
     return lines
 

@@ -40,11 +40,8 @@ class Training:
         self.fresh()
 
     def _build(self) -> nn.Sequential:
-        network, stages = self.settings.network, None
-        if self.settings.from_start:
-            assert self.job.grown is not None, "the runner hands over the places of the arm that grew"
-            stages = convnets.grown(network, self.job.grown["place"].tolist())
-        model = convnets.build(network, self.facts, run_seed(self.job.seed, self.job.runs[0], "weights"), stages)
+        seed = run_seed(self.job.seed, self.job.runs[0], "weights")
+        model = convnets.build(self.settings.network, self.facts, seed, self._stages([]))
         return model.to(self.device, float_type(self.settings))
 
     def _prepare(self, model: nn.Sequential) -> None:
@@ -53,7 +50,7 @@ class Training:
         self.called: Any = torch.compile(self.model) if self.compiled else self.model
 
     def fresh(self) -> None:
-        """Optimizer, schedule and grower for the model as it is; the grower goes on counting where it was."""
+        """Optimizer, schedule and grower for the model as it is; the grower continues to count where it was."""
         settings, chosen = self.settings, self.settings.optimizer
         self.optimizer: torch.optim.Optimizer
         if chosen.name == "adam":
@@ -87,11 +84,14 @@ class Training:
         return self.grower.history[-1] if self.grower is not None and len(self.grower.history) else None
 
     def flops(self, places: list[int]) -> int:
-        stages = convnets.grown(self.settings.network, places)
+        return convnets.forward_flops(self.settings.network, self.facts, self._stages(places))
+
+    def _stages(self, places: list[int]) -> list[int]:
+        """Convolutions per stage after insertions at these places, or those of the arm that grew."""
         if self.settings.from_start:
-            assert self.job.grown is not None
-            stages = convnets.grown(self.settings.network, self.job.grown["place"].tolist())
-        return convnets.forward_flops(self.settings.network, self.facts, stages)
+            assert self.job.grown is not None, "the runner hands over the places of the arm that grew"
+            places = self.job.grown["place"].tolist()
+        return convnets.grown(self.settings.network, places)
 
     def precision(self) -> Any:
         if self.settings.dtype == "bfloat16":
@@ -117,7 +117,7 @@ class Training:
             self.grower.step(batches, cross_entropy)
             return
         places = log.places[: self.settings.insert_at.index(epochs)]
-        stages = convnets.grown(self.settings.network, places)
+        stages = self._stages(places)
         if self.settings.record_norms:
             log.norms(epochs, five_norms(self.model, self.example, batches))
         began = time.perf_counter()
@@ -191,7 +191,7 @@ def float_type(settings: Settings) -> torch.dtype:
 
 
 def wait_for(device: torch.device) -> None:
-    """A GPU works behind our back; a time means something only when it is done."""
+    """A GPU works asynchronously; a time means something only when it is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     elif device.type == "mps":

@@ -24,7 +24,7 @@ Averaged: TypeAlias = nn.Module | Sequence[nn.Module] | None
 
 def follow(averaged: Averaged, growth: Growth, model: nn.Module) -> None:
     """Make the growth of the model in each average, at the same place; new units begin as the model's."""
-    for network in _networks(averaged):
+    for network in networks(averaged):
         again = repeat(network, growth)
         if again.resized:
             _take_units(network, again, bare(model))
@@ -32,7 +32,7 @@ def follow(averaged: Averaged, growth: Growth, model: nn.Module) -> None:
 
 def unfollow(averaged: Averaged, growth: Growth) -> None:
     """Take the last growth back in each average that has made it."""
-    for network in _networks(averaged):
+    for network in networks(averaged):
         if any(number == growth.number and path == growth.name for number, path, _ in grown(network)):
             undo(network, growth)
 
@@ -40,7 +40,7 @@ def unfollow(averaged: Averaged, growth: Growth) -> None:
 def check_alike(model: nn.Module, averaged: Averaged) -> None:
     """Refuse an average that is not one of this model, before anything changes."""
     expected = [(name, p.shape) for name, p in bare(model).named_parameters()]
-    for network in _networks(averaged):
+    for network in networks(averaged):
         if [(name, p.shape) for name, p in network.named_parameters()] != expected:
             raise UnsupportedModel(
                 f"averaged= holds a {type(network).__name__} whose parameters are not those of the model, so it cannot grow with it. Make "
@@ -58,7 +58,8 @@ def _take_units(network: nn.Module, growth: Growth, model: nn.Module) -> None:
             each.tensor.copy_(torch.where(each.is_old(), old, value.to(old)))
 
 
-def _networks(averaged: Averaged) -> list[nn.Module]:
+def networks(averaged: Averaged) -> list[nn.Module]:
+    """The averaged networks themselves; what is none is refused."""
     several = isinstance(averaged, Sequence) and not isinstance(averaged, str)
     given: Any = averaged if several else [] if averaged is None else [averaged]
     return [bare(getattr(each, "module", each), "averaged") for each in given]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from sensli.errors import BadExample, FunctionChanged
 from sensli.modules import random_state
+from sensli.modules.dropout import NoDropout
 from sensli.modules.nearness import moved
 from sensli.modules.running import describe, device_of, run, tensors, to_device, undrawn, untouched
 from sensli.moves.sites import Site
@@ -80,7 +78,7 @@ class Outputs:
 
 def _run(model: nn.Module, given: Any, layer: nn.Module | None = None, *, dropout: bool = True) -> Run:
     """Run the model; what the new layer draws is drawn aside, so that everything else draws what it drew without it."""
-    mode = nullcontext() if dropout else _NoDropout()
+    mode = nullcontext() if dropout else NoDropout()
     handles = undrawn(layer) if layer is not None else []
     try:
         with untouched(model), torch.no_grad(), mode:
@@ -89,28 +87,6 @@ def _run(model: nn.Module, given: Any, layer: nn.Module | None = None, *, dropou
     finally:
         for handle in handles:
             handle.remove()
-
-
-_DROPOUTS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.multi_head_attention_forward,
-}  # fmt: skip
-
-
-class _NoDropout(TorchFunctionMode):
-    """Dropout as in eval mode, and everything else as it is; also where it is called as a function."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            bound = inspect.signature(func).bind(*args, **kwargs)
-            bound.arguments["training"] = False
-            return func(*bound.args, **bound.kwargs)
-        if func is F.scaled_dot_product_attention:  # query, key, value, mask, dropout_p
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
 
 
 def _moved(before: Run, after: Run, allowed: float | None) -> float:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel takes a changed module: the wrapper is built anew, in place.
+"""DistributedDataParallel follows a changed module: the wrapper is rebuilt in place.
 
 Others hold the wrapper (the user's loop, Lightning's strategy, the Trainer of Hugging Face in a local variable), so it must stay the same
 object: its arguments are read off it, its hooks into autograd removed, and its constructor run again on it. The constructor compares
@@ -30,7 +30,7 @@ _KEPT = (
 
 
 def check(wrapper: DistributedDataParallel) -> None:
-    """Refuse what could not be built anew, before anything changes."""
+    """Refuse what could not be rebuilt, before anything changes."""
     for name, what in (
         ("mixed_precision", "mixed_precision= keeps copies of the parameters. Use torch.autocast instead"),
         ("_delay_all_reduce_params", "delay_all_reduce_named_params= names parameters that a growth may rename"),
@@ -58,7 +58,7 @@ def arguments(wrapper: DistributedDataParallel) -> dict[str, Any]:
 
 
 def rebuild(wrapper: DistributedDataParallel) -> None:
-    """Build the wrapper anew around its changed module. All processes must call it together, between two steps."""
+    """Rebuild the wrapper around its changed module. All processes must call it together, between two steps."""
     given, module, training = arguments(wrapper), wrapper.module, wrapper.training
     hooks = {name: getattr(wrapper, name) for name in _HOOKS if hasattr(wrapper, name)}
     comm_hooks = list(getattr(wrapper, "_comm_hooks", ()))
@@ -76,7 +76,7 @@ def rebuild(wrapper: DistributedDataParallel) -> None:
 
 
 def _let_go(wrapper: DistributedDataParallel, module: nn.Module) -> None:
-    # A reducer that stays alive with its hooks goes on reducing, and may abort the process.
+    # A reducer that stays alive with its hooks continues to reduce, and may abort the process.
     wrapper._remove_autograd_hooks()
     for handle in getattr(wrapper, "_accum_grad_hooks", ()):
         handle.remove()

@@ -1,4 +1,4 @@
-"""Several processes do the same: what fails on one fails on all, sums are taken over all, and every rank decides alike.
+"""Several processes do the same: what fails on one fails on all, sums are taken over all, and every rank decides the same.
 
 Whoever changes or measures a model opens a `Together`. Without several processes it does nothing.
 """
@@ -19,7 +19,7 @@ from sensli.modules.wrappers import around, forget_compiled, is_a
 
 
 def process_group(model: nn.Module) -> Any:
-    """The processes that train this model together, or None if there is one only."""
+    """The processes that train this model together, or None if there is only one."""
     for each in around(model):
         if is_a(each, "DistributedDataParallel"):
             group: Any = each.process_group
@@ -32,7 +32,7 @@ class Together:
     """A piece of work that all ranks do at once. ``agree`` is the point of no return: it passes on all ranks or on none.
 
     Work before it may fail on some ranks only; then all of them raise, so that none waits for another in vain. Pieces may be nested: what
-    fails around an inner one meets the others wherever they wait, and is told once.
+    fails around an inner one reaches the others wherever they wait, and is reported once.
     """
 
     def __init__(self, model: nn.Module | None, what: str) -> None:
@@ -42,7 +42,7 @@ class Together:
 
     @classmethod
     def of_the_job(cls, what: str) -> Together:
-        """Of all processes of the job, where there is no model yet that says which train it."""
+        """Work of all processes of the job, used before there is a model that tells which processes train it."""
         together = cls(None, what)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             together.group = dist.group.WORLD
@@ -50,7 +50,7 @@ class Together:
 
     @property
     def rank(self) -> int:
-        """This process among those that train the model; 0 if there is one only."""
+        """This process among those that train the model; 0 if there is only one."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def __enter__(self) -> Together:
@@ -63,16 +63,16 @@ class Together:
             self.failed(value)
 
     def failed(self, error: Exception) -> None:
-        """Tell the other ranks, unless they know it already or have gone on."""
+        """Tell the other ranks, unless they know already or have continued."""
         if self.group is None or self._agreed or _is_known(error):
             return
         self._agreed = True
-        with suppress(DistributedError):  # of a rank that is gone: this error says more
+        with suppress(DistributedError):  # raised for a rank that is gone: this error says more
             gather(self.group, (f"{type(error).__name__}: {error}", self.what, None), self.what)
         _make_known(error)
 
     def agree(self, fact: Any = None, *, last: bool = True) -> list[Any]:
-        """Wait for all ranks; raise if one failed. Returns the facts of all ranks, by rank. Unless it is the last time, work goes on."""
+        """Wait for all ranks; raise if one failed. Returns the facts of all ranks, by rank. Unless it is the last time, work continues."""
         self._agreed = True
         if self.group is None:
             self._agreed = last
@@ -93,7 +93,7 @@ class Together:
         return [fact for _, _, fact in answers]
 
     def agree_on(self, facts: Mapping[str, Any], own: Any = None, *, last: bool = True) -> list[Any]:
-        """As `agree`, and all ranks must have come with the same facts; what differs is named. Returns what each has of its own."""
+        """As `agree`, and all ranks must bring the same facts; the error names what differs. Returns the ``own`` of each rank."""
         answers = self.agree((dict(facts), own), last=last)
         told = [facts for facts, _ in answers]
         for rank, its in enumerate(told):
@@ -126,7 +126,9 @@ def gather(group: Any, value: Any, what: str) -> list[Any]:
     return answers
 
 
-_KNOWN = "sensli_known_to_all_ranks"  # a mark on an error, so that pieces of work around this one do not tell it again
+_KNOWN = (
+    "sensli_known_to_all_ranks"  # a mark on an error, so that pieces of work around this one do not report it again
+)
 
 
 def _make_known(error: Exception) -> None:
@@ -149,7 +151,7 @@ def _is_known(error: BaseException | None) -> bool:
 
 
 class Changing(Together):
-    """A change of a model that all ranks make at once; when it is over, what stands around the model follows."""
+    """A change of a model that all ranks make at once; when it is over, the wrappers around the model follow."""
 
     def __init__(self, model: nn.Module, what: str) -> None:
         super().__init__(model, what)
@@ -187,7 +189,7 @@ class Changing(Together):
                 ddp.rebuild(wrapper)
 
     def prepare(self, layer: nn.Module, path: str) -> None:
-        """Make a new layer like what stands around its place, before its parameters are handed to anybody."""
+        """Make a new layer like the modules around its place, before its parameters are handed to anybody."""
         if self._sharded:
             fsdp.shard_like(layer, around(self._model)[-1], path)
 

@@ -1,7 +1,7 @@
-"""FSDP2 (`fully_shard`) takes a changed module: a new layer is sharded like what stands around it.
+"""FSDP2 (`fully_shard`) follows a changed module: a new layer is sharded like the modules around it.
 
 `fully_shard` works in place: it swaps the class of a module and keeps a state beside it. The root finds its parts at the first forward
-pass, so after a change it has to look again; that is private to torch and kept here, with a check that it is as expected. A look at the
+pass, so after a change it has to look again; that is private to torch, done only here, and checked to be as expected. A look at the
 model (sites, merits) runs on an unsharded copy, which every process holds for as long as it takes.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sensli.errors import UnsupportedModel
 from sensli.modules.wrappers import is_a
 
-_STATE = "__composable_api_state_key"  # how the names begin under which torch keeps the state in the module itself
+_STATE = "__composable_api_state_key"  # the prefix of the names under which torch keeps the state in the module itself
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -29,7 +29,7 @@ def check(model: nn.Module) -> None:
     """Refuse what could not follow a growth, before anything changes."""
     if not is_a(model, "FSDPModule"):
         raise UnsupportedModel(
-            "parts of the model are sharded and the model itself is not, so no root looks after all of them. Call fully_shard(model) too."
+            "parts of the model are sharded but the model itself is not, so no root manages all of them. Call fully_shard(model) too."
         )
     for path, module in model.named_modules():
         if not is_a(module, "FSDPModule"):
@@ -37,13 +37,13 @@ def check(model: nn.Module) -> None:
         state = module._get_fsdp_state()
         if not all(hasattr(state, name) for name in ("_is_root", "_state_ctx", "_modules")):
             raise UnsupportedModel(
-                f"torch {torch.__version__} keeps the state of fully_shard otherwise than known here, so a growth cannot be told to it. "
-                "Use a version of torch that this version of sensli was tested with, or grow before sharding."
+                f"torch {torch.__version__} keeps the state of fully_shard in a way unknown to this version of sensli, so it cannot "
+                "follow a growth. Use a version of torch that this version of sensli was tested with, or grow before sharding."
             )
         where = f"'{path}'" if path else "the model"
         if len(state._modules) > 1 or len(getattr(state, "_fsdp_param_groups", [0])) > 1:
             raise UnsupportedModel(
-                f"{where} shares a group of fully_shard with others, which is not supported. Shard it on its own."
+                f"{where} shares a group of fully_shard with other modules, which is not supported. Call fully_shard on it alone."
             )
         group = state._fsdp_param_group
         if group is not None and group.mesh_info.mesh.ndim != 1:
@@ -78,7 +78,7 @@ def shard_like(layer: nn.Module, model: nn.Module, path: str) -> None:
             offload_policy=group.offload_policy,
         )
         return
-    raise UnsupportedModel(f"nothing around '{path}' is sharded, so it is not known how to shard a layer there.")
+    raise UnsupportedModel(f"no module around '{path}' is sharded, so there is no telling how to shard a layer there.")
 
 
 def reshard(model: nn.Module) -> None:
@@ -89,7 +89,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def look_again(model: nn.Module) -> None:
-    """Make the root find its parts anew at the next forward pass."""
+    """Make the root find its parts again at the next forward pass."""
     for module in model.modules():
         if is_a(module, "FSDPModule"):
             state = module._get_fsdp_state()  # type: ignore[operator]

@@ -257,10 +257,10 @@ class Layer(Inserts):
             raise ValueError(one_of("activation", activation["name"], ACTIVATIONS))
         unknown = {key for key, _ in activation["arguments"]} - set(ACTIVATIONS[activation["name"]])
         if unknown:
-            raise ValueError(f"{activation['name']} takes no {sorted(unknown)}")
+            raise ValueError(f"{activation['name']} does not take {sorted(unknown)}")
         sizes = (data["width"], data["groups"], *data["kernel"])
         if not all(type(size) is int and size > 0 for size in sizes) or data["width"] % data["groups"]:
-            raise ValueError(f"width, groups and kernel are {sizes}, which make no layer")
+            raise ValueError(f"width, groups and kernel are {sizes}, which cannot form a layer")
         if (data["kind"] == "conv") != (len(data["kernel"]) in CONVS) or any(size % 2 == 0 for size in data["kernel"]):
             raise ValueError(f"a layer of kind {data['kind']!r} cannot have the kernel {data['kernel']}")
         arguments = tuple((key, value) for key, value in activation["arguments"])
@@ -287,7 +287,9 @@ def _norm_of(data: dict[str, Any]) -> int:
     dims = data.get("norm", 0)
     fits = type(dims) is int and (dims == 0 or (data["form"] == "residual" and dims == max(1, len(data["kernel"]))))
     if not fits:
-        raise ValueError(f"'norm' is {dims!r}, which fits no layer of kind {data['kind']!r} and form {data['form']!r}")
+        raise ValueError(
+            f"'norm' is {dims!r}, which does not fit a layer of kind {data['kind']!r} and form {data['form']!r}"
+        )
     return int(dims)
 
 

@@ -22,6 +22,7 @@ class LayerKind:
     """Identity layers: ReLU, residual and parametric ones."""
 
     move: ClassVar[type[Layer]] = Layer
+    grows: ClassVar[str] = "layers"
 
     def propose(self, search: Search) -> None:
         if search.request.layer != "twin":

@@ -20,6 +20,7 @@ class TwinKind:
     """Copies of blocks."""
 
     move: ClassVar[type[Twin]] = Twin
+    grows: ClassVar[str] = "layers"
 
     def propose(self, search: Search) -> None:
         if search.request.layer not in ("auto", "twin"):

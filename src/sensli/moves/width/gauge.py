@@ -1,1 +1,107 @@
-"""What new units would be worth: the gradient of the columns that would read them."""
+"""What new units would be worth: the squared norm of the gradient of the columns that would read them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.modules.running import widened
+from sensli.moves.geometry import Geometry
+from sensli.moves.move import Gauge
+from sensli.moves.point import Point, Ref
+from sensli.moves.width.candidates import candidates, taken
+from sensli.moves.width.replica import Replica, column_gradient
+from sensli.moves.width.width import Axis, Width
+
+if TYPE_CHECKING:
+    from sensli.moves.sites import Site
+
+# The replica that all widths measured together in a model share, while they are.
+_REPLICAS: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
+
+
+class WidthGauge(Gauge):
+    """Sums the gradients of the columns for all candidates, and how much the candidates resemble each other."""
+
+    def __init__(self, width: Width, model: nn.Module) -> None:
+        self._width = width = width.on(model)
+        self._rows = candidates(width) if width._rows is None else width._rows
+        self._readers = [axis for axis in width.axes if axis.fill == "column"]
+        points = [(_after(axis), axis.module.find_module()) for axis in self._readers]
+        super().__init__(points)
+        self._replica: Replica | None = None
+
+    @contextmanager
+    def inside(self, model: nn.Module) -> Iterator[None]:
+        """Beside the passes of the model the replica runs, once for all widths."""
+        known = _REPLICAS.get(model)
+        replica = self._replica = Replica(model) if known is None else known
+        replica.ask(self, self._width, self._rows)
+        if known is not None:
+            yield
+            return
+        _REPLICAS[model] = replica
+        try:
+            with replica.beside():
+                yield
+        finally:
+            del _REPLICAS[model]
+
+    def caught(
+        self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        assert self._replica is not None
+        axis = self._readers[index]
+        read = self._replica.read[id(self), axis.module.path].pop()  # the backward pass meets the calls in reverse
+        read = widened(read)
+        by_entry = column_gradient(axis.module.find_module(), read, cotangent).flatten(1)
+        sums = {f"columns{index}": self._by_unit(by_entry, axis)}
+        if len(self._readers) and self._width.start == "sensitive":
+            channel = 1 if isinstance(axis.module.find_module(), nn.modules.conv._ConvNd) else read.dim() - 1
+            values = self._by_unit(read.movedim(channel, 0).flatten(1), axis)
+            sums["likeness"] = values @ values.T
+        return sums
+
+    def _by_unit(self, entries: Tensor, axis: Axis) -> Tensor:
+        """[entries of all candidates, n] to [candidates, all that belongs to one]."""
+        units: Tensor = entries.unflatten(0, (axis.outer, -1, axis.inner)).transpose(0, 1)
+        return units.flatten(1)
+
+    def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
+        chosen = self._chosen(sums)
+        return [(sums[f"columns{index}"][chosen], Geometry()) for index in range(len(self._readers))]
+
+    def settled(self, site: Site, sums: Mapping[str, Tensor]) -> Site:
+        assert isinstance(site.move, Width)
+        rows = taken(self._rows, self._width, self._chosen(sums)) if sums else None
+        return replace(site, move=replace(site.move, _rows=rows))
+
+    def _chosen(self, sums: Mapping[str, Tensor]) -> list[int]:
+        """The candidates to take, one after the other: what those before can do is no merit of the next."""
+        columns = torch.cat([sums[f"columns{index}"] for index in range(len(self._readers))], dim=1).double()
+        if len(columns) <= self._width.more:
+            return list(range(len(columns)))
+        likeness = sums["likeness"].double().clone()
+        left = columns.clone()
+        chosen: list[int] = []
+        for _ in range(self._width.more):
+            worth = left.square().sum(1)
+            worth[chosen] = -1.0
+            best = int(worth.argmax())
+            chosen.append(best)
+            size = likeness[best, best]
+            if size > 0:
+                share = likeness[:, best] / size
+                left -= share[:, None] * left[best]
+                likeness -= share[:, None] * likeness[best]
+        return sorted(chosen)
+
+
+def _after(axis: Axis) -> Point:
+    return Point(Ref.to(axis.module.path, axis.module.find_module()), "after", ())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sensli.moves.sites import Site
 
 FILLS = ("row", "column", "one", "zero", "mean")
+TOLERANCE = 1e-4  # relative: a longer sum is added up in another order
 STARTS = ("sensitive", "random")
 
 
@@ -35,6 +36,7 @@ class Axis:
     start: int = 0
     outer: int = 1
     inner: int = 1
+    length: int = 0  # of the axis when it was found: where it has another, positions may have moved
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -48,7 +50,7 @@ class Axis:
         return cls(Ref(data["module"]), **{name: data[name] for name in _AXIS})
 
 
-_AXIS = ("name", "dim", "fill", "start", "outer", "inner")
+_AXIS = ("name", "dim", "fill", "start", "outer", "inner", "length")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Width:
 
     tag: ClassVar[str] = "width"
     kind: ClassVar[str] = "units"
-    tolerance: ClassVar[float | None] = 1e-4  # a longer sum is added up in another order
+    tolerance: ClassVar[float | None] = TOLERANCE
 
     units: int  # how many there are
     more: int  # how many would come
@@ -93,10 +95,10 @@ class Width:
     def line(self, point: Point) -> str:
         others = f" and {len(self.readers) - 1} more" if len(self.readers) > 1 else ""
         change = f"{self.layer} {self.units} -> {self.units + self.more}"
-        return f"+{self.more} units in {point.path} ({change}), read by {self.readers[0]}{others}"
+        return f"{self} in {point.path} ({change}), read by {self.readers[0]}{others}"
 
     def __str__(self) -> str:
-        return f"+{self.more} units"
+        return f"+{self.more} unit{'' if self.more == 1 else 's'}"
 
     def describe(self, model: nn.Module) -> str:
         """Every tensor that changes, with its old and new shape."""
@@ -111,7 +113,7 @@ class Width:
     def gauge(self, site: Site, model: nn.Module) -> Gauge:
         from sensli.moves.width.gauge import WidthGauge
 
-        return WidthGauge.of(self, site, model)
+        return WidthGauge(self, model)
 
     def plan(self, model: nn.Module, site: Site) -> Edit:
         return Widening(model, site)
@@ -168,7 +170,7 @@ class Width:
 class Widening(Edit):
     """Parameters and buffers get more entries, and the attributes that count them follow. The objects stay."""
 
-    def __init__(self, model: nn.Module, site: Site) -> None:
+    def __init__(self, model: nn.Module, site: Site, *, strict: bool = True) -> None:
         if is_sharded(model):
             raise UnsupportedModel(
                 "a model sharded by fully_shard cannot be widened: its parameters are parts of tensors whose shape is fixed. Widen it "
@@ -178,15 +180,17 @@ class Widening(Edit):
         assert isinstance(move, Width)
         self._move = move = move.on(model)
         self.name, self.module = site.find(model)
-        self.site = replace(site, point=site.point.on(model), move=move)
-        self.resized = resizes(model, move)
+        self.site = replace(site, point=replace(site.point, anchor=Ref.to(self.name, self.module)), move=move)
+        self.resized = resizes(model, move, strict=strict)
         self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
 
     def build(self) -> None:
         from sensli.moves.width.starts import new_rows
 
-        rows = self._move._rows if self._move._rows is not None else new_rows(self._move)
+        rows = self._move._rows
+        if rows is None or not _fitting(self._move, rows):  # never measured, or the layer reads more since
+            rows = new_rows(self._move)
         self._old = [each.tensor.detach().clone() for each in self.resized]
         self._new = [_filled(each, self._move, rows) for each in self.resized]
 
@@ -220,14 +224,18 @@ class _Widened(Edit):
             _change(size, -self._move.more)
 
 
-def resizes(model: nn.Module, width: Width, *, made: bool = False) -> list[Resize]:
+def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool = False) -> list[Resize]:
     """The parameters and buffers that change, each once, with all their axes that do. ``made``: they have changed already."""
     by_tensor: dict[int, tuple[str, Tensor, list[Stretch]]] = {}
     for axis in width.axes:
         path, module = found(model, axis.module)
         tensor = getattr(module, axis.name, None)
         stretch = Stretch(axis.dim, width.units, width.more, axis.start, axis.outer, axis.inner)
-        if not isinstance(tensor, Tensor) or tensor.dim() <= axis.dim or not _fits(stretch, tensor, made=made):
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.dim() <= axis.dim
+            or not _fits(stretch, tensor, axis.length if strict else 0, made=made)
+        ):
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else "missing"
             raise UnknownSite(
                 f"{path}.{axis.name} is {shape}, which does not hold the {width.units} units that find_sites saw: the model has changed. "
@@ -264,9 +272,22 @@ def put(tensor: Tensor, value: Tensor) -> None:
     tensor.data = value
 
 
-def _fits(stretch: Stretch, tensor: Tensor, *, made: bool) -> bool:
+def _fits(stretch: Stretch, tensor: Tensor, length: int, *, made: bool) -> bool:
+    if length and tensor.shape[stretch.dim] != length:
+        return False
     units = stretch.units + stretch.more if made else stretch.units
     return tensor.shape[stretch.dim] >= stretch.start + stretch.outer * units * stretch.inner
+
+
+def _fitting(width: Width, rows: Sequence[Tensor]) -> bool:
+    """Whether rows that were measured have the shape that the layers have now."""
+    axes = [axis for axis in width.axes if axis.fill == "row"]
+    for axis, new in zip(axes, rows, strict=True):
+        shape = list(getattr(axis.module.find_module(), axis.name).shape)
+        shape[axis.dim] = axis.outer * width.more * axis.inner
+        if shape != list(new.shape):
+            return False
+    return True
 
 
 def _filled(resize: Resize, width: Width, rows: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The images of the CNN experiments, by name: where they lie, and what is known of them without reading them."""
+"""The images of the CNN experiments, by name: where they are, and what is known of them without reading them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LOADERS: dict[str, Callable[[Path], Raw]] = {"cifar10": cifar10.load, "fashion_
 
 
 def folder(given: Path | None = None) -> Path:
-    """Where data sets lie: the folder given, else SENSLI_DATA, else `data` beside the results."""
+    """Where data sets are: the folder given, otherwise SENSLI_DATA, otherwise `data` beside the results."""
     return given or Path(os.environ.get("SENSLI_DATA") or "data")
 
 
 def load(name: str, given: Path | None = None) -> Raw:
-    """The data set, downloaded if it is not there."""
+    """The data set, downloaded if it is missing."""
     return _LOADERS[name](folder(given))

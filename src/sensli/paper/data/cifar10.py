@@ -1,4 +1,4 @@
-"""CIFAR-10 from either official layout. Both are held against the checksums of the binary one: equal images, equal sums."""
+"""CIFAR-10 from either official layout. Both are compared with the checksums of the binary one: equal images, equal sums."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _records(path: Path) -> bytes:
     try:
         return read_batch(read(path))
     except UnsafePickle as error:
-        raise DataError(f"{path}: not an official batch: {error}. Use the files from {ADDRESS}.") from None
+        raise DataError(f"{path} is not an official batch: {error}. Use the files from {ADDRESS}.") from None
 
 
 def download(folder: Path, address: str, sha256: str, sums: dict[str, str]) -> None:
@@ -68,18 +68,20 @@ def download(folder: Path, address: str, sha256: str, sums: dict[str, str]) -> N
     except FetchError as error:
         raise DataError(
             f"CIFAR-10 is not in {folder} and cannot be downloaded ({error}). Put the folder {BINARY} from {address} there "
-            "(or cifar-10-batches-py), or name its parent with --data DIR or SENSLI_DATA."
+            "(or cifar-10-batches-py), or give its parent folder with --data DIR or SENSLI_DATA."
         ) from None
     contents: dict[str, bytes] = {}
     try:
         with tarfile.open(archive) as tar:
-            for entry in tar:  # by name only: a path in the archive decides nothing
+            for entry in tar:  # by name only: a path in the archive is never used
                 name = Path(entry.name).name
                 file = tar.extractfile(entry) if name.removesuffix(".bin") in sums and entry.isfile() else None
                 if file is not None:
                     contents[name] = file.read()
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"{archive}: cannot be unpacked ({error}). Delete it and run again.") from None
+        raise DataError(
+            f"{archive} cannot be unpacked ({error}). Delete it and run the same command again to download it."
+        ) from None
     for name, sha1 in sums.items():
         check_sum(contents.get(f"{name}.bin", b""), sha1, archive)
     for name, content in contents.items():

@@ -1,4 +1,4 @@
-"""Fashion-MNIST from its four IDX files, compressed or not, held against checksums of their content."""
+"""Fashion-MNIST from its four IDX files, compressed or not, compared with checksums of their content."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _download(folder: Path, name: str, address: str) -> Path:
         fetch(f"{address}/{name}.gz", path, SHA256[name])
     except FetchError as error:
         raise DataError(
-            f"Fashion-MNIST is not complete in {folder} and cannot be downloaded ({error}). Put the four files "
-            f"{', '.join(f'{one}.gz' for one in SUMS)} from {address} there, or name its parent with --data DIR or SENSLI_DATA."
+            f"Fashion-MNIST is incomplete in {folder} and cannot be downloaded ({error}). Put the four files "
+            f"{', '.join(f'{one}.gz' for one in SUMS)} from {address} there, or give its parent folder with --data DIR or SENSLI_DATA."
         ) from None
     return path
 
@@ -67,7 +67,7 @@ def _idx(path: Path, sha1: str) -> Tensor:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(
-                f"{path}: cannot be unpacked ({error}). Delete it and run the same command again to download it."
+                f"{path} cannot be unpacked ({error}). Delete it and run the same command again to download it."
             ) from None
     check_sum(content, sha1, path)
     axes = content[3]

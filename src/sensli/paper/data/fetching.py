@@ -12,21 +12,21 @@ import torch
 
 
 class FetchError(Exception):
-    """The file could not be had; the text says why."""
+    """The file could not be downloaded; the text says why."""
 
 
 def fetch(url: str, target: Path, sha256: str) -> None:
-    """Bring `url` to `target`, with a progress bar in a terminal. What is not the published file is not kept."""
+    """Download `url` to `target`, with a progress bar in a terminal. A file other than the published one is not kept."""
     if os.environ.get("SENSLI_OFFLINE"):
-        raise FetchError("nothing is downloaded where SENSLI_OFFLINE is set, as it is for the workers of a Ray cluster")
+        raise FetchError("SENSLI_OFFLINE is set, as it is for the workers of a Ray cluster, so nothing is downloaded")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(target), hash_prefix=sha256, progress=sys.stderr.isatty())
     except urllib.error.HTTPError as error:
-        raise FetchError(f"the server says {error.code} {error.reason}") from None
-    except RuntimeError:  # torch's word for another checksum
+        raise FetchError(f"the server answered {error.code} {error.reason}") from None
+    except RuntimeError:  # what torch raises for a wrong checksum
         raise FetchError(
-            "what arrived is not the published file, or not all of it; run again to try once more"
+            "what arrived is not the published file, or not all of it; run the same command to try again"
         ) from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error

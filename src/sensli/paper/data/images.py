@@ -12,7 +12,7 @@ from sensli.paper.errors import PaperError
 
 
 class DataError(PaperError):
-    """The images are not there, or not the official ones."""
+    """The images are missing, or not the official ones."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def check_sum(content: bytes, sha1: str, path: Path) -> None:
     found = hashlib.sha1(content).hexdigest()
     if found != sha1:
         raise DataError(
-            f"{path}: not the published file (SHA-1 {found[:12]}..., expected {sha1[:12]}...), damaged or altered. Delete it "
-            "and run again to download it anew."
+            f"{path} is not the published file (SHA-1 {found[:12]}..., expected {sha1[:12]}...): it is damaged or altered. "
+            "Delete it and run the same command again to download it."
         )
 
 
@@ -51,4 +51,4 @@ def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}). Check the folder given with --data.") from None
+        raise DataError(f"{path} cannot be read ({error.strerror}). Check the folder given with --data.") from None

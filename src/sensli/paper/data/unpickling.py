@@ -1,7 +1,7 @@
 """Reading the pickled batches of CIFAR-10 without executing anything that is in the file.
 
-A pickle may name any function to be called. Here the few names that a pickled array needs stand for an inert record of
-our own; any other name is refused. Whether the bytes are those of the images is for their checksum to say.
+A pickle may name any function to be called. Here the few names that a pickled array needs are mapped to an inert record;
+any other name is refused. Their checksum tells whether the bytes are those of the images.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PIXELS = 3 * 32 * 32
 
 
 class UnsafePickle(Exception):
-    """The pickle names something that a batch of images has no use for."""
+    """The pickle names something that a batch of images does not need."""
 
 
 class _Inert:

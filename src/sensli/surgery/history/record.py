@@ -123,7 +123,7 @@ class Look:
             if not parameters
             else factor_text(parameters, parameters + merit.parameters)
         )
-        return f"epoch {self.call}: +{merit.site} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
+        return f"epoch {self.call}: +{merit.site.removeprefix('+')} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -232,8 +232,13 @@ def factor_text(before: int, after: int) -> str:
     return f"{before:,} -> {after:,} parameters, x{after / before:.{1 if after >= 1.1 * before else 2}f}"
 
 
-def reason_of(merits: Merits, chosen: Sequence[Merit], *, select: str, tau: float, floor: float = 0.0) -> str:
-    """Why a look ended as it did, in one sentence for a person. ``floor`` is the least gradient norm that counts."""
+def reason_of(
+    merits: Merits, chosen: Sequence[Merit], *, select: str, tau: float, floor: float = 0.0, control: bool = False
+) -> str:
+    """Why a look ended as it did, in one sentence for a person.
+
+    ``floor`` is the least gradient norm that counts; for a ``control`` the largest merit decided whether to insert.
+    """
     best = merits.best
     if not chosen:
         if best.ratio is not None and best.ratio < tau:
@@ -255,7 +260,6 @@ def reason_of(merits: Merits, chosen: Sequence[Merit], *, select: str, tau: floa
         ground = "its merit is the largest of those that passed the limits"
     else:
         ground = f"select={select} gave it"
-    control = select in ("smallest", "random")  # whether to insert is the largest merit's decision for these too
     ratio, whose = (best.ratio, "the largest merit, ") if control else (first.ratio, "")
     passed = (
         f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"

@@ -133,6 +133,13 @@ def check_needed(optimizers: Optimizers, **asked: bool) -> None:
         raise OptimizerError(f"{name}= needs optimizer=: rates and groups belong to the optimizer, and none was given.")
 
 
+def check_group(group: int | Group) -> int | Group:
+    """A number or a group; whether an optimizer has it is seen when there is one."""
+    if isinstance(group, dict):
+        return group
+    return checks.integer("group", group, _GROUP, lambda index: index >= 0, OptimizerError)
+
+
 def unwrapped(given: Any) -> Optimizer:
     # Look inside first: the wrappers pass for instances of Optimizer themselves. A scheduler holds one, but is no wrapper of it.
     names = () if isinstance(given, LRScheduler) else ("optimizer", "_optimizer")
@@ -167,9 +174,8 @@ def _fits(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
 def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tuple[Optimizer, Group] | None:
     if group is None or not known:
         return None
-    if not isinstance(group, dict):
-        group = checks.integer("group", group, _GROUP, lambda index: index >= 0, OptimizerError)
-    else:
+    group = check_group(group)
+    if isinstance(group, dict):
         for optimizer in known:
             for its in optimizer.param_groups:
                 if its is group:

@@ -101,9 +101,14 @@ class OwnRatePlan:
         return OwnRate(self.factor, tuple(added), tuple(sources))
 
 
+def check_own_factor(factor: float) -> float:
+    """The factor as a number; one that means nothing is refused."""
+    return checks.positive("own_rate", factor, 0.1, error=OptimizerError)
+
+
 def check_own_rate(optimizers: Optimizers, factor: float) -> float:
     """The factor as a number; one that means nothing, or that there is no rate for, is refused."""
-    factor = checks.positive("own_rate", factor, 0.1, error=OptimizerError)
+    factor = check_own_factor(factor)
     if not as_optimizers(optimizers):
         raise OptimizerError("own_rate= needs optimizer=: the rate belongs to the optimizer, and none was given.")
     return factor

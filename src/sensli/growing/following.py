@@ -1,0 +1,57 @@
+"""What follows a model when a Grower inserts a layer, and when it takes one back: optimizers, schedulers, averages, the history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sensli.growing.options import Options
+from sensli.merits.merits import Merit
+from sensli.modules.wrappers import bare
+from sensli.surgery.averaging import Averaged, check_alike, follow, unfollow
+from sensli.surgery.history.history import Growth, History
+from sensli.surgery.insertion import grow, undo
+from sensli.surgery.state.optim import Optimizers, as_optimizers
+from sensli.surgery.state.rates import Schedulers
+
+
+@dataclass
+class Followers:
+    """The optimizers, schedulers and averages of one model."""
+
+    optimizer: Optimizers
+    scheduler: Schedulers
+    averaged: Averaged
+
+    def check(self, model: nn.Module, options: Options) -> None:
+        """Refuse those that could never follow a growth with these options, before any training."""
+        options.check_followers(bare(model), self.optimizer, self.scheduler)
+        check_alike(model, self.averaged)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers, without wrappers of other libraries."""
+        return as_optimizers(self.optimizer)
+
+    def insert(
+        self, model: nn.Module, merit: Merit, history: History, options: Options, *, call: int, lr_scale: float
+    ) -> Growth:
+        """Insert the layer, and let everything follow."""
+        check_alike(model, self.averaged)
+        growth = grow(
+            model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=lr_scale,
+            own_rate=options.own_rate, group=options.group,
+        )  # fmt: skip
+        growth = replace(growth, details={"epoch": call, "merit": merit.value, "ratio": merit.ratio})
+        history.append(growth)  # at once: what is in the history is taken back if anything fails from here on
+        follow(self.averaged, growth, model)
+        return growth
+
+    def take_back(self, model: nn.Module, history: History, kept: int) -> None:
+        """Undo all growths but the first ones, the last one first."""
+        for growth in reversed(history[kept:]):
+            unfollow(self.averaged, growth)
+            undo(model, growth, optimizer=self.optimizer, scheduler=self.scheduler)
+            history.pop()

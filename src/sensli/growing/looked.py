@@ -1,0 +1,58 @@
+"""One look of a Grower, from what was measured to what came of it, and how it gets into the record and the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from sensli.growing.logs import tell
+from sensli.growing.options import Options
+from sensli.growing.room import Room
+from sensli.growing.sizes import flops_if_counted
+from sensli.merits.merits import Merit, Merits
+from sensli.surgery.history.history import Growth
+from sensli.surgery.history.outline import outline
+from sensli.surgery.history.record import Look, Record
+
+
+@dataclass
+class Looked:
+    """What a look found, why it ended as it did, and what was inserted for which merit."""
+
+    room: Room
+    merits: Merits | None = None  # None where there was nothing to choose from
+    reason: str = ""
+    grown: list[tuple[Merit, Growth]] = field(default_factory=list)
+
+    @property
+    def taken(self) -> list[Merit]:
+        """The merits whose layers were inserted."""
+        return [merit for merit, _ in self.grown]
+
+    def noted(self, call: int, options: Options, network: nn.Module, example: Any) -> Look:
+        """What the page and the log show. FLOPs are counted after a growth only."""
+        flops = flops_if_counted(network, example) if self.grown else None
+        return Look.of(
+            self.merits,
+            self.taken,
+            call=call,
+            tau=options.tau,
+            select=options.selection,
+            reason=self.reason,
+            inserted=tuple(growth.number for _, growth in self.grown),
+            parameters=self.room.parameters,
+            flops=None if flops is None else flops - sum(merit.site.flops for merit in self.taken),
+        )
+
+
+def keep(
+    record: Record, options: Options, network: nn.Module, call: int, metric: float | None, look: Look | None
+) -> None:
+    """Record a call, and the look if there was one, which the log is told."""
+    record.count(call, metric)
+    if look is not None:
+        record.looks.append(look)
+        record.draw(call, outline(network))
+        tell(options.log, look)

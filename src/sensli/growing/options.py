@@ -1,0 +1,116 @@
+"""How to grow: the options of `Grower` and of the callbacks, one frozen object that checks itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from sensli.growing.logs import Log, check_log
+from sensli.growing.triggers import Trigger
+from sensli.merits.measuring import check_level
+from sensli.merits.norms import choose
+from sensli.merits.ranking import Selection, check_per, check_selection
+from sensli.modules import checks
+from sensli.moves.finding import check_growth, check_request, check_units
+from sensli.moves.sites import Site
+from sensli.surgery.state.optim import Optimizers, check_group, check_needed, check_optimizers
+from sensli.surgery.state.own_rate import check_own_factor, check_own_rate
+from sensli.surgery.state.rates import Schedulers, check_factor, plan_rate_scaling
+
+# What a rank may have of its own. What a trigger says is compared when it says it, and so is a choice that hangs on the seed.
+_OWN = ("trigger", "group", "seed", "log")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `Grower` documents, without the model and what belongs to a run of it. Numbers of numpy and torch become Python's."""
+
+    trigger: Trigger
+    tau: float = 1.0
+    norm: str = "auto"
+    select: str | Selection = "largest"
+    count: int = 1
+    layer: str = "auto"
+    where: str | Callable[[Site], bool] | None = None
+    grow: str = "layers"
+    units: int | float = 0.25
+    start: str = "sensitive"
+    per: str | None = None
+    confidence: float | None = None
+    tolerance: float = 0.0
+    lr_scale: float = 1.0
+    own_rate: float | None = None
+    group: int | dict[str, Any] | None = None
+    max_factor: float | None = 2.0
+    floor: float = 1e-7
+    seed: int = 0
+    log: Log = None
+
+    def __post_init__(self) -> None:
+        what = "one of sensli.growing.triggers (for example triggers.Every(10) & triggers.AtMost(3))"
+        checks.instance("trigger", self.trigger, Trigger, what)
+        self._become(tau=checks.at_least("tau", self.tau, 0, 1.0), count=checks.whole("count", self.count, 1))
+        check_selection(self.select)
+        if self.confidence is not None and (self.select != "largest" or self.count != 1):
+            raise ValueError(
+                "confidence= stops when the single largest merit is clear; use it with select='largest' and count=1."
+            )
+        confidence, tolerance = check_level(self.confidence, self.tolerance)
+        self._become(
+            confidence=confidence,
+            tolerance=tolerance,
+            lr_scale=check_factor(self.lr_scale),
+            own_rate=None if self.own_rate is None else check_own_factor(self.own_rate),
+            group=None if self.group is None else check_group(self.group),
+            max_factor=_factor(self.max_factor),
+            floor=checks.share("floor", self.floor, 1e-7, zero=True),
+            seed=checks.whole("seed", self.seed, 0, least=0, below=2**64),
+        )
+        choose(self.norm, ())
+        check_request(self.layer, self.where)
+        check_growth(self.grow, self.start)
+        self._become(units=check_units(self.units))
+        check_per(self.per)
+        check_log(self.log)
+
+    def _become(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # frozen from here on
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Options:
+        """The options among the arguments of a function: a signature names them for the reader, and nothing repeats them."""
+        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
+
+    def check_followers(self, model: nn.Module, optimizer: Optimizers, scheduler: Schedulers) -> None:
+        """Refuse what these options need and this optimizer, with its scheduler, does not have."""
+        plan_rate_scaling(optimizer, scheduler, self.lr_scale)
+        check_needed(optimizer, lr_scale=self.lr_scale != 1, group=self.group is not None)
+        if self.own_rate is not None:
+            check_own_rate(optimizer, self.own_rate)
+        check_optimizers(model, optimizer, self.group)
+
+    @property
+    def selection(self) -> str:
+        """The name of the selection."""
+        return self.select if isinstance(self.select, str) else getattr(self.select, "__name__", "a callable")
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What all ranks must have in common, as plain data. What a function says is compared when it says it."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OWN}
+        named = {name: "a function" if callable(value) else value for name, value in own.items()}
+        return {**named, "select": self.selection}
+
+
+def _factor(value: float | None) -> float | None:
+    if value is None:
+        return None
+    what = "a number above 1 (for example 2), or None"
+    factor = checks.number("max_factor", value, what)
+    if not factor > 1:
+        checks.refuse("max_factor", what, value, ValueError)
+    return factor

@@ -1,0 +1,80 @@
+"""The paper's method: a layer at the site with the largest merit, if it is worth it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sensli.growing.options import Options
+from sensli.growing.searching import Search
+from sensli.growing.strategies.strategy import Strategy
+from sensli.growing.threshold import Threshold
+from sensli.growing.triggers import Moment
+from sensli.merits.backward import LossFunction
+from sensli.merits.measuring import measure
+from sensli.merits.merits import Merit, Merits
+from sensli.merits.ranking import chosen, is_control
+from sensli.moves.sites import Site, Sites
+from sensli.surgery.history.record import reason_of
+
+
+class Sensli(Strategy):
+    """Proposes what `find_sites` finds, scores by `measure`, and takes what passes the threshold by the order of ``select``."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.threshold = Threshold(options.tau, options.floor)
+        self._search = Search(
+            layer=options.layer, where=options.where, grow=options.grow, units=options.units, start=options.start
+        )
+        # Not the global random state, which growing leaves alone.
+        self._generator = torch.Generator().manual_seed(options.seed)
+
+    def propose(self, model: nn.Module, example: Any) -> Sites:
+        return self._search.sites(model, example)
+
+    def score(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        options = self.options
+        return measure(
+            model, sites, batches, loss_fn, norm=options.norm, ratio=True, confidence=options.confidence,
+            tolerance=options.tolerance,
+        )  # fmt: skip
+
+    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+        worth = self.threshold.worth(merits)
+        found = chosen(self.options.select, merits, worth, self.options.count, self._generator, per=self.options.per)
+        return [merit.site for merit in found]
+
+    def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:
+        return reason_of(
+            merits, taken, select=self.options.selection, tau=self.threshold.tau, floor=self.threshold.least_gain(merits),
+            control=is_control(self.options.select),
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state().tolist(), "largest_loss": self.threshold.largest_loss}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        loss, generator = _loss(state.get("largest_loss", 0.0)), _generator(state["generator"])
+        self.threshold.largest_loss = loss
+        self._generator.set_state(generator)
+
+
+def _loss(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ValueError(f"largest_loss is {value!r}")
+    return float(value)
+
+
+def _generator(numbers: Any) -> Tensor:
+    if not isinstance(numbers, list) or any(type(number) is not int or not 0 <= number < 256 for number in numbers):
+        raise ValueError("generator is not a list of bytes")
+    state = torch.tensor(numbers, dtype=torch.uint8)
+    torch.Generator().set_state(state)  # raises if it is none
+    return state

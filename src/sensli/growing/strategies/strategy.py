@@ -1,0 +1,46 @@
+"""`Strategy`: the three questions that `Grower` asks at a look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from sensli.growing.triggers import Moment
+from sensli.merits.backward import LossFunction
+from sensli.merits.merits import Merit, Merits
+from sensli.moves.sites import Site, Sites
+
+
+class Strategy(Protocol):
+    """Where a model could grow, what each site is worth, and which of them to take. Reads the model and never changes it.
+
+    With several processes each of them asks its own strategy, and all must get the same answers. One that remembers nothing
+    inherits what follows the three questions.
+    """
+
+    def propose(self, model: nn.Module, example: Any) -> Sites:
+        """The sites in question. Those that nothing would train, or that exceed a limit, are left out by `Grower`."""
+        ...
+
+    def score(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        """What each of the sites is worth. Raises `ZeroMerits` if none is worth anything."""
+        ...
+
+    def choose(self, merits: Merits, moment: Moment) -> Sequence[Site]:
+        """The sites to take, in that order. `Grower` takes the first ones that fit, at most ``count``."""
+        ...
+
+    def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:
+        """Why the look ended as it did, for the log; asked after `choose`."""
+        return f"{type(self).__name__} chose {len(taken)} of {len(merits)} sites"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved to resume, and restored when a step fails: plain data."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; ``state`` may hold more than that. Raises if it is damaged, and has changed nothing then."""

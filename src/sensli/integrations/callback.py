@@ -1,0 +1,64 @@
+"""What the `GrowthCallback` of every trainer begins with: its arguments, checked when it is made, and the Grower made of them later."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from sensli.growing.grower import Grower
+from sensli.growing.options import Options
+from sensli.growing.triggers import Trigger
+from sensli.integrations.looking import Facts
+from sensli.modules import checks
+from sensli.surgery.averaging import networks
+
+_OF_THE_TRAINER = ("model", "optimizer", "scheduler")
+_OF_THE_MODEL = ("example", "averaged")  # options of a Grower that are not among `Options`
+
+
+class GrowingCallback:
+    """The constructor of the callbacks. Wrong arguments are refused here, not after the first epoch."""
+
+    def __init__(
+        self,
+        trigger: Trigger,
+        *,
+        monitor: str | None = None,
+        batches: int | None = None,
+        metrics: bool = True,
+        **options: Any,
+    ) -> None:
+        if monitor is not None:
+            checks.instance("monitor", monitor, str, "the name of a metric (for example 'val_loss')")
+        self._monitor = monitor
+        self._batches = None if batches is None else checks.whole("batches", batches, 10)
+        self._metrics = checks.flag("metrics", metrics)
+        _check_names(options)
+        self._given = {name: options.pop(name) for name in _OF_THE_MODEL if name in options}
+        if "example" in self._given:
+            checks.example("example", self._given["example"])
+        networks(self._given.get("averaged"))
+        self.options = Options(trigger=trigger, **options)
+        self.grower: Grower | None = None  # made when there is a batch
+        self._loaded: dict[str, Any] | None = None  # the state from a checkpoint, until the grower has it
+        self._facts = Facts()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Set what only this trainer's callback has."""
+
+    def _make_grower(self, model: nn.Module, optimizer: Any, scheduler: Any, example: Any) -> Grower:
+        """The Grower for what the trainer has by now; an example of the user's own comes first."""
+        given = {"example": example, **self._given}
+        return Grower(model, optimizer, scheduler=scheduler, **given, **vars(self.options))
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    known = [*_OF_THE_MODEL, *(each.name for each in fields(Options) if each.name != "trigger")]
+    for name in options:
+        if name in _OF_THE_TRAINER:
+            raise TypeError(f"{name}= belongs to the trainer: leave it out, the callback takes it from there.")
+        if name not in known:
+            raise TypeError(f"{name}= is not an option of GrowthCallback. Its options are {', '.join(sorted(known))}.")

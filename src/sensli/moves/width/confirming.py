@@ -1,0 +1,122 @@
+"""Whether widths hold, found by widening a copy of the model: what it returns must stay, and must not hang on the new rows at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sensli.modules.dropout import NoDropout
+from sensli.modules.nearness import moved
+from sensli.modules.running import device_of, run, tensors, to_device, untouched
+from sensli.modules.wrappers import eager
+from sensli.moves.search import Search
+from sensli.moves.sites import Site
+from sensli.moves.width.starts import random_rows
+from sensli.moves.width.width import TOLERANCE, Widening, Width
+
+_ATTEMPTS = 24  # more would cost more than they find
+
+
+def confirm(search: Search, sites: Sequence[Site]) -> tuple[list[Site], list[tuple[Site, str]]]:
+    """Those that hold, and the others with the reason. All are tried at once, then layer by layer of equal blocks, then in halves."""
+    trial = _Trial(search)
+    good: list[Site] = []
+    wrong: list[tuple[Site, str]] = []
+    waiting, attempts = [list(sites)], 0
+    while waiting:
+        group = waiting.pop()
+        if not group:
+            continue
+        attempts += 1
+        problem = trial.of(group)
+        families: dict[str, list[Site]] = {}
+        for site in group:
+            families.setdefault(re.sub(r"\d+", "*", site.path), []).append(site)
+        if not problem:
+            good += group
+        elif len(group) == 1 or attempts >= _ATTEMPTS:
+            wrong += [(site, problem) for site in group]
+        elif len(families) > 1:
+            waiting += families.values()
+        elif trial.of(group[:1]) == problem:  # what one of them does wrong its equals do too
+            wrong += [(site, problem) for site in group]
+        else:
+            waiting += [group[: len(group) // 2], group[len(group) // 2 :]]
+    return good, wrong
+
+
+class _Trial:
+    """The copy that the example ran through."""
+
+    def __init__(self, search: Search) -> None:
+        self.model = search.flow.model
+        self._example = to_device(search.example, device_of(self.model))
+        self._base: dict[bool, list[Tensor] | None] = {}
+
+    def of(self, sites: Sequence[Site]) -> str:
+        """What is wrong with the sites together; empty if nothing is."""
+        for training in (False, True):
+            base = self._baseline(training)
+            if base is None and not training:
+                return "the model does not run with other random numbers"
+            if base is None:
+                continue  # a batch too small for its norms: it cannot train on the example
+            try:
+                first, second = (self._widened(sites, training, seed) for seed in (0, 1))
+            except Exception as error:
+                text = str(error).strip().split("\n")[0][:120]
+                return f"the model fails with more of them ({type(error).__name__}: {text})"
+            if [t.shape for t in first] != [t.shape for t in base]:
+                return "what the model returns changes its shape with more of them"
+            if max((moved(old, new) for old, new in zip(base, first, strict=True)), default=0.0) > TOLERANCE:
+                return "what the model returns changes with more of them"
+            if not all(torch.equal(one, other) for one, other in zip(first, second, strict=True)):
+                return "what the model returns hangs on units whose columns are zero"
+        return ""
+
+    def _baseline(self, training: bool) -> list[Tensor] | None:
+        if training not in self._base:
+            try:
+                self._base[training] = self._run(training)
+            except Exception:
+                self._base[training] = None
+        return self._base[training]
+
+    def _widened(self, sites: Sequence[Site], training: bool, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        with ExitStack() as stack:
+            for site in in_order(sites):
+                assert isinstance(site.move, Width)
+                move = site.move.by_path().on(self.model)
+                rows = tuple(random_rows(axis, move.more, generator) for axis in move.axes if axis.fill == "row")
+                point = replace(site.point, anchor=site.point.by_path().anchor, neighbours=())
+                edit = Widening(self.model, Site(point, replace(move, _rows=rows)), strict=False)
+                edit.build()
+                edit.apply()
+                stack.callback(edit.revert)
+            return self._run(training)
+
+    def _run(self, training: bool) -> list[Tensor]:
+        # Never chained: somebody's train() returns None.
+        self.model.train(training)
+        with untouched(self.model), torch.no_grad(), eager(), NoDropout():
+            torch.default_generator.manual_seed(0)
+            output: Any = run(self.model, self._example)
+        self.model.eval()
+        return [t.detach().clone() for t in tensors(output)]
+
+
+def in_order(sites: Sequence[Site]) -> list[Site]:
+    """An order in which a site keeps its positions although others were widened before: from the end of shared axes."""
+
+    def last(site: Site) -> int:
+        assert isinstance(site.move, Width)
+        return max(axis.start for axis in site.move.axes)
+
+    return sorted(sites, key=last, reverse=True)

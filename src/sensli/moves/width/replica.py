@@ -1,0 +1,237 @@
+"""What candidates for new units would give to those that read them, in a pass of the unmodified model.
+
+After the forward pass its code runs once more, on a copy without gradients: layers that make units of a measured width make the
+candidates instead, from the input that they had in the pass itself; all other layers with weights give back what they gave. So whatever
+the model does between two layers is done to the candidates too, and hardly anything is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sensli.errors import MeasurementError
+from sensli.modules.arguments import first_tensor
+from sensli.modules.copies import copied_block
+from sensli.modules.running import forked_random_state
+from sensli.moves.stretching import Stretch
+from sensli.moves.width.roles import Role, role_of
+from sensli.moves.width.width import Axis, Size, Width
+
+
+class Replica:
+    """The copy of one model for all widths that are measured in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._widths: list[tuple[Any, Width, tuple[Tensor, ...]]] = []  # who asks, and the candidates
+        self._copy: nn.Module | None = None
+        self._calls: dict[
+            str, list[tuple[Tensor, Tensor]]
+        ] = {}  # inputs and outputs of layers in the pass that was made last
+        self.read: dict[tuple[int, str], list[Tensor]] = {}  # by the asker's id and the reader: what candidates gave it
+
+    def ask(self, asker: Any, width: Width, rows: tuple[Tensor, ...]) -> None:
+        """Measure these candidates too."""
+        self._widths.append((asker, width, rows))
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Watch the model's passes as long as the context lasts."""
+        handles = [
+            module.register_forward_hook(self._record(path), with_kwargs=True)
+            for path, module in self._model.named_modules()
+            if (role := role_of(module)) is not None and role.makes
+        ]
+        handles.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        handles.append(self._model.register_forward_hook(self._end, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._copy = None
+            self._calls.clear()
+            self.read.clear()
+
+    def _record(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            if torch.is_grad_enabled():
+                given = first_tensor(args) if args else first_tensor(tuple(kwargs.values()))
+                assert given is not None
+                self._calls.setdefault(path, []).append((given.detach(), output.detach()))
+
+        return hook
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._calls.clear()
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._copy is None:
+            self._copy = self._made()
+        self._copy.train(self._model.training)
+        for mine, its in zip(self._copy.modules(), self._model.modules(), strict=True):
+            mine.training = its.training  # parts of a model may be in different modes
+        try:
+            # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
+            with forked_random_state(self._model), torch.enable_grad():
+                self._copy(*args, **kwargs)
+        except Exception as error:
+            raise MeasurementError(
+                f"the model's code fails with candidates for new units ({type(error).__name__}: {error}), although it did not for "
+                "find_sites. Find the sites with an example like the training data."
+            ) from error
+        finally:
+            self._calls.clear()
+
+    # --- the copy ---
+
+    def _made(self) -> nn.Module:
+        copy = copied_block(self._model, share=True)
+        makers: dict[str, list[Tensor | None]] = {}
+        readers: dict[
+            str, Tensor
+        ] = {}  # along the axis of a reader: which asker's candidates lie where, -1 for old units
+        for number, (_, width, rows) in self._ordered():
+            entries = iter(rows)
+            count = _count(width, rows)
+            for axis in width.axes:
+                new = next(entries) if axis.fill == "row" else None
+                module = copy.get_submodule(axis.module.path)
+                role = role_of(self._model.get_submodule(axis.module.path))
+                assert role is not None
+                if axis.fill == "column":
+                    held = readers.setdefault(axis.module.path, torch.full((axis.length,), -1))
+                    readers[axis.module.path] = _replaced(held, axis, width, count, number)
+                elif role.makes:
+                    makers.setdefault(axis.module.path, [None, None])[axis.name == "bias"] = new
+                else:
+                    _resize(module, axis, width, count, new)
+            for size in width.sizes:
+                self._set_size(copy, size, width, count)
+        for path, module in self._model.named_modules():
+            role = role_of(module)
+            if role is not None and role.makes:
+                mine = copy.get_submodule(path)
+                mine.forward = self._forward(path, mine, role, makers.get(path), readers.get(path))
+        return copy
+
+    def _ordered(self) -> list[tuple[int, tuple[Any, Width, tuple[Tensor, ...]]]]:
+        """From the end of shared axes: what comes before keeps its positions."""
+        numbered = list(enumerate(self._widths))
+        return sorted(numbered, key=lambda each: max(axis.start for axis in each[1][1].axes), reverse=True)
+
+    def _set_size(self, copy: nn.Module, size: Size, width: Width, count: int) -> None:
+        module = copy.get_submodule(size.module.path)
+        if role_of(self._model.get_submodule(size.module.path)).passes:  # type: ignore[union-attr]
+            setattr(module, size.name, getattr(module, size.name) + (count - width.units) * size.per_unit)
+
+    def _forward(
+        self, path: str, module: nn.Module, role: Role, rows: list[Tensor | None] | None, labels: Tensor | None
+    ) -> Any:
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            calls = self._calls[path]
+            given, output = calls.pop(0) if len(calls) > 1 else calls[0]
+            if labels is not None:
+                for index, (asker, _, _) in enumerate(self._widths):
+                    places = (labels == index).nonzero().flatten()
+                    if len(places):
+                        held = x.detach().index_select(role.channel % x.dim(), places.to(x.device))
+                        self.read.setdefault((id(asker), path), []).append(held)
+            if rows is None:
+                return output
+            weight, bias = rows
+            assert weight is not None
+            return _apply(module, given, weight, bias)
+
+        return forward
+
+
+def _count(width: Width, rows: tuple[Tensor, ...]) -> int:
+    axis = next(axis for axis in width.axes if axis.fill == "row")
+    return rows[0].shape[axis.dim] // (axis.outer * axis.inner)
+
+
+def _replaced(labels: Tensor, axis: Axis, width: Width, count: int, number: int) -> Tensor:
+    """The labels along an axis with the candidates in the place of the old units."""
+    length = axis.outer * width.units * axis.inner
+    new = torch.full((axis.outer * count * axis.inner,), number)
+    return torch.cat([labels[: axis.start], new, labels[axis.start + length :]])
+
+
+def _resize(module: nn.Module, axis: Axis, width: Width, count: int, new: Tensor | None) -> None:
+    """A module that passes units one by one, for the candidates alone."""
+    old: Tensor = getattr(module, axis.name).detach()
+    stretch = Stretch(axis.dim, width.units, count, axis.start, axis.outer, axis.inner)
+    fill: Tensor | float
+    if new is not None:
+        fill = new
+    elif axis.fill == "mean":
+        fill = float(old.float().mean())
+    else:
+        fill = 1.0 if axis.fill == "one" else 0.0
+    both = stretch.applied(old, fill)
+    before, after = (
+        both.narrow(axis.dim, 0, axis.start),
+        both.shape[axis.dim] - axis.start - stretch.outer * (width.units + count) * stretch.inner,
+    )
+    rest = both.narrow(axis.dim, both.shape[axis.dim] - after, after)
+    value = torch.cat([before, stretch.entries(both), rest], dim=axis.dim)
+    if axis.name in module._buffers:
+        module._buffers[axis.name] = value
+    else:
+        module._parameters[axis.name] = nn.Parameter(value, requires_grad=False)
+
+
+def _apply(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What a layer makes of its input with other rows."""
+    weight = weight.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    if isinstance(module, nn.Linear):
+        return F.linear(x, weight, bias)
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        functions = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+        function = functions[x.dim() - 2]
+        padding: Any = module.padding
+        return function(x, weight, bias, module.stride, padding, module.output_padding, module.groups, module.dilation)
+    if isinstance(module, nn.modules.conv._ConvNd):
+        padded, padding = _padded(module, x)
+        convolutions = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+        return convolutions[x.dim() - 2](padded, weight, bias, module.stride, padding, module.dilation)
+    return x @ weight + (0 if bias is None else bias)  # GPT-2's linear map
+
+
+def _padded(conv: nn.modules.conv._ConvNd, x: Tensor) -> tuple[Tensor, Any]:
+    if conv.padding_mode == "zeros":
+        return x, conv.padding
+    return F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
+
+
+def column_gradient(module: nn.Module, a: Tensor, cotangent: Tensor) -> Tensor:
+    """The gradient of the columns of a layer that would read ``a``, by units along the first axis: [entries of a, ...]."""
+    a = a.to(cotangent.dtype)
+    if isinstance(module, nn.modules.conv._ConvNd):
+        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+        out = cotangent.shape[1]
+        padding: Any = list(module.padding) if not isinstance(module.padding, str) else module.padding
+        if not transposed:
+            a, padding = _padded(module, a)
+            if isinstance(padding, str):
+                a, padding = F.pad(a, module._reversed_padding_repeated_twice), 0
+        dims = a.dim() - 2
+        padding = [padding] * dims if isinstance(padding, int) else list(padding)
+        shape = (a.shape[1], out, *module.kernel_size) if transposed else (out, a.shape[1], *module.kernel_size)
+        gradients = torch.ops.aten.convolution_backward(
+            cotangent, a, a.new_empty(1).expand(shape), None, list(module.stride), padding, list(module.dilation), transposed,
+            list(module.output_padding), 1, [False, True, False],
+        )  # fmt: skip
+        gradient: Tensor = gradients[1]
+        return gradient if transposed else gradient.transpose(0, 1)
+    return a.reshape(-1, a.shape[-1]).T @ cotangent.reshape(-1, cotangent.shape[-1])

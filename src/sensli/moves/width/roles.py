@@ -1,0 +1,57 @@
+"""What the layers of torch do with units: which axes of their parameters make, read or pass them on, and which attributes count them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Role:
+    """Of one module: for the units that it makes, those that it reads, or those that pass through it one by one."""
+
+    channel: int  # the dimension of its values that holds the units
+    makes: tuple[tuple[str, int], ...] = ()  # parameters and their axis
+    reads: tuple[tuple[str, int], ...] = ()
+    passes: tuple[tuple[str, int, str], ...] = ()  # and what new entries are filled with
+    out_size: tuple[str, ...] = ()
+    in_size: tuple[str, ...] = ()
+
+
+def role_of(module: nn.Module) -> Role | None:
+    """What a module does with units; None for a module without parameters along them, or one that is not known."""
+    if type(module) is nn.Linear or _is_conv1d_of_transformers(module):
+        transposed = not isinstance(module, nn.Linear)
+        out, given = (1, 0) if transposed else (0, 1)
+        sizes = (("nf",), ("nx",)) if transposed else (("out_features",), ("in_features",))
+        return Role(-1, (("weight", out), ("bias", 0)), (("weight", given),), (), *sizes)
+    if type(module) in (*_CONVS, *_TRANSPOSED):
+        return _conv(module)
+    if type(module) in _NORMS:
+        fills = (("weight", "one"), ("bias", "zero"), ("running_mean", "zero"), ("running_var", "one"))
+        return Role(1, passes=tuple((name, 0, fill) for name, fill in fills), in_size=("num_features",))
+    if type(module) is nn.PReLU and module.num_parameters > 1:
+        return Role(1, passes=(("weight", 0, "mean"),), in_size=("num_parameters",))
+    return None
+
+
+def _conv(conv: nn.Module) -> Role | None:
+    out, given = ("out_channels",), ("in_channels",)
+    if conv.groups == 1:
+        made, read = (1, 0) if isinstance(conv, _TRANSPOSED) else (0, 1)
+        return Role(1, (("weight", made), ("bias", 0)), (("weight", read),), (), out, given)
+    if conv.groups == conv.in_channels == conv.out_channels:
+        return Role(1, passes=(("weight", 0, "row"), ("bias", 0, "row")), in_size=(*given, *out, "groups"))
+    return None
+
+
+def _is_conv1d_of_transformers(module: nn.Module) -> bool:
+    """The linear map of GPT-2 and its like, whose weight lies the other way round."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"

@@ -1,0 +1,212 @@
+"""The options of growing: one frozen object that checks itself, behind `Grower` and both callbacks; and the one registry of selections."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models import batches, deep, fnn, loss_fn, points, untouched
+from sensli import Grower, Merits, Site, Sites, find_sites, measure
+from sensli.growing.options import Options
+from sensli.growing.strategies.strategy import Strategy
+from sensli.growing.triggers import At, Budget, Every, Moment
+from sensli.merits.merits import Merit
+from sensli.merits.ranking import SELECTIONS
+from sensli.paper.config import Data, Network, Optimizer, Settings
+
+DATA = batches((8, 8, 4))
+OF_A_RUN = {"model", "optimizer", "example", "scheduler", "averaged"}
+
+
+def grower(model: Any, optimizer: Any = None, **options: Any) -> Grower:
+    return Grower(model, optimizer, **{"example": points(2), "trigger": Every(1), "tau": 0.0, **options})
+
+
+# --- one object ---
+
+
+def test_they_are_the_arguments_of_a_grower_with_its_defaults() -> None:
+    given = inspect.signature(Grower).parameters
+    assert given.keys() - {field.name for field in dataclasses.fields(Options)} == OF_A_RUN
+    for field in dataclasses.fields(Options):
+        default = given[field.name].default
+        assert field.default == default or (field.default is dataclasses.MISSING and default is inspect.Parameter.empty)
+
+
+def test_every_argument_of_a_grower_reaches_them() -> None:
+    def where(site: Site) -> bool:
+        return True
+
+    given: dict[str, Any] = {
+        "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
+        "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": 0.1, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
+        "log": print,
+    }  # fmt: skip
+    model = deep()
+    made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)
+    assert vars(made.options) == given and made.options == Options(**given)
+    assert given.keys() == {field.name for field in dataclasses.fields(Options)}
+
+
+def test_they_are_frozen_and_hold_plain_numbers() -> None:
+    options = Options(
+        trigger=Every(1), tau=torch.tensor(0.5), count=np.int64(2), lr_scale=np.float32(0.5), max_factor=torch.tensor(3), seed=np.uint8(1)
+    )  # type: ignore[arg-type]  # fmt: skip
+    numbers = (options.tau, options.count, options.lr_scale, options.max_factor, options.seed)
+    assert numbers == (0.5, 2, 0.5, 3.0, 1) and [type(number) for number in numbers] == [float, int, float, float, int]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.tau = 1.0  # type: ignore[misc]
+    with pytest.raises(ValueError, match=r"tau must be a number of at least 0 .*, got -1"):
+        dataclasses.replace(options, tau=-1)
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_callback_holds_them(library: str) -> None:
+    pytest.importorskip(library)
+    make = importlib.import_module(f"sensli.integrations.{library}").GrowthCallback
+    trigger = Every(2)
+    callback = make(trigger, tau=0.5, group=0, select="last", monitor="loss")
+    assert callback.options == Options(trigger=trigger, tau=0.5, group=0, select="last")
+    with pytest.raises(TypeError, match=r"^taus= is not an option of GrowthCallback\. Its options are .*, tau, "):
+        make(trigger, taus=0.5)
+    with pytest.raises(ValueError, match="single largest"):
+        make(trigger, confidence=0.9, count=2)
+
+
+# --- one registry of selections ---
+
+
+@pytest.mark.parametrize("select", SELECTIONS)
+def test_every_selection_is_known_everywhere_and_takes_its_place(select: str) -> None:
+    model = deep()
+    merits = measure(model, find_sites(model, points(2)), DATA, loss_fn)
+    order = torch.randperm(len(merits), generator=torch.Generator().manual_seed(0)).tolist()
+    expected = {
+        "largest": merits.best, "smallest": merits.worst, "random": merits[order[0]], "first": merits[0], "last": merits[-1],
+        "even": merits[round((len(merits) - 1) / 2)],
+    }  # fmt: skip
+    growing = grower(model, select=select)
+    growth = growing.step(DATA, loss_fn)
+    assert growth is not None and growth.site == expected[select].site
+    settings = Settings(Network("fnn", (5, 5)), Optimizer(), 45, 3, Data(), select=select)
+    assert settings.select == select
+
+
+@pytest.mark.parametrize("select", [name for name in SELECTIONS if name != "largest"])
+def test_the_largest_merit_decides_whether_a_control_grows(select: str) -> None:
+    model = deep()
+    merits = measure(model, find_sites(model, points(2)), DATA, loss_fn)
+    ratios = sorted(merit.ratio or 0.0 for merit in merits)
+    growing = grower(model, select=select, count=3, tau=(ratios[-3] + ratios[-2]) / 2)  # two of them pass
+    assert growing.step(DATA, loss_fn) is not None and len(growing.history) == 2
+    assert f"the largest merit, {ratios[-1]:.2g} x" in growing.history.record.looks[0].reason
+    assert grower(deep(), select=select, tau=ratios[-1] * 1.01).step(DATA, loss_fn) is None
+
+
+def test_several_layers_are_spaced_as_the_selection_says() -> None:
+    for select, expected in {"first": {0, 1}, "last": {2, 3}, "even": {1, 2}}.items():
+        model = deep()
+        sites = find_sites(model, points(2))
+        assert len(sites) == 4
+        growing = grower(model, select=select, count=2)
+        growing.step(DATA, loss_fn)
+        assert {str(growth.site) for growth in growing.history} == {str(sites[place]) for place in expected}
+
+
+def test_errors_list_what_is_registered() -> None:
+    with pytest.raises(ValueError, match=f"select must be one of {', '.join(map(repr, SELECTIONS))}, or a function"):
+        grower(deep(), select="best")
+    with pytest.raises(ValueError, match="Known: even, first, largest, last, random, smallest"):
+        Settings(Network("fnn", (5, 5)), Optimizer(), 45, 3, Data(), select="best")
+
+
+def test_a_function_is_not_taken_for_the_selection_of_the_same_name() -> None:
+    def smallest(merits: Merits) -> Merit:
+        return merits.ranked[1]
+
+    growing = grower(deep(), select=smallest)
+    assert growing.step(DATA, loss_fn) is not None
+    reason, second = growing.history.record.looks[0].reason, growing.last_merits.ranked[1]  # type: ignore[union-attr]
+    assert f"and {second.ratio:.2g} x the mean" in reason and "largest" not in reason
+
+
+# --- what a look warns of points to the user's own line ---
+
+
+def test_warnings_of_a_look_name_the_line_that_called_step() -> None:
+    model: Any = fnn()
+    small = grower(model, torch.optim.SGD(model.parameters()), max_factor=1.0001)
+    with pytest.warns(UserWarning, match="nothing was inserted, because every layer") as caught:
+        small.step(DATA, loss_fn)
+    assert caught[0].filename == __file__
+    model = fnn()
+    with torch.no_grad():
+        model[0].bias.fill_(-100)
+        model[2].bias.fill_(-100)
+    dead = grower(model, torch.optim.SGD(model.parameters()))
+    with pytest.warns(UserWarning, match="nothing was inserted, because all 2 merits are zero") as caught:
+        dead.step(DATA, loss_fn)
+    assert caught[0].filename == __file__
+
+
+def test_a_look_without_room_says_how_large_the_model_is() -> None:
+    model = deep()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    growing = grower(model, trigger=Every(1) & Budget(parameters=size + 1))
+    assert growing.step(DATA, loss_fn) is None
+    look = growing.history.record.looks[0]
+    assert look.reason.startswith("the trigger's limits leave no room") and look.parameters == size
+
+
+# --- a strategy ---
+
+
+class Backwards(Strategy):
+    """Proposes the last two sites, takes the last one, and remembers how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked, self.fails = 0, False
+
+    def propose(self, model: Any, example: Any) -> Sites:
+        return Sites(find_sites(model, example)[-2:])
+
+    def score(self, model: Any, sites: Any, batches: Any, loss_fn: Any) -> Merits:
+        return measure(model, sites, batches, loss_fn, ratio=False)
+
+    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+        self.asked += 1
+        return [merit.site for merit in reversed(merits)]
+
+    def reason(self, merits: Merits, taken: Any) -> str:
+        if self.fails:
+            raise ZeroDivisionError
+        return super().reason(merits, taken)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.asked = state["asked"]
+
+
+def test_a_strategy_says_where_what_it_is_worth_and_what_is_taken() -> None:
+    model = deep()
+    last = find_sites(model, points(2))[-1]
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    growing._strategy = strategy = Backwards()
+    growth = growing.step(DATA, loss_fn)
+    assert growth is not None and growth.site == last and len(growing.last_merits or ()) == 2
+    assert growing.history.record.looks[0].reason == "Backwards chose 1 of 2 sites"
+    assert growing.state_dict()["asked"] == 1
+
+    strategy.fails = True  # after the layer went in
+    before = growing.state_dict()
+    with untouched(model, *growing.optimizers), pytest.raises(ZeroDivisionError):
+        growing.step(DATA, loss_fn)
+    assert growing.state_dict() == before and strategy.asked == 1

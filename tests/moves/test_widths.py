@@ -1,0 +1,399 @@
+"""Widths: which units can become more, that the function stays, and that the merit is the gradient of the columns that would read them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sensli
+from sensli import find_sites, measure
+from sensli.errors import UnknownSite
+from sensli.moves.sites import Site
+from sensli.moves.stretching import Stretch
+from sensli.moves.width.width import Widening, Width
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.depthwise = nn.Conv2d(4, 4, 3, padding="same", groups=4, padding_mode="reflect")
+        self.second = nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=False, padding_mode="circular")
+        self.back = nn.ConvTranspose2d(6, 5, 2, stride=2, output_padding=1)
+        self.slopes = nn.PReLU(5)
+        self.hidden, self.out = nn.Linear(5 * 2 * 2, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.first(x))), 2)
+        x = F.hardswish(self.second(F.relu6(self.depthwise(x))))
+        x = F.adaptive_avg_pool2d(self.slopes(self.back(x)), 2)
+        return self.out(torch.tanh(self.hidden(x.flatten(1))))
+
+
+class Gated(nn.Module):
+    """Two ways to write a gate, and a stream that a norm mixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.gate, self.up, self.down = nn.Linear(6, 8), nn.Linear(6, 8, bias=False), nn.Linear(8, 6)
+        self.both, self.back, self.out = nn.Linear(6, 10), nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        a, b = self.both(x).chunk(2, -1)
+        return self.out((x + self.back(a * b.sigmoid())).mean(1))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+        self.narrow = nn.ModuleList([nn.Conv2d(4, 3, 1) for _ in range(2)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(3) for _ in range(2)])
+        self.wide = nn.ModuleList([nn.Conv2d(3, 4, 3, padding=1) for _ in range(2)])
+        self.squeeze, self.excite, self.out = nn.Linear(4, 2), nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        for narrow, norm, wide in zip(self.narrow, self.norms, self.wide, strict=True):
+            x = F.relu(x + wide(F.relu(norm(narrow(x)))))
+        x = x * self.excite(F.relu(self.squeeze(x.mean((2, 3))))).sigmoid()[:, :, None, None]
+        return self.out(x.mean((2, 3)))
+
+
+class Concatenated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (
+            nn.Conv1d(2, 3, 3, padding=1),
+            nn.Conv1d(5, 4, 3, padding=1, dilation=1),
+            nn.Conv1d(9, 3, 1),
+        )
+        self.out = nn.Linear(3 * 5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x, F.gelu(self.a(x))], 1)
+        x = torch.cat([x, F.gelu(self.b(x))], 1)
+        return self.out(self.c(x).transpose(1, 2).flatten(1))  # channels lie inside of the positions
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.Dropout(0.0), nn.Tanh(), nn.Linear(6, 3))
+
+
+def volumes() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(2, 3, 3, padding=1),
+        nn.InstanceNorm3d(3, affine=True, track_running_stats=True),
+        nn.ReLU(),
+        nn.AvgPool3d(2),
+        nn.ConvTranspose3d(3, 4, 2, stride=2),
+        nn.Flatten(),
+        nn.Linear(4 * 64, 3),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = {
+    "mlp": (mlp, (6, 4), ["0", "2"]),
+    "convolutions": (Convolutions, (4, 3, 8, 8), ["first", "second", "back", "hidden"]),
+    "gated": (Gated, (4, 5, 6), ["gate", "both"]),
+    "residual": (Residual, (4, 3, 4, 4), ["stem.0", "narrow.0", "narrow.1", "squeeze"]),
+    "concatenated": (Concatenated, (4, 2, 5), ["a", "b", "c"]),
+    "volumes": (volumes, (3, 2, 4, 4, 4), ["0", "4"]),
+    "encoder": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), 2), nn.Linear(4, 2)
+        ),
+        (3, 5, 4),
+        ["0.layers.0.linear1", "0.layers.1.linear1"],
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    build, shape, _ = MODELS[name]
+    model, x = build().double(), torch.randn(shape, dtype=torch.float64)
+    return model, x, torch.arange(len(x)) % 2
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(1), target)
+
+
+def widened(model: nn.Module, site: Site) -> tuple[nn.Module, Widening]:
+    """Really wider, with the rows that the site carries."""
+    assert isinstance(site.move, Width)
+    other = copy.deepcopy(model)
+    move = replace(site.move.by_path(), _rows=site.move._rows)
+    edit = Widening(other, replace(site, point=site.point.by_path(), move=move))
+    edit.build()
+    edit.apply()
+    return other, edit
+
+
+def column_gradients(edit: Widening) -> float:
+    """The squared norm of the gradient of the columns that read the new units."""
+    move, total = edit._move, 0.0
+    for axis in move.axes:
+        if axis.fill == "column":
+            stretch = Stretch(axis.dim, move.units, move.more, axis.start, axis.outer, axis.inner)
+            gradient = getattr(axis.module.find_module(), axis.name).grad
+            total += stretch.entries(gradient).square().sum().item()
+    return total
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_merit_is_the_gradient_in_the_network_that_is_really_wider(name: str, training: bool) -> None:
+    model, x, y = made(name)
+    model.train(training)
+    sites = find_sites(model, x, grow="units")
+    assert [site.path for site in sites] == MODELS[name][2]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    merits = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    output = model(x)
+    for merit in merits:
+        wider, edit = widened(model, merit.site)
+        assert torch.allclose(wider(x), output, rtol=1e-12, atol=1e-12)
+        mean_loss(wider(x), y).backward()
+        assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10) and merit.value > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_site_costs_is_what_it_adds(name: str) -> None:
+    model, x, _ = made(name)
+    model.eval()
+    for site in find_sites(model, x, grow="units", units=2):
+        wider, _ = widened(model, site)
+        added = sum(p.numel() for p in wider.parameters()) - sum(p.numel() for p in model.parameters())
+        assert site.parameters == added
+        if name != "encoder":  # whose fast path is counted otherwise
+            assert site.flops == sensli.count_flops(wider, x) - sensli.count_flops(model, x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_new_rows_do_not_matter_to_the_bit(name: str) -> None:
+    model, x, _ = made(name)
+    model.eval()
+    for site in find_sites(model, x, grow="units", units=3):
+        outputs = []
+        for seed in range(3):
+            wider, edit = widened(model, site)
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                for axis in edit._move.axes:
+                    if axis.fill == "row":
+                        tensor = getattr(axis.module.find_module(), axis.name)
+                        move = edit._move
+                        stretch = Stretch(axis.dim, move.units, move.more, axis.start, axis.outer, axis.inner)
+                        new = stretch.entries(tensor)
+                        tensor.copy_(stretch.applied(stretch.reverted(tensor), torch.randn_like(new)))
+            outputs.append(wider(x))
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_a_probe_measures_the_same_and_leaves_the_step_alone() -> None:
+    model, x, y = made("convolutions")
+    sites = find_sites(model, x, grow="both")
+    assert {site.kind for site in sites} >= {"units", "conv"}
+    measured = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
+    plain = copy.deepcopy(model)
+    mean_loss(plain(x), y).backward()
+    with sensli.Probe(model, sites, norm="frobenius") as probe:
+        mean_loss(model(x), y).backward()
+    assert [m.value for m in probe.merits()] == pytest.approx([m.value for m in measured], rel=1e-10)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+
+
+def test_over_several_batches_sums_are_taken_before_any_norm() -> None:
+    model, x, y = made("mlp")
+    sites = find_sites(model, x, grow="units")
+    whole = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
+    parts = measure(model, sites, [(x[:4], y[:4]), (x[4:], y[4:])], mean_loss, norm="frobenius")
+    assert [m.value for m in parts] == pytest.approx([m.value for m in whole], rel=1e-10)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
+    "the output": (mlp, (6, 4), "5", "its output is what the model returns"),
+    "a layer norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (3, 3), "0", "by 1 (LayerNorm)"),
+    "a stream that begins elsewhere": (Gated, (4, 5, 6), "down", "fails with more of them"),
+    "recurrent": (lambda: Sequence(nn.LSTM(4, 5, batch_first=True)), (3, 5, 4), "inner", "recurrent"),
+    "group norm": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1)), (3, 2, 4, 4), "0", "by 1 (GroupNorm)",
+    ),
+    "a literal size": (lambda: Literal(), (3, 4), "first", "fails with more of them"),
+    "a shared layer": (lambda: Shared(), (3, 4), "first", "is used 2 times"),
+    "frozen": (lambda: Frozen(), (3, 4), "0", "does not train"),
+}  # fmt: skip
+
+
+class Sequence(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.out = inner, nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(x)[0][:, -1])
+
+
+class Literal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.first(x).view(-1, 2, 3).relu().view(-1, 6))
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.first(self.first(x).relu()).relu())
+
+
+class Frozen(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+        self[2].requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_width_that_cannot_grow_is_named_with_the_reason(name: str) -> None:
+    build, shape, path, reason = REFUSED[name]
+    torch.manual_seed(0)
+    sites = find_sites(build().eval(), torch.randn(shape), grow="units")
+    assert path not in {site.path for site in sites}
+    assert reason in dict(sites.skipped)[path] and reason in sites.explain()
+
+
+def test_a_site_prints_as_one_line_and_in_full_with_every_shape() -> None:
+    model, x, _ = made("convolutions")
+    site = find_sites(model, x, grow="units", units=2)[0]
+    assert str(site) == "+2 units in first (Conv2d 4 -> 6), read by second"
+    told = site.move.describe(model)
+    assert "first.weight: (4, 3, 3, 3) -> (6, 3, 3, 3)" in told and "norm.running_var: (4,) -> (6,)" in told
+    assert (
+        "depthwise.weight: (4, 1, 3, 3) -> (6, 1, 3, 3)" in told
+        and "second.weight: (6, 4, 3, 3) -> (6, 6, 3, 3)" in told
+    )
+
+
+def test_a_site_goes_to_json_and_back_and_knows_when_it_is_stale() -> None:
+    model, x, _ = made("concatenated")
+    sites = find_sites(model, x, grow="units")
+    back = Site.from_dict(json.loads(json.dumps(sites[0].to_dict())))
+    assert back == replace(sites[0], point=sites[0].point.by_path(), move=sites[0].move.by_path())
+    edit = Widening(model, sites[0])
+    edit.build()
+    edit.apply()
+    with pytest.raises(UnknownSite, match="Call find_sites again"):  # its columns have moved
+        Widening(model, sites[1])
+
+
+@pytest.mark.parametrize(
+    ("units", "more"), [(1, [1, 1]), (3, [3, 3]), (0.5, [4, 3]), (0.01, [1, 1])], ids=["1", "3", "half", "few"]
+)
+def test_units_is_a_number_or_a_share(units: Any, more: list[int]) -> None:
+    model, x, _ = made("mlp")
+    assert [site.move.more for site in find_sites(model, x, grow="units", units=units)] == more
+
+
+# --- random networks ---
+
+
+class Random(nn.Module):
+    """Pieces drawn by hypothesis, one after the other."""
+
+    def __init__(self, pieces: list[tuple[str, int]], channels: int) -> None:
+        super().__init__()
+        self.pieces = pieces
+        for number, (piece, width) in enumerate(pieces):
+            for name, layer in self._layers(piece, channels, width).items():
+                self.add_module(f"{name}{number}", layer)
+            channels = channels + width if piece == "dense" else channels if piece in ("residual", "gate") else width
+        self.out = nn.Linear(channels * 4, 3)
+
+    @staticmethod
+    def _layers(piece: str, channels: int, width: int) -> dict[str, nn.Module]:
+        layers: dict[str, nn.Module] = {"norm": nn.BatchNorm2d(width), "act": nn.ReLU()}
+        if piece == "residual":
+            return {
+                "down": nn.Conv2d(channels, width, 1),
+                **layers,
+                "up": nn.Conv2d(width, channels, 3, padding=1, bias=False),
+            }
+        if piece == "gate":
+            return {"both": nn.Conv2d(channels, 2 * width, 1), "up": nn.Conv2d(width, channels, 1)}
+        if piece == "depthwise":
+            return {
+                "map": nn.Conv2d(channels, width, 1),
+                "deep": nn.Conv2d(width, width, 3, padding=1, groups=width),
+                **layers,
+            }
+        if piece == "group":
+            return {"map": nn.Conv2d(channels, width, 1), "norm": nn.GroupNorm(1, width), "act": nn.GELU()}
+        return {"map": nn.Conv2d(channels, width, 3, padding=1), **layers}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, (piece, _) in enumerate(self.pieces):
+            part = {
+                name: getattr(self, f"{name}{number}", None)
+                for name in ("map", "deep", "norm", "act", "down", "up", "both")
+            }
+            if piece == "residual":
+                x = x + part["up"](part["act"](part["norm"](part["down"](x))))
+            elif piece == "gate":
+                a, b = part["both"](x).chunk(2, 1)
+                x = x + part["up"](a * torch.sigmoid(b))
+            else:
+                y = part["map"](x)
+                y = part["deep"](y) if part["deep"] is not None else y
+                y = part["act"](part["norm"](y))
+                x = torch.cat([x, y], 1) if piece == "dense" else y
+        return self.out(F.adaptive_avg_pool2d(x, 2).flatten(1))  # fmt: skip
+
+
+PIECES = st.lists(
+    st.tuples(
+        st.sampled_from(["plain", "residual", "gate", "depthwise", "group", "dense"]), st.integers(min_value=2, max_value=5)
+    ),
+    min_size=1,
+    max_size=4,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(pieces=PIECES, seed=st.integers(min_value=0, max_value=99), training=st.booleans())
+def test_random_networks_keep_their_function_at_every_width(
+    pieces: list[tuple[str, int]], seed: int, training: bool
+) -> None:
+    torch.manual_seed(seed)
+    model, x = Random(pieces, 3).double().train(training), torch.randn(3, 3, 4, 4, dtype=torch.float64)
+    sites = find_sites(model, x, grow="units", units=2)
+    inner = sum(piece != "group" for piece, _ in pieces)
+    assert len(sites) >= (1 if inner else 0)
+    merits = measure(model, sites, [(x, torch.arange(3))], F.cross_entropy, norm="frobenius") if sites else []
+    for merit in merits:
+        wider, edit = widened(model, merit.site)
+        assert torch.allclose(wider(x), model(x), rtol=1e-11, atol=1e-11)
+        F.cross_entropy(wider(x), torch.arange(3)).backward()
+        assert merit.value == pytest.approx(column_gradients(edit), rel=1e-9, abs=1e-25)
