@@ -102,6 +102,15 @@ def test_a_run_with_widenings_resumes_to_the_bit(tmp_path: Path) -> None:
     assert same(*moments)
 
 
+@pytest.mark.parametrize("what", ["units", "both"])
+def test_a_separate_rate_for_units_is_refused_at_once(what: str) -> None:
+    """Not at the first look, after hours of training."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with pytest.raises(ValueError, match=f"own_rate must be None with grow='{what}', got 0.1"):
+        make_grower(model, optimizer, make_scheduler(optimizer), grow=what, own_rate=0.1)
+
+
 class Fails(triggers.Trigger):
     """Fires at every call, and raises after the growth if it is asked to."""
 
