@@ -29,6 +29,10 @@ class UnknownSite(SensliError):
     """The site belongs to another model, or its place is gone."""
 
 
+class MovedSite(UnknownSite):
+    """A site whose units lie elsewhere since another growth: find_sites must look again."""
+
+
 class MeasurementError(SensliError):
     """Merits could not be measured: no data, no gradient, a loss that is not a number."""
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 
-from sensli.moves.kinds import KINDS
 from sensli.moves.point import Point, Ref
 from sensli.moves.sites import Site
 from sensli.moves.width.width import Axis, Size, Width
@@ -41,31 +37,6 @@ def width_site(
     added = more * (first.weight[0].numel() + 1 + last.weight[:, 0].numel())
     move = Width(units, more, type(first).__name__, tuple(axes), tuple(sizes), (reader,), added, _rows=rows)
     return Site(Point(one, "after", (units,)), move)
-
-
-class HandMade:
-    """Reads widths from JSON, and finds none."""
-
-    move: ClassVar[type[Width]] = Width
-
-    def propose(self, search: Any) -> None:
-        pass
-
-    def at(self, *_: Any) -> Iterator[Site]:
-        return iter(())
-
-    def otherwise(self, search: Any) -> None:
-        pass
-
-
-def known_widths() -> Iterator[None]:
-    """The registry with widths in it, for the time of a fixture."""
-    missing = all(kind.move.tag != Width.tag for kind in KINDS)
-    if missing:
-        KINDS.append(HandMade())
-    yield
-    if missing:
-        KINDS.pop()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -29,6 +29,7 @@ from sensli import (
     SensliError,
     count_flops,
     find_sites,
+    grow,
     insert,
     load_checkpoint,
     measure,
@@ -113,6 +114,9 @@ CALLS: dict[str, Callable[..., Any]] = {
         **{"model": s.model, "site": s.sites[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
     "insert without an optimizer": lambda s, **given: insert(s.model, s.sites[0], **given),
+    "grow": lambda s, **given: grow(
+        **{"model": s.model, "site": s.sites[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
+    ),
     "undo": lambda s, **given: undo(
         **{"model": s.model, "growth": s.growth, "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
@@ -238,6 +242,9 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("find_sites", "model"): NOT_A_MODEL,
     ("find_sites", "example"): (*NOT_AN_EXAMPLE, Of("text", lambda s: "text", "str"), points()[:, :2]),
     ("find_sites", "layer"): (*NOT_A_NAME, None),
+    ("find_sites", "grow"): (*NOT_A_NAME, None),
+    ("find_sites", "units"): (*NOT_A_NUMBER, None, 0, -1, 1.5, INF),
+    ("find_sites", "start"): (*NOT_A_NAME, None),
     ("find_sites", "where"): NOT_A_NAME[:6] + NOT_A_NAME[7:],
     ("find_sites", "kernel_size"): ("3", 2.5, True, [3], (3, 3), NAN, INF, 0, -1, -3, 2, 4, torch.ones(2)),
     ("find_sites", "init"): (*NOT_A_NAME, None),
@@ -268,6 +275,10 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("insert without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("insert without an optimizer", "group"): (Of("0", lambda s: 0, "needs optimizer="),),
     ("insert without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
+    ("grow", "model"): NOT_A_MODEL,
+    ("grow", "site"): (*NOT_A_SITE, ANOTHER_MODELS_SITE),
+    ("grow", "freeze_rest"): NOT_A_FLAG,
+    ("grow", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
     ("undo", "model"): NOT_A_MODEL,
     ("undo", "growth"): NOT_A_GROWTH,
     ("undo", "optimizer"): NOT_AN_OPTIMIZER,
@@ -287,6 +298,10 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "select"): (5, 1.5, True, [], "nonsense", None),
     ("Grower", "count"): (*NOT_WHOLE, None, 0, -1),
     ("Grower", "layer"): (*NOT_A_NAME, None),
+    ("Grower", "grow"): (*NOT_A_NAME, None),
+    ("Grower", "units"): (*NOT_A_NUMBER, None, 0, -1, 1.5, INF),
+    ("Grower", "start"): (*NOT_A_NAME, None),
+    ("Grower", "per"): NOT_A_NAME,
     ("Grower", "where"): (5, True, [], "nonsense", ""),
     ("Grower", "confidence"): (*NOT_A_NUMBER, 0, 1, -0.1, 2, INF),
     ("Grower", "tolerance"): (*NOT_A_NUMBER, None, 1, -0.1, INF, 0.5),

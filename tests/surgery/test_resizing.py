@@ -319,6 +319,44 @@ def test_copies_of_the_parameter_get_its_new_entries() -> None:
     assert torch.equal(z[4:], rows()[0]) and torch.equal(z[:4], model[0].weight[:4] + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cls", [Adagrad, torch.optim.Rprop, torch.optim.Adam])
+def test_other_types_of_numbers(cls: type[Optimizer], dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=dtype))
+    optimizer = cls([parameter], lr=0.1)
+    parameter.abs().float().sum().backward()
+    optimizer.step()
+    alive = parameter.abs()
+    fresh = cls([other := nn.Parameter(torch.ones(1, 2, dtype=dtype))], lr=0.1)
+    other.grad = torch.zeros_like(other)
+    fresh.step()
+    widened(optimizer, Resize("it", parameter, (Stretch(0, 2, 1),), (2, 2)))
+    for key, value in optimizer.state[parameter].items():
+        if value.ndim:  # what a parameter has that was there from the start and never had a gradient
+            assert value.dtype == fresh.state[other][key].dtype and torch.equal(value[2:], fresh.state[other][key]), key
+    parameter.grad = None
+    parameter.abs().float().sum().backward()
+    optimizer.step()
+    assert parameter.grad is not None and parameter.grad.shape == (3, 2) and alive.shape == (2, 2)
+
+
+def widened(optimizer: Optimizer, resize: Resize) -> None:
+    """An edit of one parameter, by hand."""
+    plan = plan_resizing(optimizer, [resize])
+    resize.tensor.grad, resize.tensor.data = None, resize.stretched(resize.tensor.detach(), 1.0)
+    plan.apply()
+
+
+def test_a_sparse_gradient_is_kept_as_a_dense_one() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = SGD(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    widened(optimizer, Resize("weight", embedding.weight, (Stretch(1, 3, 1),), (5, 3)))
+    assert embedding.weight.grad.tolist() == [[0.0] * 4, [1.0] * 3 + [0.0], [1.0] * 3 + [0.0], [0.0] * 4, [0.0] * 4]
+    embedding(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
 # --- training goes on ---
 
 
@@ -357,6 +395,29 @@ def test_backward_through_an_old_graph_says_what_is_wrong() -> None:
     with pytest.raises(RuntimeError, match="another shape since the forward pass, because the model has grown"):
         loss.backward()
     assert model[0].weight.grad is None
+
+
+def test_a_graph_outlives_a_growth_that_was_refused_or_taken_back() -> None:
+    plain, model = network(), network()
+    losses = [net(normal(8, 9)).square().mean() for net in (plain, model)]
+    handle = model[1].register_forward_hook(lambda module, args, output: 1 / 0 if output.shape[-1] == 7 else None)
+    with pytest.raises(FunctionChanged):
+        grow(model, wider(model), check=normal(4, 9))
+    handle.remove()
+    undo(model, grow(model, wider(model)))
+    for loss in losses:
+        loss.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_frozen_parameter_trains_again_although_an_old_graph_is_alive() -> None:
+    model = network()
+    loss = model(normal(8, 9)).square().mean()
+    model[0].weight.requires_grad_(False)
+    grow(model, wider(model))
+    model[0].weight.requires_grad_(True)
+    model(normal(8, 9)).square().mean().backward()
+    assert model[0].weight.grad.shape == (7, 9) and loss.requires_grad
 
 
 def test_what_was_accumulated_is_kept() -> None:
@@ -456,11 +517,11 @@ def test_options_that_would_divide_a_parameter_are_refused() -> None:
     step(model, [optimizer], 0)
     before = everything(model, [optimizer])
     with pytest.raises(
-        UnsupportedSite, match=r"freeze_rest must be False here, got True: .*a part of a parameter cannot be frozen"
+        UnsupportedSite, match=r"freeze_rest must be False here, got True: .*a part of a parameter cannot train alone"
     ):
         grow(model, wider(model), optimizer=optimizer, freeze_rest=True)
     with pytest.raises(
-        OptimizerError, match=r"own_rate must be None here, got 0.1: .*one learning rate for a whole parameter"
+        OptimizerError, match=r"own_rate must be None here, got 0.1: .*a part of a parameter cannot have a separate"
     ):
         grow(model, wider(model), optimizer=optimizer, own_rate=0.1)
     with pytest.raises(OptimizerError, match="group=7 is out of range"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ranks
 from sensli import Growth, History, find_sites, grow, load_checkpoint, replay, save_checkpoint, undo
-from sensli.errors import DistributedError, HistoryError
+from sensli.errors import CheckpointError, DistributedError, HistoryError, OptimizerError
 from sensli.moves.sites import Site
 from sensli.surgery.averaging import check_alike, follow, unfollow
 from sensli.surgery.rewinding import rewind
-from widths import known_widths, normal, width_site
+from widths import normal, width_site
 
 X, Y = normal(32, 4, seed=1), torch.arange(32) % 3
 
 
 @pytest.fixture(autouse=True)
-def registry() -> Iterator[None]:
+def one_thread() -> None:
     torch.set_num_threads(1)
-    yield from known_widths()
 
 
 def make_model() -> nn.Sequential:
@@ -169,6 +167,22 @@ def test_every_optimizer_resumes_to_the_bit_after_a_widening(
     step(again.model, *again.optimizer, x=x)
 
 
+@pytest.mark.parametrize(("kind", "key"), [("AdamW", "exp_avg"), ("Adafactor", "col_var"), ("Rprop", "step_size")])
+def test_a_state_of_the_old_width_is_refused(kind: str, key: str, tmp_path: Path) -> None:
+    """torch would take it, and fail at the next step or, where it can, stretch a single number over all entries."""
+    model = make_model()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    history = [grow(model, second(model), optimizer=optimizer)]
+    state = optimizer.state[model[5].weight]
+    state[key] = state[key][:, :5].clone()
+    save_checkpoint(tmp_path / "a", model, optimizer=optimizer, history=history)
+    with pytest.raises(
+        CheckpointError, match=rf"'{key}' in the state of parameter 6 in {kind} .* does not fit \(3, 8\)"
+    ):
+        load_checkpoint(tmp_path / "a", make_model, lambda m: getattr(torch.optim, kind)(m.parameters(), lr=0.01))
+
+
 def test_a_history_with_widenings_is_json_and_builds_the_shapes() -> None:
     model = make_model()
     history = History(
@@ -282,6 +296,8 @@ def test_a_compiled_model_that_was_widened_compiles_once_more_and_trains(in_plac
 
 
 def widen_in_two_processes() -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # whose import warns
+
     rank, world = dist.get_rank(), dist.get_world_size()
     x, y = X.chunk(world)[rank], Y.chunk(world)[rank]
     network = plain_model()
@@ -299,14 +315,29 @@ def widen_in_two_processes() -> Any:
     equal_on_all_ranks(network)
     result["undone"] = {name: value.clone() for name, value in network.state_dict().items()}
 
-    # one rank wants more units than the other: nothing changes on either
+    # statistics of a norm are each rank's own, and get new entries too
+    normed = make_model()
+    wrapped = DistributedDataParallel(normed)
+    its = adam(normed)
+    step(wrapped, its, x=x, y=y)
+    grow(wrapped, first(normed), optimizer=its)
+    for _ in range(2):
+        step(wrapped, its, x=x, y=y)
+    equal_on_all_ranks(normed)
+    assert normed[1].running_mean.shape == (7,)
+
+    # an optimizer that has divided the parameters among the processes cannot follow
+    divided = ZeroRedundancyOptimizer(network.parameters(), torch.optim.AdamW, lr=0.01)
     before = shapes(network)
-    try:
+    with pytest.raises(
+        OptimizerError, match="ZeroRedundancyOptimizer cannot follow a growth: it has divided the parameters"
+    ):
+        grow(model, width_site(network, "0", "2", 1), optimizer=divided)
+    assert shapes(network) == before
+
+    # one rank wants more units than the other: nothing changes on either
+    with pytest.raises(DistributedError, match="Ranks disagree"):
         grow(model, width_site(network, "0", "2", 1 + rank), optimizer=optimizer)
-    except DistributedError as error:
-        assert "Ranks disagree" in str(error), error
-    else:
-        raise AssertionError("ranks that disagree were not told")
     assert shapes(network) == before
     step(model, optimizer, x=x, y=y)
     return result

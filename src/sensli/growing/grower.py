@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli.errors import SensliError, UnknownSite, ZeroMerits
+from sensli.errors import MovedSite, SensliError, ZeroMerits
 from sensli.growing.following import Followers
 from sensli.growing.logs import Log
 from sensli.growing.looked import Looked, keep
@@ -223,7 +223,7 @@ class Grower:
                     growth = self._followers.insert(
                         self.model, merit, self.history, options, call=self.calls, lr_scale=rate
                     )
-                except UnknownSite:
+                except MovedSite:
                     if not grown:
                         raise
                     continue  # a growth of the same look has moved it

@@ -72,6 +72,11 @@ class Options:
         choose(self.norm, ())
         check_request(self.layer, self.where)
         check_growth(self.grow, self.start)
+        if self.own_rate is not None and self.grow != "layers":
+            raise ValueError(
+                f"own_rate must be None with grow={self.grow!r}, got {self.own_rate}: new units are part of existing parameters, "
+                "which cannot have a separate learning rate. Leave it out, or use grow='layers'."
+            )
         self._become(units=check_units(self.units))
         check_per(self.per)
         check_log(self.log)

@@ -12,9 +12,8 @@ from sensli.merits.norms import operator_work
 from sensli.merits.sensitivity import SiteCatch, WeightCatch
 
 _FREE = 2**28  # operations, less than a tenth of a second: not worth another norm
-_SETS = (
-    51 / 16
-)  # with groups of batches: norms of all sites for every batch, over the looks after 4, 6, 8, 12 and 16 batches
+# With groups of batches: norms of all sites for every batch, over the looks after 4, 6, 8, 12 and 16 batches.
+_SETS = 51 / 16
 
 
 def affordable(

@@ -107,11 +107,13 @@ class Insertion(Edit):
         }
 
     def build(self) -> None:
-        move = _inserts(self._move)
-        self.added = self.module = move.module_at(self._model, self.site, self._anchor)
+        self.added = self.module = _inserts(self._move).module_at(self._model, self.site, self._anchor)
+        self.prepared()
+
+    def prepared(self) -> None:
         near = [module for _, module in self._around]
         found = dict(self.module.named_parameters())
-        self.new = _new(move, self.site, self._anchor, found, near, prefix=self.name)
+        self.new = _new(_inserts(self._move), self.site, self._anchor, found, near, prefix=self.name)
 
     def apply(self) -> None:
         apply_cut(self._model, self._cut, self.module)

@@ -83,7 +83,7 @@ class Move(Protocol):
 
 
 class Edit:
-    """A checked, reversible change of one model. Only surgery calls `build`, `apply` and `revert`, in this order."""
+    """A checked, reversible change of one model. Only surgery calls `build`, `prepared`, `apply` and `revert`, in this order."""
 
     site: Site  # with the paths of today
     name: str  # the path, in the grown model, of the module that bears the number of the growth
@@ -96,6 +96,9 @@ class Edit:
 
     def build(self) -> None:
         """Allocate what is new; with sharded models all ranks come here."""
+
+    def prepared(self) -> None:
+        """What was added is now like what stands around it: sharding has replaced its parameters by parts of them."""
 
     def apply(self) -> None:
         """Make the change."""

@@ -139,6 +139,7 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
     edit.build()
     if edit.added is not None:
         together.prepare(edit.added, edit.site.path)
+        edit.prepared()
     follow = _Follow.plan(edit, options)
     number = 1 + max((number for number, _, _ in grown(model)), default=0)
     before = Outputs.of(model, options.check) if options.check is not None else None
@@ -199,19 +200,21 @@ class _Follow:
 
 
 def _refuse_parts(edit: Edit, options: _Options) -> None:
-    """Refuse what would need a line through the middle of a parameter."""
-    if not any(each.is_parameter for each in edit.resized):
+    """Refuse what is meant for new parameters where there are none, or where it would divide a parameter."""
+    divided = [each.name for each in edit.resized if each.is_parameter]
+    if edit.new and not divided:
         return
-    name = next(each.name for each in edit.resized if each.is_parameter)
-    why = f"{edit.site} gives {name} and others new entries beside the old ones"
+    why = "adds no parameters, and those that exist"
+    if divided:
+        why = f"gives {divided[0]} new entries beside the old ones, and a part of a parameter"
     if options.freeze_rest:
         raise UnsupportedSite(
-            f"freeze_rest must be False here, got True: {why}, and a part of a parameter cannot be frozen. Leave it out, or grow a layer."
+            f"freeze_rest must be False here, got True: '{edit.site}' {why} cannot train alone. Leave it out, or grow a layer."
         )
     if options.own_rate is not None:
         raise OptimizerError(
-            f"own_rate must be None here, got {options.own_rate}: {why}, and an optimizer has one learning rate for a whole parameter. "
-            "Leave it out, or grow a layer."
+            f"own_rate must be None here, got {options.own_rate}: '{edit.site}' {why} cannot have a separate learning rate. Leave it out, "
+            "or grow a layer."
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from sensli.errors import UnknownSite, UnsupportedModel, one_of
+from sensli.errors import MovedSite, UnknownSite, UnsupportedModel, one_of
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.moves.move import Cost, Edit, Gauge, New
 from sensli.moves.point import Point, Ref
@@ -180,7 +180,9 @@ class Widening(Edit):
         assert isinstance(move, Width)
         self._move = move = move.on(model)
         self.name, self.module = site.find(model)
-        self.site = replace(site, point=replace(site.point, anchor=Ref.to(self.name, self.module)), move=move)
+        # Without the rows: a history should not keep values alive.
+        anchor = Ref.to(self.name, self.module)
+        self.site = replace(site, point=replace(site.point, anchor=anchor), move=replace(move, _rows=None))
         self.resized = resizes(model, move, strict=strict)
         self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
@@ -237,7 +239,7 @@ def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool 
             or not _fits(stretch, tensor, axis.length if strict else 0, made=made)
         ):
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else "missing"
-            raise UnknownSite(
+            raise MovedSite(
                 f"{path}.{axis.name} is {shape}, which does not hold the {width.units} units that find_sites saw: the model has changed. "
                 "Call find_sites again."
             )

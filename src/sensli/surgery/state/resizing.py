@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from sensli.surgery.state.optim import Group, Optimizers, as_optimizers, called,
 
 # The axis over which a factored state was averaged, by its name: in torch, and in the Adafactor of transformers, which drops the axis.
 _AVERAGED = {"row_var": -1, "col_var": -2, "exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
-_COPIES = ("ax", "z", "p0")  # of the parameter itself: of ASGD, of schedule-free optimizers, of Prodigy
+_COPIES = ("ax", "z")  # of the parameter itself, in ASGD and in schedule-free optimizers
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,8 @@ class _Change:
 
     def apply(self) -> None:
         if self.copies is not None:
-            self.value.copy_(torch.where(self.copies.is_old(), self.value, self.copies.tensor.detach()))
+            old = self.copies.is_old().to(self.value.device)
+            self.value.copy_(torch.where(old, self.value, self.copies.tensor.detach().to(self.value)))
         self.state[self.key] = self.value
 
 
@@ -106,7 +108,8 @@ def _changes(optimizers: Sequence[Optimizer], parameters: Sequence[Resize], *, b
         for key, value in state.items():
             new = _resized(optimizer, group, each, key, value, back=back)
             if new is not None:
-                yield _Change(state, key, new, each if key in _COPIES and not back else None)
+                copies = not back and key in _COPIES and tuple(new.shape) == each.new_shape
+                yield _Change(state, key, new, each if copies else None)
 
 
 def _resized(optimizer: Optimizer, group: Group, each: Resize, key: str, value: Any, *, back: bool) -> Tensor | None:
@@ -172,27 +175,31 @@ def _gradient(each: Resize, step: Callable[[Tensor], Tensor]) -> _Gradient:
     parameter = each.tensor
     assert isinstance(parameter, nn.Parameter)
     gathered = parameter.grad
-    return _Gradient(parameter, gathered, None if gathered is None else like_layout(step(gathered), gathered))
+    if gathered is None:
+        return _Gradient(parameter, None, None)
+    dense = gathered.detach().to_dense()  # that of an embedding may be sparse
+    return _Gradient(parameter, gathered, like_layout(step(dense), dense))
 
 
 def _new_accumulator(parameter: nn.Parameter) -> None:
     """Let autograd take notice of the new shape, which it does not by itself as long as a graph with the old one is alive."""
-    if not parameter.requires_grad:
-        return
-    with torch.inference_mode(False), torch.enable_grad():
-        node: Any = parameter.view_as(parameter).grad_fn
-    node.next_functions[0][0].register_prehook(_refuse_gradient)
+    if parameter.requires_grad:
+        with torch.inference_mode(False), torch.enable_grad():
+            node: Any = parameter.view_as(parameter).grad_fn
+        node.next_functions[0][0].register_prehook(partial(_check_gradient, parameter))
     value = parameter.data
     # A change of the type makes torch forget the node that belongs to the old shape; hooks on the parameter stay.
     parameter.data = value.new_empty(0, dtype=torch.float32 if value.dtype != torch.float32 else torch.float64)
     parameter.data = value
 
 
-def _refuse_gradient(gradients: Any) -> NoReturn:
-    raise RuntimeError(
-        "backward() reached a parameter that has got another shape since the forward pass, because the model has grown. Grow between "
-        "two steps, or run the forward pass again."
-    )
+def _check_gradient(parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
+    """Of a graph from before a change of the shape: torch would store a gradient that does not fit."""
+    if gradients[0] is not None and gradients[0].shape != parameter.shape:
+        raise RuntimeError(
+            "backward() reached a parameter that has got another shape since the forward pass, because the model has grown. Grow between "
+            "two steps, or run the forward pass again."
+        )
 
 
 def _refuse(optimizer: Optimizer, each: Resize, what: str) -> NoReturn:
