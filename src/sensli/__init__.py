@@ -15,6 +15,7 @@ from sensli.merits.probe import Probe
 from sensli.modules.flops import count_flops
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites
+from sensli.surgery.dead import recycle, remove_dead
 from sensli.surgery.history.history import Growth, History
 from sensli.surgery.insertion import grow, insert, undo
 from sensli.surgery.replaying import replay
@@ -23,5 +24,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "__version__",
-    "count_flops", "find_sites", "grow", "insert", "load_checkpoint", "measure", "norms", "replay", "save_checkpoint", "triggers", "undo",
+    "count_flops", "find_sites", "grow", "insert", "load_checkpoint", "measure", "norms", "recycle", "remove_dead",
+    "replay", "save_checkpoint", "triggers", "undo",
 ]  # fmt: skip

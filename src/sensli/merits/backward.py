@@ -20,7 +20,7 @@ def backward(
     model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float
 ) -> tuple[int, float]:
     """One batch: its loss, weighted by its size, back through the model. Returns the size and the loss."""
-    given, target = _split(batch, index)
+    given, target = split(batch, index)
     device = device_of(model)
     given, target = to_device(given, device), to_device(target, device)
     size = _size(given, batch)
@@ -58,7 +58,8 @@ def backward(
     return size, float(loss.detach())
 
 
-def _split(batch: Any, index: int) -> tuple[Any, Any]:
+def split(batch: Any, index: int) -> tuple[Any, Any]:
+    """What the model is called with, and the target."""
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return dict(batch), batch
     if isinstance(batch, (tuple, list)) and len(batch) == 2:

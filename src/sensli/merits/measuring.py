@@ -26,6 +26,8 @@ from sensli.modules.running import device_of, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
 
+EMPTY = "the batches are empty: a loader without data, or an iterator that is already used up. Give a new one."
+
 
 def measure(
     model: nn.Module,
@@ -96,9 +98,7 @@ def measure(
                 clear, remaining, norm = _until_clear(together, taken, (asked, norm), confidence, tolerance)
             caught = joined(together, taken.caught(), device_of(model), last=False)
         if caught.count == 0:
-            raise MeasurementError(
-                "the batches are empty: a loader without data, or an iterator that is already used up. Give a new one."
-            )
+            raise MeasurementError(EMPTY)
         sizes = _filled(caught)
         if remaining == 0:  # with confidence the first look has settled it, unless the data ended before
             norm = affordable(asked, norm, caught.sites, caught.weights, caught.count / ranks)

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from sensli.errors import one_of
+from sensli.moves.dead.kind import NarrowKind, RecycleKind
 from sensli.moves.layer.kind import LayerKind
 from sensli.moves.move import Kind, Move
 from sensli.moves.twin.kind import TwinKind
 from sensli.moves.width.kind import WidthKind
 
 # Twins before layers: between two blocks a copy of a block fits better than any layer.
-KINDS: list[Kind] = [TwinKind(), LayerKind(), WidthKind()]
+KINDS: list[Kind] = [TwinKind(), LayerKind(), WidthKind(), RecycleKind(), NarrowKind()]
 
 
 def move_from_dict(data: Mapping[str, Any]) -> Move:

@@ -108,6 +108,9 @@ class Edit:
         """Take the change back."""
         raise NotImplementedError
 
+    def settled(self) -> None:
+        """Told of a change that was made, when its new entries were given other values before any step."""
+
     @property
     def gone(self) -> list[nn.Parameter]:
         """The parameters that `revert` takes away."""

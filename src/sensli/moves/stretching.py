@@ -1,16 +1,47 @@
-"""A tensor with more entries along an axis: where the old ones lie, and how what belongs to the tensor follows."""
+"""A tensor with more, fewer or other entries along an axis: where the old ones lie, and how what belongs to the tensor follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 
+class _Along:
+    """Units along one axis: from ``start`` on it holds ``outer`` groups of units, each of ``inner`` entries."""
+
+    dim: int
+    start: int
+    outer: int
+    inner: int
+
+    def _split(self, tensor: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes before the units, [..., outer, units, inner, ...], and what comes after them."""
+        length = self.outer * units * self.inner
+        rest = tensor.shape[self.dim] - self.start - length
+        before, middle, after = tensor.split([self.start, length, rest], dim=self.dim)
+        return before, middle.unflatten(self.dim, (self.outer, units, self.inner)), after
+
+    def _joined(self, before: Tensor, middle: Tensor, after: Tensor) -> Tensor:
+        return torch.cat([before, self._flat(middle), after], dim=self.dim)
+
+    def _flat(self, middle: Tensor) -> Tensor:
+        return middle.flatten(self.dim, self.dim + 2)
+
+    def _entries(self, middle: Tensor, units: int, new: Tensor | complex) -> Tensor:
+        """Entries of so many units, from a number or from what lies flat along the axis."""
+        if isinstance(new, Tensor):
+            entries: Tensor = new.to(middle).unflatten(self.dim, (self.outer, units, self.inner))
+            return entries
+        shape = list(middle.shape)
+        shape[self.dim + 1] = units
+        return middle.new_full(shape, new)
+
+
 @dataclass(frozen=True)
-class Stretch:
+class Stretch(_Along):
     """More units along one axis of a tensor.
 
     From ``start`` on the axis holds ``outer`` groups of ``units`` units, each of ``inner`` entries: a channel that was flattened owns
@@ -29,44 +60,111 @@ class Stretch:
         """How many entries the units take."""
         return self.outer * self.units * self.inner
 
+    @property
+    def change(self) -> int:
+        """By how much the axis gets longer."""
+        return self.outer * self.more * self.inner
+
+    @property
+    def fresh(self) -> int:
+        """How many entries are new."""
+        return self.change
+
     def applied(self, tensor: Tensor, new: Tensor | complex = 0.0) -> Tensor:
         """The tensor with new entries: a number, or a tensor of the shape of `entries`."""
         before, middle, after = self._split(tensor, self.units)
-        if isinstance(new, Tensor):
-            entries = new.to(tensor).unflatten(self.dim, (self.outer, self.more, self.inner))
-        else:
-            shape = list(middle.shape)
-            shape[self.dim + 1] = self.more
-            entries = tensor.new_full(shape, new)
-        middle = torch.cat([middle, entries], dim=self.dim + 1).flatten(self.dim, self.dim + 2)
-        return torch.cat([before, middle, after], dim=self.dim)
+        middle = torch.cat([middle, self._entries(middle, self.more, new)], dim=self.dim + 1)
+        return self._joined(before, middle, after)
 
-    def reverted(self, tensor: Tensor) -> Tensor:
-        """The inverse of `applied`: the old entries alone."""
+    def reverted(self, tensor: Tensor, back: Tensor | complex = 0.0) -> Tensor:
+        """The inverse of `applied`: the old entries alone. Nothing was lost, so nothing comes ``back``."""
         before, middle, after = self._split(tensor, self.units + self.more)
-        kept = middle.narrow(self.dim + 1, 0, self.units).flatten(self.dim, self.dim + 2)
-        return torch.cat([before, kept, after], dim=self.dim)
+        return self._joined(before, middle.narrow(self.dim + 1, 0, self.units), after)
 
     def entries(self, tensor: Tensor) -> Tensor:
         """Of a stretched tensor the new entries alone, with ``outer * more * inner`` of them along the axis."""
         _, middle, _ = self._split(tensor, self.units + self.more)
-        return middle.narrow(self.dim + 1, self.units, self.more).flatten(self.dim, self.dim + 2)
+        return self._flat(middle.narrow(self.dim + 1, self.units, self.more))
 
-    def _split(self, tensor: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor]:
-        length = self.outer * units * self.inner
-        rest = tensor.shape[self.dim] - self.start - length
-        before, middle, after = tensor.split([self.start, length, rest], dim=self.dim)
-        return before, middle.unflatten(self.dim, (self.outer, units, self.inner)), after
+    def taken(self, tensor: Tensor) -> Tensor:
+        """The old entries that go: none."""
+        return tensor.narrow(self.dim, 0, 0)
+
+    def left(self, tensor: Tensor) -> Tensor:
+        """The old entries that stay: all."""
+        return tensor
+
+
+@dataclass(frozen=True)
+class Exchange(_Along):
+    """Some of the units along one axis of a tensor go, wherever they lie. New ones come in their place, unless they are ``removed``."""
+
+    dim: int
+    units: int
+    which: tuple[int, ...]  # in ascending order
+    removed: bool
+    start: int = 0
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def change(self) -> int:
+        """By how much the axis gets longer."""
+        return -self.outer * len(self.which) * self.inner if self.removed else 0
+
+    @property
+    def fresh(self) -> int:
+        """How many entries come: new ones, or the old ones on the way back."""
+        return self.outer * len(self.which) * self.inner
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The units that stay."""
+        return tuple(sorted(set(range(self.units)) - set(self.which)))
+
+    def applied(self, tensor: Tensor, new: Tensor | complex = 0.0) -> Tensor:
+        """The tensor without the entries of these units, or with new ones: a number, or a tensor of the shape of `taken`."""
+        return self.left(tensor) if self.removed else self._with(tensor, new)
+
+    def reverted(self, tensor: Tensor, back: Tensor | complex = 0.0) -> Tensor:
+        """The inverse of `applied`; ``back`` is what was `taken`, or a number."""
+        if not self.removed:
+            return self._with(tensor, back)
+        before, middle, after = self._split(tensor, self.units - len(self.which))
+        # All of them in the wrong order, then in the right one.
+        middle = torch.cat([middle, self._entries(middle, len(self.which), back)], dim=self.dim + 1)
+        order = torch.tensor([*self.others, *self.which], device=tensor.device).argsort()
+        return self._joined(before, middle.index_select(self.dim + 1, order), after)
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """The entries of these units, one after the other in each group."""
+        return self._flat(self._picked(self._split(tensor, self.units)[1], self.which))
+
+    def left(self, tensor: Tensor) -> Tensor:
+        """The tensor without the entries of these units."""
+        before, middle, after = self._split(tensor, self.units)
+        return self._joined(before, self._picked(middle, self.others), after)
+
+    def _with(self, tensor: Tensor, new: Tensor | complex) -> Tensor:
+        before, middle, after = self._split(tensor, self.units)
+        entries = self._entries(middle, len(self.which), new)
+        places = torch.tensor(self.which, device=tensor.device)
+        return self._joined(before, middle.index_copy(self.dim + 1, places, entries), after)
+
+    def _picked(self, middle: Tensor, units: Sequence[int]) -> Tensor:
+        return middle.index_select(self.dim + 1, torch.tensor(units, dtype=torch.long, device=middle.device))
 
 
 @dataclass(frozen=True, eq=False)
 class Resize:
-    """A parameter or buffer that changes its shape, and by what. The object stays: whoever holds it sees the new values."""
+    """A parameter or buffer whose entries change, and how. The object stays: whoever holds it sees the new values."""
 
     name: str
     tensor: Tensor
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[Stretch | Exchange, ...]
     old_shape: tuple[int, ...]
+    # What went, for the way back: of the tensor, of its gradient, of what an optimizer keeps of it.
+    lost: dict[object, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @property
     def is_parameter(self) -> bool:
@@ -76,7 +174,7 @@ class Resize:
     def new_shape(self) -> tuple[int, ...]:
         shape = list(self.old_shape)
         for stretch in self.stretches:
-            shape[stretch.dim] += stretch.outer * stretch.more * stretch.inner
+            shape[stretch.dim] += stretch.change
         return tuple(shape)
 
     def stretched(self, tensor: Tensor, fill: complex | Fill = 0.0, along: Collection[int] | None = None) -> Tensor:
@@ -90,12 +188,26 @@ class Resize:
                 tensor = stretch.applied(tensor, fill(stretch, tensor) if callable(fill) else fill)
         return tensor
 
-    def shrunk(self, tensor: Tensor, along: Collection[int] | None = None) -> Tensor:
-        """The inverse of `stretched`."""
-        along = _shared(tensor, self.new_shape) if along is None else along
-        for stretch in reversed(self.stretches):
+    def taken(self, tensor: Tensor, along: Collection[int] | None = None) -> tuple[Tensor, ...]:
+        """The entries that `stretched` loses, for `shrunk`. Empty where it loses none."""
+        if not any(isinstance(stretch, Exchange) for stretch in self.stretches):
+            return ()
+        along, found = _shared(tensor, self.old_shape) if along is None else along, []
+        for stretch in self.stretches:
             if stretch.dim in along:
-                tensor = stretch.reverted(tensor)
+                found.append(stretch.taken(tensor))
+                tensor = stretch.applied(tensor)
+        return tuple(found)
+
+    def shrunk(
+        self, tensor: Tensor, along: Collection[int] | None = None, back: complex | Fill | Sequence[Tensor] = 0.0
+    ) -> Tensor:
+        """The inverse of `stretched`. ``back``: what it lost, as `taken` gave it; or what comes instead, as ``fill`` there."""
+        along = _shared(tensor, self.new_shape) if along is None else along
+        steps = [stretch for stretch in self.stretches if stretch.dim in along]
+        for number, stretch in reversed(list(enumerate(steps))):
+            lost = back[number] if isinstance(back, Sequence) else back
+            tensor = stretch.reverted(tensor, lost(stretch, tensor) if callable(lost) else lost)
         return tensor
 
     def is_old(self) -> Tensor:
@@ -103,7 +215,7 @@ class Resize:
         return self.stretched(torch.ones(self.old_shape, dtype=torch.bool, device=self.tensor.device), False)
 
 
-Fill = Callable[[Stretch, Tensor], Tensor]
+Fill = Callable[[Stretch | Exchange, Tensor], Tensor]
 
 
 def _shared(tensor: Tensor, shape: tuple[int, ...]) -> Collection[int]:

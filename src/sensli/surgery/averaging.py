@@ -1,7 +1,8 @@
 """Averages of a model (`torch.optim.swa_utils.AveragedModel`) grow with it.
 
 An average pairs its parameters with the model's one by one. Left behind, it fails at its next update, or pairs the wrong ones where
-shapes agree. A new layer is an identity in the average too, and nothing reads new units, so the averaged function does not change either.
+shapes agree. A new layer is an identity in the average too, and nothing reads new units, so the averaged function does not change either;
+unless units that are dead in the model are still alive in the average.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ def _take_units(network: nn.Module, growth: Growth, model: nn.Module) -> None:
     """Give the new entries of an average the values that they have in the model: it is from there that they are averaged."""
     path, module = growth.site.find(network)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    edit = growth.site.move.made(network, growth.site, module, path)
     with torch.no_grad():
-        for each in growth.site.move.made(network, growth.site, module, path).resized:
+        for each in edit.resized:
             old, value = each.tensor.detach(), values[each.name].detach()
             each.tensor.copy_(torch.where(each.is_old(), old, value.to(old)))
+    edit.settled()
 
 
 def networks(averaged: Averaged) -> list[nn.Module]:

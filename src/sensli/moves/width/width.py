@@ -15,7 +15,7 @@ from sensli.errors import MovedSite, UnknownSite, UnsupportedModel, one_of
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.moves.move import Cost, Edit, Gauge, New
 from sensli.moves.point import Point, Ref
-from sensli.moves.stretching import Resize, Stretch, like_layout
+from sensli.moves.stretching import Exchange, Resize, Stretch, like_layout
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
@@ -295,7 +295,7 @@ def _fitting(width: Width, rows: Sequence[Tensor]) -> bool:
 def _filled(resize: Resize, width: Width, rows: Sequence[Tensor]) -> Tensor:
     """The new values of one tensor; where two axes grow, what is new in both is a column: zero."""
     value = resize.tensor.detach()
-    fills = {
+    fills: dict[Stretch | Exchange, tuple[Axis, int]] = {
         Stretch(axis.dim, width.units, width.more, axis.start, axis.outer, axis.inner): (axis, index)
         for index, axis in enumerate(width.axes)
         if getattr(axis.module.find_module(), axis.name, None) is resize.tensor

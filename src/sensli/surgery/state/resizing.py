@@ -1,12 +1,13 @@
-"""The optimizer follows parameters that change their shape: first a plan that checks everything and allocates, then the change.
+"""The optimizer follows parameters whose entries change: first a plan that checks everything and allocates, then the change.
 
 A state gets the entries that it would have if those of the parameter had been there from the start and had never had a gradient: zeros
-for most of them. Counts of steps stay, and old entries keep their values, so that `plan_shrinking` gives them back to the bit.
+for most of them. Counts of steps stay, old entries keep their values, and those that go are remembered, so that `plan_shrinking` gives
+all of them back to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -17,11 +18,12 @@ from torch.optim import Optimizer
 
 from sensli.errors import OptimizerError
 from sensli.modules.running import tensors
-from sensli.moves.stretching import Fill, Resize, Stretch, like_layout
+from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, like_layout
 from sensli.surgery.state.optim import Group, Optimizers, as_optimizers, called, check_able, kinds
 
 # The axis over which a factored state was averaged, by its name: in torch, and in the Adafactor of transformers, which drops the axis.
 _AVERAGED = {"row_var": -1, "col_var": -2, "exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
+_GRADIENT = "gradient"  # what a parameter calls its lost entries
 _COPIES = ("ax", "z")  # of the parameter itself, in ASGD and in schedule-free optimizers
 
 
@@ -32,12 +34,16 @@ class _Change:
     state: MutableMapping[str, Any]
     key: str
     value: Tensor
-    copies: Resize | None = None  # its new entries are the parameter's, which are known after the change
+    of: Resize
+    lost: tuple[Tensor, ...] = ()
+    copies: bool = False  # its new entries are the parameter's, which are known after the change
 
     def apply(self) -> None:
-        if self.copies is not None:
-            old = self.copies.is_old().to(self.value.device)
-            self.value.copy_(torch.where(old, self.value, self.copies.tensor.detach().to(self.value)))
+        if self.copies:
+            old = self.of.is_old().to(self.value.device)
+            self.value.copy_(torch.where(old, self.value, self.of.tensor.detach().to(self.value)))
+        if self.lost:
+            self.of.lost[id(self.state), self.key] = self.lost
         self.state[self.key] = self.value
 
 
@@ -45,9 +51,18 @@ class _Change:
 class _Gradient:
     """What a parameter has gathered so far, before and after: the edit drops it, because it has the old shape."""
 
+    of: Resize
     parameter: nn.Parameter
     old: Tensor | None
     new: Tensor | None
+    lost: tuple[Tensor, ...] = ()
+
+    def apply(self) -> None:
+        if self.of.new_shape != self.of.old_shape:
+            _new_accumulator(self.parameter)
+        if self.lost:
+            self.of.lost[_GRADIENT] = self.lost
+        self.parameter.grad = self.new
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +77,7 @@ class Resizing:
         for change in self.changes:
             change.apply()
         for each in self.gradients:
-            _new_accumulator(each.parameter)
-            each.parameter.grad = each.new
+            each.apply()
 
     def give_up(self) -> None:
         """After the parameters have changed and have been put back, instead of `apply`."""
@@ -82,14 +96,14 @@ def plan_resizing(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing
             "would train them. Add them to the optimizer, or grow without optimizer=."
         )
     changes = tuple(_changes(known, parameters, back=False))
-    return Resizing(changes, tuple(_gradient(each, each.stretched) for each in parameters))
+    return Resizing(changes, tuple(_gradient(each, back=False) for each in parameters))
 
 
 def plan_shrinking(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing:
     """The way back: of all states the old entries. A state that did not follow has no others, and stays."""
     known, parameters = as_optimizers(optimizers), [each for each in resized if each.is_parameter]
     changes = tuple(_changes(known, parameters, back=True))
-    return Resizing(changes, tuple(_gradient(each, each.shrunk) for each in parameters))
+    return Resizing(changes, tuple(_gradient(each, back=True) for each in parameters))
 
 
 def _held(optimizers: Sequence[Optimizer], parameters: Sequence[Resize]) -> Iterator[tuple[Optimizer, Group, Resize]]:
@@ -106,14 +120,16 @@ def _changes(optimizers: Sequence[Optimizer], parameters: Sequence[Resize], *, b
     for optimizer, group, each in _held(optimizers, parameters):
         state = optimizer.state.get(each.tensor, {})
         for key, value in state.items():
-            new = _resized(optimizer, group, each, key, value, back=back)
-            if new is not None:
-                copies = not back and key in _COPIES and tuple(new.shape) == each.new_shape
-                yield _Change(state, key, new, each if copies else None)
+            found = _resized(optimizer, group, each, state, key, value, back=back)
+            if found is not None:
+                copies = not back and key in _COPIES and tuple(found[0].shape) == each.new_shape
+                yield _Change(state, key, found[0], each, found[1], copies)
 
 
-def _resized(optimizer: Optimizer, group: Group, each: Resize, key: str, value: Any, *, back: bool) -> Tensor | None:
-    """One entry of a state with the parameter's other shape; None if it stays."""
+def _resized(
+    optimizer: Optimizer, group: Group, each: Resize, state: object, key: str, value: Any, *, back: bool
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """One entry of a state as its parameter will be, and what it loses; None if it stays."""
     shape, other = (each.new_shape, each.old_shape) if back else (each.old_shape, each.new_shape)
     if not isinstance(value, Tensor):
         if any(True for _ in tensors(value)):
@@ -129,9 +145,14 @@ def _resized(optimizer: Optimizer, group: Group, each: Resize, key: str, value: 
         _refuse(optimizer, each, f"{key!r} has the shape {tuple(value.shape)} and the type {value.dtype}")
     if not along:
         return None
-    new = each.shrunk(full, along) if back else each.stretched(full, _fill(optimizer, group, key, full), along)
+    fill = _fill(optimizer, group, key, full)
+    lost = () if back else each.taken(full, along)
+    if back:
+        new = each.shrunk(full, along, each.lost.get((id(state), key), fill))
+    else:
+        new = each.stretched(full, fill, along)
     new = like_layout(new, full)
-    return new.squeeze(axis) if axis is not None and dropped else new
+    return (new.squeeze(axis) if axis is not None and dropped else new), lost
 
 
 def _axes(key: str, value: Tensor, shape: tuple[int, ...]) -> Collection[int] | None:
@@ -164,21 +185,23 @@ def _fill(optimizer: Optimizer, group: Group, key: str, value: Tensor) -> comple
     return complex(number, number) if value.is_complex() else number
 
 
-def _mean(stretch: Stretch, tensor: Tensor) -> Tensor:
-    """The mean of the old entries along an axis."""
+def _mean(stretch: Stretch | Exchange, tensor: Tensor) -> Tensor:
+    """The mean of the entries that stay along an axis."""
     shape = list(tensor.shape)
-    shape[stretch.dim] = stretch.outer * stretch.more * stretch.inner
-    return tensor.mean(stretch.dim, keepdim=True).expand(shape)
+    shape[stretch.dim] = stretch.fresh
+    left = tensor if stretch.change < 0 else stretch.left(tensor)
+    return (left if left.numel() else tensor).mean(stretch.dim, keepdim=True).expand(shape)
 
 
-def _gradient(each: Resize, step: Callable[[Tensor], Tensor]) -> _Gradient:
+def _gradient(each: Resize, *, back: bool) -> _Gradient:
     parameter = each.tensor
     assert isinstance(parameter, nn.Parameter)
     gathered = parameter.grad
     if gathered is None:
-        return _Gradient(parameter, None, None)
+        return _Gradient(each, parameter, None, None)
     dense = gathered.detach().to_dense()  # that of an embedding may be sparse
-    return _Gradient(parameter, gathered, like_layout(step(dense), dense))
+    new = each.shrunk(dense, back=each.lost.get(_GRADIENT, 0.0)) if back else each.stretched(dense)
+    return _Gradient(each, parameter, gathered, like_layout(new, dense), () if back else each.taken(dense))
 
 
 def _new_accumulator(parameter: nn.Parameter) -> None:

@@ -1,0 +1,56 @@
+"""What edits took out of a model, for the way back: kept beside the modules, not in the record, which is plain data."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from sensli.moves.stretching import Resize
+
+_DEEP = 8  # edits of one module: in a long training nobody takes more of them back without a step in between
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    resized: Sequence[Resize]
+    sizes: list[float]
+
+
+_KEPT: weakref.WeakKeyDictionary[nn.Module, deque[_Kept]] = weakref.WeakKeyDictionary()
+
+
+def remember(module: nn.Module, resized: Sequence[Resize]) -> None:
+    """After an edit of this module: what it took is in `Resize.lost`."""
+    _KEPT.setdefault(module, deque(maxlen=_DEEP)).append(_Kept(resized, _sizes(resized)))
+
+
+def recall(module: nn.Module, resized: Sequence[Resize]) -> Sequence[Resize]:
+    """The same changes with what they took, if no step was taken since; otherwise as they are given."""
+    last = _last(module, resized)
+    return resized if last is None or last.sizes != _sizes(resized) else last.resized
+
+
+def forget(module: nn.Module, resized: Sequence[Resize]) -> None:
+    """After the edit was taken back."""
+    if _last(module, resized) is not None:
+        _KEPT[module].pop()
+
+
+def _last(module: nn.Module, resized: Sequence[Resize]) -> _Kept | None:
+    """The last edit of a module, if it is the one that made these changes."""
+    known = _KEPT.get(module)
+    same = known and [_change(each) for each in known[-1].resized] == [_change(each) for each in resized]
+    return known[-1] if known and same else None
+
+
+def _change(each: Resize) -> tuple[object, ...]:
+    return id(each.tensor), each.stretches, each.old_shape
+
+
+def _sizes(resized: Sequence[Resize]) -> list[float]:
+    """How large the parameters are, which a step changes."""
+    return [float(each.tensor.detach().abs().double().sum()) for each in resized if each.is_parameter]

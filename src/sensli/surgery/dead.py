@@ -1,0 +1,142 @@
+"""`recycle` and `remove_dead`: units that are zero on all data get new rows, or go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sensli.errors import MeasurementError
+from sensli.merits.backward import split
+from sensli.merits.measuring import EMPTY
+from sensli.modules import checks, random_state
+from sensli.modules.engines.distributed import Together
+from sensli.modules.running import untouched
+from sensli.modules.wrappers import bare
+from sensli.moves.dead.dead import Narrow, Recycle
+from sensli.moves.dead.spotting import Spotting
+from sensli.moves.finding import find_sites
+from sensli.moves.sites import Site
+from sensli.moves.width.confirming import in_order
+from sensli.moves.width.width import Width
+from sensli.surgery.history.history import Growth
+from sensli.surgery.insertion import grow, undo
+from sensli.surgery.state.optim import Optimizers, as_optimizers
+
+
+def recycle(
+    model: nn.Module, example: Any, batches: Iterable[Any] | None = None, *, optimizer: Optimizers = None
+) -> list[Growth]:
+    """Give dead units a new start: random rows as large as those of the living units, and zero in everything that reads them.
+
+    A unit is dead if it is exactly zero wherever it is read, on all the data, in the mode the model is in and without dropout (for
+    example after a ReLU). The output on the data stays to the bit. What the optimizer keeps of these units starts again too. All
+    widths that ``find_sites(model, example, grow="units")`` offers are looked at. A refused or failed call changes nothing.
+
+    Args:
+        model: The network, or its DistributedDataParallel wrapper.
+        example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        batches: The data that tell which units are dead, as in `measure`. None takes the example alone.
+        optimizer: The optimizer or optimizers that train the model.
+
+    Returns:
+        The records, one for each width that had dead units, which `undo` (the last one first) and `replay` take.
+
+    Raises:
+        OptimizerError: If the optimizer cannot follow.
+        FunctionChanged: If the output on the first batch changed. Everything was put back.
+    """
+    return _exchange(model, example, batches, optimizer, Recycle, "recycle dead units")
+
+
+def remove_dead(
+    model: nn.Module, example: Any, batches: Iterable[Any] | None = None, *, optimizer: Optimizers = None
+) -> list[Growth]:
+    """Make the model narrower by the units that are dead, as in `recycle`; at least one unit of each layer stays.
+
+    The output on the data stays, up to rounding: its sums have fewer terms. The parameters stay the same objects, and the optimizer
+    keeps what belongs to the other units. A refused or failed call changes nothing.
+
+    Args:
+        model: The network, or its DistributedDataParallel wrapper.
+        example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        batches: The data that tell which units are dead, as in `measure`. None takes the example alone.
+        optimizer: The optimizer or optimizers that train the model.
+
+    Returns:
+        The records, one for each width that had dead units, which `undo` (the last one first) and `replay` take.
+
+    Raises:
+        OptimizerError: If the optimizer cannot follow.
+        FunctionChanged: If the output on the first batch changed. Everything was put back.
+    """
+    return _exchange(model, example, batches, optimizer, Narrow, "remove dead units")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Dead units of a model: where they are, and an input on which the output must not change."""
+
+    sites: list[Site]
+    check: Any
+
+
+def find_dead(
+    model: nn.Module,
+    widths: Iterable[Site],
+    example: Any,
+    batches: Iterable[Any] | None,
+    together: Together,
+    move: type[Recycle] | type[Narrow] = Recycle,
+) -> Found:
+    """What to do with the units of these widths that are zero on all data; with several processes, on those of all of them."""
+    network, ordered = bare(model), in_order(list(widths))
+    spotting, first = Spotting(network, ordered), None
+    with untouched(network), random_state.kept_of_loader(batches):
+        pairs = (
+            (split(batch, index) for index, batch in enumerate(batches)) if batches is not None else [(example, None)]
+        )
+        for given, _ in pairs:
+            first = (given, None) if first is None else first
+            spotting.watch(given)
+    if first is None:
+        raise MeasurementError(EMPTY)
+    told = [[set(units) for units in each] for each in together.agree(spotting.dead(), last=False)]
+    sites = []
+    for number, site in enumerate(ordered):
+        assert isinstance(site.move, Width)
+        dead = sorted(set.intersection(*(each[number] for each in told)))
+        if move is Narrow and len(dead) == site.move.units:
+            dead = dead[1:]
+        if dead:
+            sites.append(Site(site.point, move(site.move, tuple(dead))))
+    return Found(sites, first)
+
+
+def _exchange(
+    model: nn.Module,
+    example: Any,
+    batches: Iterable[Any] | None,
+    optimizer: Optimizers,
+    move: type[Recycle] | type[Narrow],
+    what: str,
+) -> list[Growth]:
+    with Together(model, what) as together:
+        bare(model)
+        checks.example("example", example)
+        if batches is not None:
+            checks.batches("batches", batches)
+        as_optimizers(optimizer)
+        widths = find_sites(model, example, grow="units", units=1)
+        found, growths = find_dead(model, widths, example, batches, together, move), list[Growth]()
+        try:
+            for site in found.sites:
+                growths.append(grow(model, site, optimizer=optimizer, check=found.check))
+        except BaseException:
+            for growth in reversed(growths):
+                undo(model, growth, optimizer=optimizer)
+            raise
+        together.agree()
+    return growths
