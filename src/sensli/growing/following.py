@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from sensli.growing.options import Options
 from sensli.merits.merits import Merit
 from sensli.modules.wrappers import bare
+from sensli.moves.sites import Site
 from sensli.surgery.averaging import Averaged, check_alike, follow, unfollow
 from sensli.surgery.history.history import Growth, History
 from sensli.surgery.insertion import grow, undo
@@ -46,6 +48,14 @@ class Followers:
         )  # fmt: skip
         growth = replace(growth, details={"epoch": call, "merit": merit.value, "ratio": merit.ratio})
         history.append(growth)  # at once: what is in the history is taken back if anything fails from here on
+        follow(self.averaged, growth, model)
+        return growth
+
+    def recycle(self, model: nn.Module, site: Site, history: History, *, call: int, check: Any) -> Growth:
+        """Give dead units a new start, and let everything follow."""
+        check_alike(model, self.averaged)
+        growth = replace(grow(model, site, optimizer=self.optimizer, check=check), details={"epoch": call})
+        history.append(growth)
         follow(self.averaged, growth, model)
         return growth
 

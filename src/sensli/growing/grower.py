@@ -14,6 +14,7 @@ from sensli.growing.following import Followers
 from sensli.growing.logs import Log
 from sensli.growing.looked import Looked, keep
 from sensli.growing.options import Options
+from sensli.growing.recycling import Recycling, reusable
 from sensli.growing.room import Room
 from sensli.growing.searching import trained
 from sensli.growing.sizes import Sizes
@@ -67,6 +68,8 @@ class Grower:
         units: How many units a layer gets at a growth: a number, or a share of those it has (default: 0.25).
         start: How new units start, as in `find_sites` (default: "sensitive").
         per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are.
+        recycle: Whether each look begins with a new start for dead units, as `sensli.recycle` gives it; after a growth also for those
+            that a new layer has inherited (default: False).
         confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
         tolerance: With ``confidence``: the share of the best merit that may be missed, as in `measure` (default: 0.0).
         lr_scale: Multiplies all learning rates after each growth (default: 1.0).
@@ -105,6 +108,7 @@ class Grower:
         units: int | float = 0.25,
         start: str = "sensitive",
         per: str | None = None,
+        recycle: bool = False,
         confidence: float | None = None,
         tolerance: float = 0.0,
         lr_scale: float = 1.0,
@@ -127,6 +131,7 @@ class Grower:
         self.calls = 0
         self._example = example
         self._strategy: Strategy = Sensli(self.options)
+        self._recycling = Recycling(self._followers)
         self._said_too_large = False
         if not self.optimizers:
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
@@ -177,10 +182,14 @@ class Grower:
         together.agree_on({"whether the trigger fires": fires}, last=not fires)
         if fires:
             trigger.looked()
+            batches = reusable(batches) if self.options.recycle else batches
+            recycled = self._recycle(together, batches)
             looked = self._look(together, batches, loss_fn, metric)
             if looked.merits is not None:
                 looked.grown = self._grow(together, self._decide(together, looked.merits, metric), metric)
+                recycled += self._recycle(together, batches, inside=[growth.number for _, growth in looked.grown])
                 looked.reason = self._strategy.reason(looked.merits, looked.taken) + looked.room.left_out
+            looked.recycled = recycled
             look = looked.noted(self.calls, self.options, bare(self.model), self._example)
         keep(self.history.record, self.options, bare(self.model), self.calls, metric, look)
         if fires:
@@ -234,8 +243,16 @@ class Grower:
         together.agree_on({"the number of growths": len(self.history)}, last=False)
         return grown
 
+    def _recycle(self, together: Together, batches: Iterable[Any], inside: Sequence[int] | None = None) -> int:
+        """Recycle dead units, if that is wanted: all of them, or those in the layers of these growths. How many there were."""
+        if not self.options.recycle or (inside is not None and not inside):
+            return 0
+        return self._recycling.recycle(
+            self.model, self._example, batches, together, self.history, call=self.calls, inside=inside
+        )
+
     def _moment(self, metric: float | None) -> Moment:
-        return Moment(self.calls, metric, len(self.history), Sizes(bare(self.model), self._example))
+        return Moment(self.calls, metric, self.history.additions, Sizes(bare(self.model), self._example))
 
     def _agreed_metric(self, together: Together, metric: Any) -> float | None:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""

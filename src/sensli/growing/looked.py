@@ -25,6 +25,7 @@ class Looked:
     merits: Merits | None = None  # None where there was nothing to choose from
     reason: str = ""
     grown: list[tuple[Merit, Growth]] = field(default_factory=list)
+    recycled: int = 0  # units
 
     @property
     def taken(self) -> list[Merit]:
@@ -40,7 +41,7 @@ class Looked:
             call=call,
             tau=options.tau,
             select=options.selection,
-            reason=self.reason,
+            reason=self.reason + (f"; dead units recycled: {self.recycled}" if self.recycled else ""),
             inserted=tuple(growth.number for _, growth in self.grown),
             parameters=self.room.parameters,
             flops=None if flops is None else flops - sum(merit.site.flops for merit in self.taken),

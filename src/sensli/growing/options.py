@@ -39,6 +39,7 @@ class Options:
     units: int | float = 0.25
     start: str = "sensitive"
     per: str | None = None
+    recycle: bool = False
     confidence: float | None = None
     tolerance: float = 0.0
     lr_scale: float = 1.0
@@ -77,7 +78,7 @@ class Options:
                 f"own_rate must be None with grow={self.grow!r}, got {self.own_rate}: new units are part of existing parameters, "
                 "which cannot have a separate learning rate. Leave it out, or use grow='layers'."
             )
-        self._become(units=check_units(self.units))
+        self._become(units=check_units(self.units), recycle=checks.flag("recycle", self.recycle))
         check_per(self.per)
         check_log(self.log)
 

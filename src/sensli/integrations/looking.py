@@ -59,7 +59,7 @@ class Facts:
 
     def of(self, grower: Grower, example: Any) -> dict[str, float]:
         """Numbers by name; FLOPs are counted only after a growth."""
-        network, growths = bare(grower.model), len(grower.history)
+        network, growths = bare(grower.model), grower.history.additions
         if self._flops[0] != growths:
             self._flops = (growths, int(count_flops(network, example)))
         facts: dict[str, float | None] = {

@@ -213,6 +213,11 @@ class History(Sequence[Growth]):
         ]
         return html_table(header, rows, caption=repr(self))
 
+    @property
+    def additions(self) -> int:
+        """How many of the growths added parameters; recycling or removing units adds none."""
+        return sum(growth.site.parameters > 0 for growth in self)
+
     def append(self, growth: Growth) -> None:
         """Add the newest growth.
 
