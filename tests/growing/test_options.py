@@ -46,7 +46,7 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
     given: dict[str, Any] = {
         "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
         "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": 0.1, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
-        "log": print,
+        "log": print, "recycle": True,
     }  # fmt: skip
     model = deep()
     made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)

@@ -33,6 +33,8 @@ from sensli import (
     insert,
     load_checkpoint,
     measure,
+    recycle,
+    remove_dead,
     replay,
     save_checkpoint,
     undo,
@@ -119,6 +121,12 @@ CALLS: dict[str, Callable[..., Any]] = {
     ),
     "undo": lambda s, **given: undo(
         **{"model": s.model, "growth": s.growth, "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
+    ),
+    "recycle": lambda s, **given: recycle(
+        **{"model": s.model, "example": s.x, "batches": s.data, "optimizer": s.optimizer, **given}
+    ),
+    "remove_dead": lambda s, **given: remove_dead(
+        **{"model": s.model, "example": s.x, "batches": s.data, "optimizer": s.optimizer, **given}
     ),
     "replay": lambda s, **given: replay(**{"model": s.fresh, "history": s.grower.history, **given}),
     "count_flops": lambda s, **given: count_flops(**{"model": s.model, "example": s.x, **given}),
@@ -283,6 +291,14 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("undo", "growth"): NOT_A_GROWTH,
     ("undo", "optimizer"): NOT_AN_OPTIMIZER,
     ("undo", "scheduler"): NOT_A_SCHEDULER,
+    ("recycle", "model"): NOT_A_MODEL,
+    ("recycle", "example"): NOT_AN_EXAMPLE,
+    ("recycle", "batches"): (*(each for each in NOT_BATCHES if each is not None), *BAD_BATCHES),
+    ("recycle", "optimizer"): NOT_AN_OPTIMIZER,
+    ("remove_dead", "model"): NOT_A_MODEL,
+    ("remove_dead", "example"): NOT_AN_EXAMPLE,
+    ("remove_dead", "batches"): (*(each for each in NOT_BATCHES if each is not None), *BAD_BATCHES),
+    ("remove_dead", "optimizer"): NOT_AN_OPTIMIZER,
     ("replay", "model"): NOT_A_MODEL,
     ("replay", "history"): NOT_A_HISTORY,
     ("count_flops", "model"): NOT_A_MODEL,
@@ -313,6 +329,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "averaged"): (3, "ema", [None], nn.ReLU, {"a": 1}),
     ("Grower", "seed"): ("a", 1.5, True, None, [0], -1, 2**64, NAN),
     ("Grower", "log"): (5, "print", True, [print], Writer),
+    ("Grower", "recycle"): NOT_A_FLAG,
     ("Grower without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
