@@ -234,7 +234,8 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
     """Take the last growth back: remove its layer or its units, and what the optimizer keeps of them.
 
     If no training step was taken since, the model and the optimizer are to the bit what they were. Otherwise the function
-    changes, because the layer is no longer an identity, or the units have an effect.
+    changes, because the layer is no longer an identity, or the units have an effect; units that were recycled or removed are then
+    given back as units that nothing reads.
 
     Args:
         model: The network that has grown, or its DistributedDataParallel wrapper.

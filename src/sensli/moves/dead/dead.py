@@ -21,7 +21,7 @@ from sensli.moves.dead.memory import forget, recall, remember
 from sensli.moves.move import Cost, Edit, New
 from sensli.moves.point import Point, Ref
 from sensli.moves.stretching import Exchange, Resize, like_layout
-from sensli.moves.width.width import TOLERANCE, Axis, Width, found, put, resizes
+from sensli.moves.width.width import TOLERANCE, Axis, Width, change_sizes, found, put, resizes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -156,14 +156,14 @@ class Exchanging(Edit):
     def apply(self) -> None:
         for each, value in zip(self.resized, self._new, strict=True):
             put(each.tensor, value)
-        _count(self._move, self._move.units - self._move.width.units)
+        change_sizes(self._move.width, self._move.units - self._move.width.units)
         remember(self.module, self.resized)
 
     def revert(self) -> None:
         forget(self.module, self.resized)
         for each, value in zip(self.resized, self._old, strict=True):
             put(each.tensor, value)
-        _count(self._move, self._move.width.units - self._move.units)
+        change_sizes(self._move.width, self._move.width.units - self._move.units)
 
 
 class _Exchanged(Edit):
@@ -190,7 +190,7 @@ class _Exchanged(Edit):
             value, lost = each.tensor.detach(), each.lost.get(_VALUE)
             old = part.unread(value, self._generator) if lost is None else each.shrunk(value, back=lost)
             put(each.tensor, like_layout(old, value))
-        _count(self._move, self._move.width.units - self._move.units)
+        change_sizes(self._move.width, self._move.width.units - self._move.units)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,10 +267,3 @@ def _entries(exchange: Exchange, fill: str, value: Tensor, generator: torch.Gene
 def _generator(model: nn.Module, move: _Dead) -> torch.Generator:
     """Other numbers at every change of a model, since those of the last time may have given dead units again; the same on all ranks."""
     return torch.Generator().manual_seed(move.width.units + 1_000_003 * count_growths(model))
-
-
-def _count(move: _Dead, change: int) -> None:
-    """Let the attributes that count units follow."""
-    for size in move.width.sizes if change else ():
-        module = size.module.find_module()
-        setattr(module, size.name, getattr(module, size.name) + change * size.per_unit)

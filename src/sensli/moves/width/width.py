@@ -274,6 +274,12 @@ def put(tensor: Tensor, value: Tensor) -> None:
     tensor.data = value
 
 
+def change_sizes(width: Width, more: int) -> None:
+    """Let the attributes that count units follow; ``more`` may be below zero."""
+    for size in width.sizes if more else ():
+        _change(size, more)
+
+
 def _fits(stretch: Stretch, tensor: Tensor, length: int, *, made: bool) -> bool:
     if length and tensor.shape[stretch.dim] != length:
         return False
