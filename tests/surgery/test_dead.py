@@ -5,15 +5,21 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW, Optimizer, Rprop
 from torch.optim.swa_utils import AveragedModel
 
+import ranks
 import sensli
 from sensli import Growth, History, find_sites, recycle, remove_dead, replay, undo
 from sensli.errors import MeasurementError, OptimizerError
@@ -260,6 +266,22 @@ def test_recycled_units_learn() -> None:
     assert model[0].weight.grad[[2, 5]].abs().max() > 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_rows_that_give_a_dead_unit_again_are_turned_round(seed: int) -> None:
+    """Behind a ReLU all inputs are positive, so that a random unit is often zero on all of them."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 3)).double()
+    x = X.abs() + 3
+    with torch.no_grad():
+        model[0].bias[3:] = -100.0
+    expected, before = model(x), everything(model)
+    growths = recycle(model, x, [(x[:8], None), (x[8:], None)])
+    assert growths[0].site.move.which[-37:] == tuple(range(3, 40))
+    assert recycle(model, x) == [] and torch.equal(model(x), expected)
+    undo(model, growths[0])
+    assert same(before, everything(model))
+
+
 def test_one_unit_stays_and_all_are_recycled() -> None:
     torch.manual_seed(0)
     model = mlp().eval()
@@ -420,6 +442,68 @@ def test_a_refused_call_leaves_everything_as_it_was(change: str) -> None:
     assert same(before, everything(model, optimizer))
 
 
+# --- several processes ---
+
+
+def recycle_in_two_processes() -> Any:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    network = plain_dead()
+    with torch.no_grad():  # alive on the data of one rank alone
+        sizes = [(x @ network[0].weight[1]).max() for x in X.chunk(world)]
+        network[0].bias[1] = -(sizes[0] + sizes[1]) / 2
+    model = DistributedDataParallel(network)
+    optimizer = AdamW(network.parameters(), lr=0.01)
+    x = X.chunk(world)[rank]
+    step(model, optimizer, x=x)
+    with torch.no_grad():
+        network[0].bias[1] = -(sizes[0] + sizes[1]) / 2
+        network[0].weight[1] = plain_dead()[0].weight[1]
+    found = []
+    for change in (recycle, remove_dead):
+        with torch.no_grad():
+            network[0].bias[5] = -100.0
+        found += [growth.site.move.which for growth in change(model, x, [(x, None)], optimizer=optimizer)]
+        step(model, optimizer, x=x)
+    values = torch.cat([p.detach().flatten() for p in network.parameters()])
+    copies = [torch.empty_like(values) for _ in range(world)]
+    dist.all_gather(copies, values)
+    assert all(torch.equal(each, values) for each in copies)
+    return found
+
+
+@pytest.mark.process
+def test_two_processes_recycle_what_is_dead_on_both(tmp_path: Path) -> None:
+    assert ranks.run(recycle_in_two_processes, 2, tmp_path) == [(2, 5), (5,)]
+
+
+# --- where the entries lie ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_an_exchange_and_its_way_back(data: st.DataObject) -> None:
+    units, outer, inner, start, rest = (data.draw(st.integers(low, 4)) for low in (1, 1, 1, 0, 0))
+    which = tuple(sorted(data.draw(st.sets(st.integers(0, units - 1), min_size=1))))
+    dim, removed = data.draw(st.integers(0, 2)), data.draw(st.booleans())
+    exchange = Exchange(dim, units, which, removed, start, outer, inner)
+    shape = [2, 3, 2]
+    shape[dim] = start + outer * units * inner + rest
+    tensor = normal(*shape)
+    taken = exchange.taken(tensor)
+    assert taken.shape[dim] == exchange.fresh == outer * len(which) * inner
+    gone = [start + (g * units + u) * inner + i for g in range(outer) for u in which for i in range(inner)]
+    left = [place for place in range(shape[dim]) if place not in gone]
+    assert torch.equal(taken, tensor.index_select(dim, torch.tensor(gone)))
+    assert torch.equal(exchange.left(tensor), tensor.index_select(dim, torch.tensor(left, dtype=torch.long)))
+    new = exchange.applied(tensor, torch.full_like(taken, 7.0))
+    assert new.shape[dim] == shape[dim] + exchange.change
+    if not removed:
+        assert bool((new.index_select(dim, torch.tensor(gone)) == 7).all()) and torch.equal(
+            exchange.left(new), exchange.left(tensor)
+        )
+    assert torch.equal(exchange.reverted(new, taken), tensor)
+
+
 # --- the record ---
 
 
@@ -469,7 +553,7 @@ def test_a_damaged_record_is_refused(which: Any) -> None:
         Growth.from_dict(data)
 
 
-def test_a_checkpoint_resumes_to_the_bit(tmp_path: Any) -> None:
+def test_a_checkpoint_resumes_to_the_bit(tmp_path: Path) -> None:
     def adam(model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=0.01, amsgrad=True)
 

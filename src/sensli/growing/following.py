@@ -13,6 +13,7 @@ from sensli.merits.merits import Merit
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
 from sensli.surgery.averaging import Averaged, check_alike, follow, unfollow
+from sensli.surgery.dead import renew
 from sensli.surgery.history.history import Growth, History
 from sensli.surgery.insertion import grow, undo
 from sensli.surgery.state.optim import Optimizers, as_optimizers
@@ -54,7 +55,7 @@ class Followers:
     def recycle(self, model: nn.Module, site: Site, history: History, *, call: int, check: Any) -> Growth:
         """Give dead units a new start, and let everything follow."""
         check_alike(model, self.averaged)
-        growth = replace(grow(model, site, optimizer=self.optimizer, check=check), details={"epoch": call})
+        growth = replace(renew(model, site, optimizer=self.optimizer, check=check), details={"epoch": call})
         history.append(growth)
         follow(self.averaged, growth, model)
         return growth

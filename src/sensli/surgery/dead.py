@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -115,6 +115,30 @@ def find_dead(
     return Found(sites, first)
 
 
+def renew(model: nn.Module, site: Site, *, optimizer: Optimizers, check: Any) -> Growth:
+    """Recycle or remove the dead units of one width. The output on ``check`` must stay.
+
+    Recycled units that are dead there again get the opposite rows: a ReLU that is zero for some rows everywhere is not for these.
+    """
+    growth = grow(model, site, optimizer=optimizer, check=check)
+    move = growth.site.move
+    if not isinstance(move, Recycle):
+        return growth
+    try:
+        with Together(model, f"look for {site} once more") as together:
+            again = find_dead(model, [Site(site.point, move.width)], check[0], None, together)
+            together.agree()
+    except BaseException:
+        undo(model, growth, optimizer=optimizer)
+        raise
+    still = {unit for each in again.sites if isinstance(each.move, Recycle) for unit in each.move.which}
+    turned = tuple(sorted(still.intersection(move.which)))
+    if not turned:
+        return growth
+    undo(model, growth, optimizer=optimizer)
+    return grow(model, replace(site, move=replace(move, _turned=turned)), optimizer=optimizer, check=check)
+
+
 def _exchange(
     model: nn.Module,
     example: Any,
@@ -133,7 +157,7 @@ def _exchange(
         found, growths = find_dead(model, widths, example, batches, together, move), list[Growth]()
         try:
             for site in found.sites:
-                growths.append(grow(model, site, optimizer=optimizer, check=found.check))
+                growths.append(renew(model, site, optimizer=optimizer, check=found.check))
         except BaseException:
             for growth in reversed(growths):
                 undo(model, growth, optimizer=optimizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from sensli.moves.dead.memory import forget, recall, remember
 from sensli.moves.move import Cost, Edit, New
 from sensli.moves.point import Point, Ref
 from sensli.moves.stretching import Exchange, Resize, like_layout
+from sensli.moves.width.roles import role_of
 from sensli.moves.width.width import TOLERANCE, Axis, Width, change_sizes, found, put, resizes
 
 if TYPE_CHECKING:
@@ -106,6 +107,9 @@ class Recycle(_Dead):
     tolerance: ClassVar[float | None] = None
     removes: ClassVar[bool] = False
 
+    # Units that get the opposite of the rows that are drawn: those would leave them dead. Values are in a state dict, not in JSON.
+    _turned: tuple[int, ...] = field(default=(), repr=False, compare=False)
+
     def __str__(self) -> str:
         return f"new rows for {super().__str__()}"
 
@@ -150,7 +154,8 @@ class Exchanging(Edit):
         for part in self._parts:
             value = part.resize.tensor.detach()
             self._old.append(value.clone())
-            self._new.append(like_layout(part.filled(value, self._generator), value))
+            turned = self._move._turned if isinstance(self._move, Recycle) else ()
+            self._new.append(like_layout(part.filled(value, self._generator, turned), value))
             part.resize.lost[_VALUE] = part.resize.taken(value)
 
     def apply(self) -> None:
@@ -199,12 +204,16 @@ class _Part:
 
     resize: Resize
     fills: tuple[str, ...]
+    makes: bool  # whether it is of a layer that makes units, not of one that passes them on
 
-    def filled(self, value: Tensor, generator: torch.Generator) -> Tensor:
+    def filled(self, value: Tensor, generator: torch.Generator, turned: tuple[int, ...]) -> Tensor:
         """The tensor after the exchange. Rows come first: columns are zero in them too."""
         for exchange, fill in self._steps:
             new = 0.0 if exchange.removed else _entries(exchange, fill, value, generator)
             value = exchange.applied(value, new)
+            if turned and self.makes and fill == "row":
+                opposite = replace(exchange, which=turned)
+                value = opposite.applied(value, -opposite.taken(value))
         return value
 
     def unread(self, value: Tensor, generator: torch.Generator) -> Tensor:
@@ -225,20 +234,23 @@ class _Part:
 
 def _parts(model: nn.Module, move: _Dead, *, made: bool) -> list[_Part]:
     """The parameters and buffers that change, each once, with all their axes that do. ``made``: they have changed already."""
-    by_tensor: dict[int, tuple[str, Tensor, dict[Exchange, str]]] = {}
+    by_tensor: dict[int, tuple[str, Tensor, dict[Exchange, str], bool]] = {}
     for axis in move.width.axes:
         path, module = found(model, axis.module)
         tensor: Tensor = getattr(module, axis.name)
-        _, _, exchanges = by_tensor.setdefault(id(tensor), (f"{path}.{axis.name}", tensor, {}))
+        role = role_of(module)
+        makes = role is not None and bool(role.makes)
+        _, _, exchanges, _ = by_tensor.setdefault(id(tensor), (f"{path}.{axis.name}", tensor, {}, makes))
         exchanges[_exchange(move, axis)] = axis.fill
     parts = []
-    for name, tensor, exchanges in by_tensor.values():
+    for name, tensor, exchanges, makes in by_tensor.values():
         # Rows before columns, and each from the end of its axis: what comes before keeps its position.
         ordered = sorted(exchanges, key=lambda each: (exchanges[each] == "column", each.dim, -each.start))
         old = list(tensor.shape)
         for exchange in ordered if made else ():
             old[exchange.dim] -= exchange.change
-        parts.append(_Part(Resize(name, tensor, tuple(ordered), tuple(old)), tuple(exchanges[e] for e in ordered)))
+        resize, fills = Resize(name, tensor, tuple(ordered), tuple(old)), tuple(exchanges[each] for each in ordered)
+        parts.append(_Part(resize, fills, makes))
     return parts
 
 
