@@ -33,7 +33,8 @@ def recycle(
 
     A unit is dead if it is exactly zero wherever it is read, on all the data, in the mode the model is in and without dropout (for
     example after a ReLU). The output on the data stays to the bit. What the optimizer keeps of these units starts again too. All
-    widths that ``find_sites(model, example, grow="units")`` offers are looked at. A refused or failed call changes nothing.
+    widths that ``find_sites(model, example, grow="units")`` offers are looked at. Rows that would give a dead unit again, as seen on
+    the first batch, are replaced by their opposite. A refused or failed call changes nothing.
 
     Args:
         model: The network, or its DistributedDataParallel wrapper.
