@@ -24,7 +24,8 @@ def candidates(width: Width) -> tuple[Tensor, ...]:
 def _rows(axis: Axis, width: Width, count: int, near: Tensor, generator: torch.Generator) -> Tensor:
     tensor: Tensor = getattr(axis.module.find_module(), axis.name).detach()
     units, dim = width.units, axis.dim + 1
-    old = tensor.double().cpu().unflatten(axis.dim, (axis.outer, units, axis.inner))
+    own = tensor.narrow(axis.dim, axis.start, axis.outer * units * axis.inner)
+    old = own.double().cpu().unflatten(axis.dim, (axis.outer, units, axis.inner))
     if tensor.dim() < 2:  # a bias is that of some unit that is there
         picked = torch.randint(units, (width.more,), generator=generator)
         drawn = opposite = old.index_select(dim, picked)
