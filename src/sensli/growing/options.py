@@ -11,8 +11,9 @@ from torch import nn
 from sensli.growing.logs import Log, check_log
 from sensli.growing.triggers import Trigger
 from sensli.merits.measuring import check_level
+from sensli.merits.merits import check_per
 from sensli.merits.norms import choose
-from sensli.merits.ranking import Selection, check_per, check_selection
+from sensli.merits.ranking import Selection, check_selection
 from sensli.modules import checks
 from sensli.moves.finding import check_growth, check_request, check_units
 from sensli.moves.sites import Site

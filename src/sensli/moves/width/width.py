@@ -97,6 +97,9 @@ class Width:
         change = f"{self.layer} {self.units} -> {self.units + self.more}"
         return f"{self} in {point.path} ({change}), read by {self.readers[0]}{others}"
 
+    def place(self, point: Point) -> str:
+        return f"in {point.path}"
+
     def __str__(self) -> str:
         return f"+{self.more} unit{'' if self.more == 1 else 's'}"
 
