@@ -35,9 +35,6 @@ class Bias:
     def line(self, point: Point) -> str:
         return f"+{self.units} biases in {point.path}"
 
-    def place(self, point: Point) -> str:
-        return f"in {point.path}"
-
     def cost(self, point: Point) -> Cost:
         return Cost(self.units, self.units)
 

@@ -214,20 +214,25 @@ class Grower:
         return [known[id(site)] for site in sites]
 
     def _grow(self, together: Together, chosen: Sequence[Merit], metric: float | None) -> list[tuple[Merit, Growth]]:
-        """Insert the first ones that the trigger still allows, at most ``count``."""
+        """Grow at the first ones that the trigger still allows, at most ``count``."""
         options, grown = self.options, list[tuple[Merit, Growth]]()
         for merit in chosen:
-            if len(grown) < options.count and options.trigger.allows(merit.site, self._moment(metric)):
-                rate = 1.0 if grown else options.lr_scale  # once per look
-                try:
-                    growth = self._followers.insert(
-                        self.model, merit, self.history, options, call=self.calls, lr_scale=rate
-                    )
-                except UnknownSite:
-                    if not grown:
-                        raise
-                    continue  # a growth of the same look has moved it
-                grown.append((merit, growth))
+            if len(grown) == options.count:
+                break
+            rate = 1.0 if grown else options.lr_scale  # once per look
+            try:
+                # What it costs by now: a growth of the same look may have changed that.
+                site = merit.site.move.plan(bare(self.model), merit.site).site if grown else merit.site
+                if not options.trigger.allows(site, self._moment(metric)):
+                    continue
+                growth = self._followers.insert(
+                    self.model, merit, self.history, options, call=self.calls, lr_scale=rate
+                )
+            except UnknownSite:
+                if not grown:
+                    raise
+                continue  # a growth of the same look has moved it
+            grown.append((merit, growth))
         if grown:
             options.trigger.grown()
         # Before a sharded model runs for its FLOPs, for which all ranks are needed.
@@ -235,7 +240,7 @@ class Grower:
         return grown
 
     def _moment(self, metric: float | None) -> Moment:
-        return Moment(self.calls, metric, len(self.history), Sizes(bare(self.model), self._example))
+        return Moment(self.calls, metric, len(self.history), Sizes(bare(self.model), self._example), self.options.grow)
 
     def _agreed_metric(self, together: Together, metric: Any) -> float | None:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""

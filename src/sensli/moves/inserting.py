@@ -32,9 +32,6 @@ class Inserts:
     def line(self, point: Point) -> str:
         return f"{self} {point}"
 
-    def place(self, point: Point) -> str:
-        return f"{point.side} {point.path}"
-
     @property
     def caught_at_site(self) -> bool:
         """Whether its gradient comes of what a measurement catches at the site, and not of the new module itself."""

@@ -57,9 +57,6 @@ class Move(Protocol):
     def line(self, point: Point) -> str:
         """The move at a point in one line, different for every site of a model."""
 
-    def place(self, point: Point) -> str:
-        """Where that is, in a few words: "after features.1"."""
-
     def cost(self, point: Point) -> Cost:
         """What it adds to the model."""
 

@@ -42,7 +42,9 @@ class Site:
     @property
     def place(self) -> str:
         """Where the growth would be, in a few words: ``"after features.1"``, ``"in features.3"``."""
-        return self.move.place(self.point)
+        return (
+            f"{self.side if self.cost.depth else 'in'} {self.path}"  # what makes nothing deeper is in the module itself
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:

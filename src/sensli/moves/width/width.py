@@ -5,6 +5,7 @@ New units start with zero columns in everything that reads them, so the function
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -97,9 +98,6 @@ class Width:
         change = f"{self.layer} {self.units} -> {self.units + self.more}"
         return f"{self} in {point.path} ({change}), read by {self.readers[0]}{others}"
 
-    def place(self, point: Point) -> str:
-        return f"in {point.path}"
-
     def __str__(self) -> str:
         return f"+{self.more} unit{'' if self.more == 1 else 's'}"
 
@@ -183,8 +181,9 @@ class Widening(Edit):
         assert isinstance(move, Width)
         self._move = move = move.on(model)
         self.name, self.module = site.find(model)
-        self.site = replace(site, point=replace(site.point, anchor=Ref.to(self.name, self.module)), move=move)
         self.resized = resizes(model, move, strict=strict)
+        point = replace(site.point, anchor=Ref.to(self.name, self.module))
+        self.site = replace(site, point=point, move=_costing(move, self.resized))
         self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
 
@@ -208,6 +207,14 @@ class Widening(Edit):
             put(each.tensor, value)
         for size in self._move.sizes:
             _change(size, -self._move.more)
+
+
+def _costing(width: Width, resized: Sequence[Resize]) -> Width:
+    """The same with what it costs now: a width that was grown since it was found may have changed that."""
+    added = sum(math.prod(each.new_shape) - math.prod(each.old_shape) for each in resized if each.is_parameter)
+    if added == width.added:
+        return width
+    return replace(width, added=added, flops=round(width.flops * added / max(width.added, 1)))
 
 
 class _Widened(Edit):
