@@ -45,6 +45,7 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
 
     given: dict[str, Any] = {
         "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
+        "grow": "both", "units": 3, "start": "random", "per": "flops",
         "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": 0.1, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
         "log": print,
     }  # fmt: skip
@@ -142,7 +143,7 @@ def test_a_function_is_not_taken_for_the_selection_of_the_same_name() -> None:
 def test_warnings_of_a_look_name_the_line_that_called_step() -> None:
     model: Any = fnn()
     small = grower(model, torch.optim.SGD(model.parameters()), max_factor=1.0001)
-    with pytest.warns(UserWarning, match="nothing was inserted, because every layer") as caught:
+    with pytest.warns(UserWarning, match="nothing was inserted, because every growth") as caught:
         small.step(DATA, loss_fn)
     assert caught[0].filename == __file__
     model = fnn()

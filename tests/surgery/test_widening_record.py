@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -36,6 +37,26 @@ def test_two_widths_at_once_are_counted_as_they_are() -> None:
     first = 42 + look.added[0]
     assert f"| {first} -> 74 parameters" in str(look).splitlines()[1]
     assert [growth.site.parameters for growth in grower.history] == list(look.added)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_several_growths_at_once_leave_a_model_that_runs(seed: int) -> None:
+    """A layer that was measured for four units does not fit behind six, and units do not pass a layer that was put in between."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)
+    ).double()  # fmt: skip
+    x, y = torch.randn(64, 2, dtype=torch.float64), torch.randint(0, 2, (64,))
+    trigger = triggers.Every(1)
+    grower = Grower(model, example=x[:1], trigger=trigger, tau=0, grow="both", units=2, count=6, max_factor=None)
+    for _ in range(2):
+        before = model(x)
+        grower.step([(x, y)], cross_entropy)
+        look = grower.history.record.looks[-1]
+        torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-12)
+        assert len(look.inserted) > 1 and look.parameters is not None
+        assert look.parameters + sum(look.added) == counted(model)
+    assert "units" in {growth.site.kind for growth in grower.history}
 
 
 def test_a_reason_tells_what_merits_were_compared_by() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -220,24 +221,32 @@ class Grower:
             if len(grown) == options.count:
                 break
             rate = 1.0 if grown else options.lr_scale  # once per look
-            try:
-                # What it costs by now: a growth of the same look may have changed that.
-                site = merit.site.move.plan(bare(self.model), merit.site).site if grown else merit.site
-                if not options.trigger.allows(site, self._moment(metric)):
-                    continue
-                growth = self._followers.insert(
-                    self.model, merit, self.history, options, call=self.calls, lr_scale=rate
-                )
-            except UnknownSite:
-                if not grown:
-                    raise
-                continue  # a growth of the same look has moved it
+            site = self._still_fitting(merit.site) if grown else merit.site
+            if site is None or not options.trigger.allows(site, self._moment(metric)):
+                continue
+            merit_now = replace(merit, site=site)
+            growth = self._followers.insert(
+                self.model, merit_now, self.history, options, call=self.calls, lr_scale=rate
+            )
             grown.append((merit, growth))
         if grown:
             options.trigger.grown()
         # Before a sharded model runs for its FLOPs, for which all ranks are needed.
         together.agree_on({"the number of growths": len(self.history)}, last=False)
         return grown
+
+    def _still_fitting(self, site: Site) -> Site | None:
+        """A site after another growth of the same look, with its costs of now; None if that growth changed what fits there.
+
+        New units change the layers that fit beside them, and a layer in between the readers of a width.
+        """
+        try:
+            now = site.move.plan(bare(self.model), site).site
+        except UnknownSite:
+            return None
+        if self.options.grow == "layers":
+            return now
+        return now if str(now) in map(str, self._strategy.propose(self.model, self._example)) else None
 
     def _moment(self, metric: float | None) -> Moment:
         return Moment(self.calls, metric, len(self.history), Sizes(bare(self.model), self._example), self.options.grow)
