@@ -46,7 +46,7 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
     given: dict[str, Any] = {
         "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
         "grow": "both", "units": 3, "start": "random", "per": "flops",
-        "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": 0.1, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
+        "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": None, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
         "log": print,
     }  # fmt: skip
     model = deep()
@@ -135,6 +135,22 @@ def test_a_function_is_not_taken_for_the_selection_of_the_same_name() -> None:
     assert growing.step(DATA, loss_fn) is not None
     reason, second = growing.history.record.looks[0].reason, growing.last_merits.ranked[1]  # type: ignore[union-attr]
     assert f"and {second.ratio:.2g} x the mean" in reason and "largest" not in reason
+
+
+@pytest.mark.parametrize("what", ["units", "both"])
+def test_a_separate_rate_for_units_is_refused_before_any_training(what: str) -> None:
+    model = deep()
+    with pytest.raises(
+        ValueError, match=f"own_rate must be None with grow='{what}', got 0.5: new units are entries of"
+    ):
+        Grower(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            example=points(2),
+            trigger=At(3),
+            grow=what,
+            own_rate=0.5,
+        )
 
 
 # --- what a look warns of points to the user's own line ---

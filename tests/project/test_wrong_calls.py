@@ -29,6 +29,7 @@ from sensli import (
     SensliError,
     count_flops,
     find_sites,
+    grow,
     insert,
     load_checkpoint,
     measure,
@@ -68,6 +69,7 @@ class Setting:
         assert self.growth is not None
         self.model[0].register_forward_hook(lambda *_: None)
         self.sites = find_sites(self.model, self.x)
+        self.widths = find_sites(self.model, self.x, grow="units", units=2)
         self.merits = measure(self.model, self.sites, self.data, loss_fn)
         self.alien = find_sites(self.stranger, images())[0]
         save_checkpoint(self.file, self.model, optimizer=self.optimizer, grower=self.grower)
@@ -112,6 +114,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "insert": lambda s, **given: insert(
         **{"model": s.model, "site": s.sites[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
+    "grow": lambda s, **given: grow(
+        **{"model": s.model, "site": s.widths[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
+    ),
     "insert without an optimizer": lambda s, **given: insert(s.model, s.sites[0], **given),
     "undo": lambda s, **given: undo(
         **{"model": s.model, "growth": s.growth, "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
@@ -138,6 +143,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Budget": lambda s, **given: Budget(**(given or {"depth": 3})),
     "squared_norm": lambda s, **given: squared_norm(**{"gradient": torch.ones(2, 2), "norm": "operator", **given}),
     "choose": lambda s, **given: choose(**{"norm": "auto", "kinds": ["conv"], **given}),
+    "Merits.per": lambda s, **given: s.merits.per(**{"cost": "flops", **given}),
     "compare_choices": lambda s, **given: compare_choices(**{"merits": s.merits, "count": 1, **given}),
     "History": lambda s, **given: History(**given),
     "History.append": lambda s, **given: s.grower.history.append(**{"growth": s.growth, **given}),
@@ -241,6 +247,9 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("find_sites", "where"): NOT_A_NAME[:6] + NOT_A_NAME[7:],
     ("find_sites", "kernel_size"): ("3", 2.5, True, [3], (3, 3), NAN, INF, 0, -1, -3, 2, 4, torch.ones(2)),
     ("find_sites", "init"): (*NOT_A_NAME, None),
+    ("find_sites", "grow"): (*NOT_A_NAME, None),
+    ("find_sites", "units"): ("8", True, [3], None, NAN, INF, 0, -1, 0.0, 1.0, 1.5, -0.5, torch.ones(2)),
+    ("find_sites", "start"): (*NOT_A_NAME, None),
     ("measure", "model"): NOT_A_MODEL,
     ("measure", "sites"): (*NOT_SITES, [], Of("another's", lambda s: [s.alien], "another model")),
     ("measure", "batches"): (*NOT_BATCHES, *BAD_BATCHES),
@@ -268,6 +277,13 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("insert without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("insert without an optimizer", "group"): (Of("0", lambda s: 0, "needs optimizer="),),
     ("insert without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
+    ("grow", "model"): NOT_A_MODEL,
+    ("grow", "site"): (*NOT_A_SITE, ANOTHER_MODELS_SITE),
+    ("grow", "optimizer"): NOT_AN_OPTIMIZER,
+    ("grow", "scheduler"): (*NOT_A_SCHEDULER, ANOTHER_ONES),
+    ("grow", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
+    ("grow", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("grow", "freeze_rest"): NOT_A_FLAG,
     ("undo", "model"): NOT_A_MODEL,
     ("undo", "growth"): NOT_A_GROWTH,
     ("undo", "optimizer"): NOT_AN_OPTIMIZER,
@@ -288,6 +304,10 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "count"): (*NOT_WHOLE, None, 0, -1),
     ("Grower", "layer"): (*NOT_A_NAME, None),
     ("Grower", "where"): (5, True, [], "nonsense", ""),
+    ("Grower", "grow"): (*NOT_A_NAME, None),
+    ("Grower", "units"): ("8", True, [3], None, NAN, INF, 0, -1, 0.0, 1.0, 1.5, -0.5, torch.ones(2)),
+    ("Grower", "start"): (*NOT_A_NAME, None),
+    ("Grower", "per"): NOT_A_NAME,
     ("Grower", "confidence"): (*NOT_A_NUMBER, 0, 1, -0.1, 2, INF),
     ("Grower", "tolerance"): (*NOT_A_NUMBER, None, 1, -0.1, INF, 0.5),
     ("Grower", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
@@ -318,6 +338,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("squared_norm", "norm"): (*NOT_A_NAME, None, "auto"),
     ("squared_norm", "geometry"): (None, 3, (4, 4), {"size": 4}, Geometry),
     ("choose", "norm"): (*NOT_A_NAME, None),
+    ("Merits.per", "cost"): NOT_A_NAME,
     ("compare_choices", "merits"): (
         None, 3, "x", [], [1], Of("sites", lambda s: s.sites, "Sites"), Of("one merit", lambda s: s.merits.best, "Merit"),
     ),

@@ -71,7 +71,8 @@ class Grower:
         confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
         tolerance: With ``confidence``: the share of the best merit that may be missed, as in `measure` (default: 0.0).
         lr_scale: Multiplies all learning rates after each growth (default: 1.0).
-        own_rate: A factor: each new layer gets separate parameter groups with this many times its neighbours' learning rate.
+        own_rate: A factor: each new layer gets separate parameter groups with this many times its neighbours' learning rate. Only
+            with ``grow="layers"``: new units are parts of parameters that exist.
         group: The parameter group that new parameters join if their neighbours are in none, as in `insert`. Without it such
             places (a frozen part that the optimizer does not hold) are skipped.
         max_factor: A layer that would bring the model to more than this many times its parameters is left out. None allows

@@ -75,6 +75,11 @@ class Options:
         check_growth(self.grow, self.start)
         self._become(units=check_units(self.units))
         check_per(self.per)
+        if self.own_rate is not None and self.grow != "layers":
+            raise ValueError(
+                f"own_rate must be None with grow={self.grow!r}, got {self.own_rate:g}: new units are entries of parameters that exist, and "
+                "an optimizer has one learning rate for a whole parameter. Leave it out, or use grow='layers'."
+            )
         check_log(self.log)
 
     def _become(self, **values: Any) -> None:
