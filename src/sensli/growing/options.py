@@ -77,8 +77,8 @@ class Options:
         check_per(self.per)
         if self.own_rate is not None and self.grow != "layers":
             raise ValueError(
-                f"own_rate must be None with grow={self.grow!r}, got {self.own_rate:g}: new units are entries of parameters that exist, and "
-                "an optimizer has one learning rate for a whole parameter. Leave it out, or use grow='layers'."
+                f"own_rate must be None with grow={self.grow!r}, got {self.own_rate:g}: new units are entries of parameters that exist, "
+                "and an optimizer has one learning rate for a whole parameter. Leave it out, or use grow='layers'."
             )
         check_log(self.log)
 
