@@ -41,7 +41,7 @@ def test_two_widths_at_once_are_counted_as_they_are() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_several_growths_at_once_leave_a_model_that_runs(seed: int) -> None:
-    """A layer that was measured for four units does not fit behind six, and units do not pass a layer that was put in between."""
+    """A layer that was measured for four units does not fit after six, and units do not pass a layer that was put in between."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)
