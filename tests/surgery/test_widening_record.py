@@ -37,6 +37,7 @@ def test_two_widths_at_once_are_counted_as_they_are() -> None:
     first = 42 + look.added[0]
     assert f"| {first} -> 74 parameters" in str(look).splitlines()[1]
     assert [growth.site.parameters for growth in grower.history] == list(look.added)
+    assert look.flops == 64 and sum(growth.site.flops for growth in grower.history) == 24 + 32
 
 
 @pytest.mark.parametrize("seed", range(4))

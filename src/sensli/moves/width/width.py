@@ -211,10 +211,16 @@ class Widening(Edit):
 
 def _costing(width: Width, resized: Sequence[Resize]) -> Width:
     """The same with what it costs now: a width that was grown since it was found may have changed that."""
-    added = sum(math.prod(each.new_shape) - math.prod(each.old_shape) for each in resized if each.is_parameter)
+    more = [
+        (len(each.new_shape) > 1, math.prod(each.new_shape) - math.prod(each.old_shape))
+        for each in resized
+        if each.is_parameter
+    ]
+    added, biases = sum(entries for _, entries in more), sum(entries for matrix, entries in more if not matrix)
     if added == width.added:
         return width
-    return replace(width, added=added, flops=round(width.flops * added / max(width.added, 1)))
+    flops = width.flops * (added - biases) / max(width.added - biases, 1)  # biases count no FLOPs
+    return replace(width, added=added, flops=round(flops))
 
 
 class _Widened(Edit):
