@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
+import ranks
 from recorded import BATCHES, X, grow, make_model
 from sensli import Grower, History, find_sites, measure, triggers
 from sensli import grow as grow_at
@@ -58,6 +64,37 @@ def test_several_growths_at_once_leave_a_model_that_runs(seed: int) -> None:
         assert len(look.inserted) > 1 and look.parameters is not None
         assert look.parameters + sum(look.added) == counted(model)
     assert "units" in {growth.site.kind for growth in grower.history}
+
+
+def grow_both_in_a_process() -> Any:
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.Adam(model.parameters())
+    grower = Grower(
+        model,
+        optimizer,
+        example=X[:1],
+        trigger=triggers.Every(1),
+        tau=0,
+        grow="both",
+        units=2,
+        count=3,
+        max_factor=None,
+    )
+    x, y = BATCHES[0]
+    part = slice(dist.get_rank(), None, 2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+        grower.step([(x[part], y[part])], cross_entropy)
+    return [str(growth) for growth in grower.history], [look.added for look in grower.history.record.looks]
+
+
+@pytest.mark.process
+def test_processes_leave_out_the_same_sites(tmp_path: Path) -> None:
+    found, added = ranks.run(grow_both_in_a_process, 2, tmp_path)
+    assert len(found) > 2 and any("units in" in line for line in found)
+    assert all(len(each) > 0 for each in added)
 
 
 def test_a_reason_tells_what_merits_were_compared_by() -> None:
