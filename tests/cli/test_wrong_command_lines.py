@@ -175,6 +175,16 @@ def lines() -> Iterator[list[str]]:
         ["--count", "0"],
         ["--count", "x"],
         ["--length", "-1"],
+        ["--grow", "x"],
+        ["--grow", ""],
+        *(
+            ["--grow", "units", "--units", number]
+            for number in ("0", "-1", "x", "", "0.0", "1.0", "1.5", "nan", "inf", "1e400")
+        ),
+        ["--units", "8"],
+        ["--grow", "layers", "--units", "0.5"],
+        ["--per", "x"],
+        ["--per", "parameters"],
         ["--batch", "good.pt"],
     ):
         yield ["sites", "m:make", "--input", "1x4", *options]

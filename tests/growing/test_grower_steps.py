@@ -416,7 +416,7 @@ def test_a_layer_larger_than_the_rest_is_taken_only_where_it_is_asked_for() -> N
         assert growing.step(DATA, loss_fn) is None
     assert growing.step(DATA, loss_fn) is None  # said once
     assert told[1] == (
-        "epoch 2: nothing inserted | every layer would bring the model to more than max_factor = 2 times its parameters; the smallest, "
+        "epoch 2: nothing inserted | every growth would bring the model to more than max_factor = 2 times its parameters; the smallest, "
         "Linear(12, 12) + ReLU after 1, 74 -> 230 parameters, x3.1"
     )
     for factor in (4, None):

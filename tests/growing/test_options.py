@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -45,7 +46,8 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
 
     given: dict[str, Any] = {
         "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
-        "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": 0.1, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
+        "grow": "both", "units": 3, "start": "random", "per": "flops",
+        "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": None, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
         "log": print, "recycle": True,
     }  # fmt: skip
     model = deep()
@@ -101,12 +103,13 @@ def test_every_selection_is_known_everywhere_and_takes_its_place(select: str) ->
 @pytest.mark.parametrize("select", [name for name in SELECTIONS if name != "largest"])
 def test_the_largest_merit_decides_whether_a_control_grows(select: str) -> None:
     model = deep()
+    small = copy.deepcopy(model)
     merits = measure(model, find_sites(model, points(2)), DATA, loss_fn)
     ratios = sorted(merit.ratio or 0.0 for merit in merits)
     growing = grower(model, select=select, count=3, tau=(ratios[-3] + ratios[-2]) / 2)  # two of them pass
     assert growing.step(DATA, loss_fn) is not None and len(growing.history) == 2
     assert f"the largest merit, {ratios[-1]:.2g} x" in growing.history.record.looks[0].reason
-    assert grower(deep(), select=select, tau=ratios[-1] * 1.01).step(DATA, loss_fn) is None
+    assert grower(small, select=select, tau=ratios[-1] * 1.01).step(DATA, loss_fn) is None
 
 
 def test_several_layers_are_spaced_as_the_selection_says() -> None:
@@ -136,13 +139,29 @@ def test_a_function_is_not_taken_for_the_selection_of_the_same_name() -> None:
     assert f"and {second.ratio:.2g} x the mean" in reason and "largest" not in reason
 
 
+@pytest.mark.parametrize("what", ["units", "both"])
+def test_a_separate_rate_for_units_is_refused_before_any_training(what: str) -> None:
+    model = deep()
+    with pytest.raises(
+        ValueError, match=f"own_rate must be None with grow='{what}', got 0.5: new units are part of"
+    ):
+        Grower(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            example=points(2),
+            trigger=At(3),
+            grow=what,
+            own_rate=0.5,
+        )
+
+
 # --- what a look warns of points to the user's own line ---
 
 
 def test_warnings_of_a_look_name_the_line_that_called_step() -> None:
     model: Any = fnn()
     small = grower(model, torch.optim.SGD(model.parameters()), max_factor=1.0001)
-    with pytest.warns(UserWarning, match="nothing was inserted, because every layer") as caught:
+    with pytest.warns(UserWarning, match="nothing was inserted, because every growth") as caught:
         small.step(DATA, loss_fn)
     assert caught[0].filename == __file__
     model = fnn()

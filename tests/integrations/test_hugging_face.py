@@ -252,6 +252,20 @@ def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
     assert_same(whole.model.state_dict(), resumed.model.state_dict())
 
 
+def test_units_grow_in_a_training_and_a_resumed_one(tmp_path: Path) -> None:
+    growing: dict[str, Any] = {"grow": "units", "units": 4, "start": "random", "per": "flops", "batches": 2}
+    settings = {"num_train_epochs": 3, "logging_strategy": "no"}
+    whole = make(tmp_path, first := grow(1, 2, **growing), **settings)
+    whole.train()
+    assert [growth.site.kind for growth in first.history] == ["units", "units"]
+    assert str(first.history[0].site).startswith("+4 units in transformer.h.")
+    for step in (4, 8):  # after the first growth, and after the second
+        resumed = make(tmp_path / f"again{step}", second := grow(1, 2, **growing), **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert second.history == first.history
+        assert_same(whole.model.state_dict(), resumed.model.state_dict())
+
+
 def test_the_best_model_comes_back_with_its_layers_and_everything_is_logged(tmp_path: Path) -> None:
     plateau = triggers.Plateau(patience=1, threshold=10.0)  # nothing ever is an improvement
     callback = GrowthCallback(plateau, monitor="eval_loss", tau=0.0)

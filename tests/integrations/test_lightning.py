@@ -111,6 +111,43 @@ def test_resume_from_a_checkpoint_is_the_same_run_to_the_bit(own_rate: float | N
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
+class Direct(Module):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return cross_entropy(self.layers(batch[0]), batch[1])  # a part of the module, not the module itself
+
+
+def test_units_grow_where_the_step_calls_parts_of_the_module(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+        "default_root_dir": tmp_path,
+    }
+    merits = []
+    for kind in (Module, Direct):
+        callback = GrowthCallback(triggers.At(1), tau=0.0, grow="units", units=2)
+        trainer = pl.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **settings)
+        trainer.fit(kind(0.0), data())
+        merits.append([merit.value for merit in callback.history.record.looks[0].merits])
+        assert callback.history[0].site.kind == "units"
+    assert merits[0] == pytest.approx(merits[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("what", ["units", "both"])
+def test_units_grow_in_a_fit_and_a_resumed_one(what: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tau": 0.0, "grow": what, "units": 3, "start": "random", "per": "parameters"}
+    first = GrowthCallback(triggers.Every(2), **options)
+    whole, _ = fit(tmp_path / "a", 7, first, dropout=0.0)
+    assert len(first.history) == 3 and first.history[0].site.kind == "units"
+    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), **options), dropout=0.0)
+    trainer.save_checkpoint(tmp_path / "at5.ckpt")
+    callback = GrowthCallback(triggers.Every(2), **options)
+    resumed, _ = fit(tmp_path / "c", 7, callback, ckpt_path=tmp_path / "at5.ckpt", dropout=0.0)
+    assert [str(growth.site) for growth in callback.history] == [str(growth.site) for growth in first.history]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
 def test_metrics_reach_the_logger_and_the_monitored_one_the_trigger(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     plateau = triggers.Plateau(patience=1, threshold=10.0)  # nothing ever is an improvement

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from sensli import find_sites, measure
 from sensli.cli.main import main
 from sensli.merits.merits import Merit, Merits
 from sensli.merits.ranking import CHOICES, compare_choices
@@ -42,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def merits(values: list[float]) -> Merits:
-    sites: list[Any] = [SimpleNamespace(side="after", path=f"h.{i}") for i in range(len(values))]
+    sites: list[Any] = [SimpleNamespace(place=f"after h.{i}") for i in range(len(values))]
     return Merits([Merit(site, value) for site, value in zip(sites, values, strict=True)], norm="frobenius", batches=1)
 
 
@@ -71,6 +73,41 @@ def test_a_user_s_model_on_a_batch(folder: Path, capsys: pytest.CaptureFixture[s
     values = [merit["value"] for merit in told["merits"]]
     assert values == sorted(values, reverse=True) and len(values) == len(told["sites"])
     assert told["choices"]["by merit"] == [told["merits"][0]["site"]] and f"{values[0]:.3e}" in out
+
+
+def test_layers_and_units_in_one_table_ranked_by_cost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["sites", "mymodel.py:make", "--batch", "batch.pt", "--grow", "both", "--units", "2"]
+    assert main([*command, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    kinds = {entry["site"]: entry["kind"] for entry in plain["sites"]}
+    assert {kinds[merit["site"]] for merit in plain["merits"]} >= {"units", "conv"} and plain["per"] is None
+    for per in ("parameters", "flops"):
+        assert main([*command, "--per", per, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        worth = [merit["value"] / merit[per] for merit in told["merits"]]
+        assert worth == sorted(worth, reverse=True) and told["per"] == per
+        assert told["choices"]["by merit"] == [told["merits"][0]["site"]]
+        assert sorted(merit["value"] for merit in told["merits"]) == sorted(merit["value"] for merit in plain["merits"])
+    assert main([*command, "--per", "parameters", "--count", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "per parameter" in out.splitlines()[0] and "ordered by the merit per parameter that the growth adds" in out
+    assert "in 0" in out.split("choice of 2")[1]  # a width has no side
+
+
+def test_merits_per_cost() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    sites = find_sites(model, torch.randn(1, 3), grow="both", units=1)
+    measured = measure(model, sites, [(torch.randn(16, 3), torch.randint(0, 2, (16,)))], nn.functional.cross_entropy)
+    by_cost = measured.per("parameters")
+    assert list(by_cost) == list(measured) and measured.compared is None
+    expected = sorted(measured, key=lambda merit: -merit.value / merit.site.parameters)
+    assert by_cost.ranked == expected and by_cost.best is expected[0] and by_cost.worst is expected[-1]
+    assert by_cost.best is not measured.best  # one unit is cheaper than a layer of 72 parameters
+    assert f"{expected[0].value / expected[0].site.parameters:.3e}" in str(by_cost).splitlines()[2]
+    assert str(by_cost.per(None)) == str(measured) and "per parameter" in by_cost._repr_html_()
+    with pytest.raises(ValueError, match=r"^cost must be one of 'parameters', 'flops', or None, got 'time'\.$"):
+        measured.per("time")
 
 
 def test_a_user_s_model_on_a_text_byte_by_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

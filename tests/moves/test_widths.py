@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sensli
-from sensli import find_sites, measure
+from sensli import Probe, find_sites, measure
 from sensli.errors import UnknownSite
 from sensli.moves.sites import Site
 from sensli.moves.stretching import Stretch
@@ -397,3 +397,31 @@ def test_random_networks_keep_their_function_at_every_width(
         assert torch.allclose(wider(x), model(x), rtol=1e-11, atol=1e-11)
         F.cross_entropy(wider(x), torch.arange(3)).backward()
         assert merit.value == pytest.approx(column_gradients(edit), rel=1e-9, abs=1e-25)
+
+
+def test_a_pass_that_fails_leaves_the_next_one_measured() -> None:
+    """A Probe in the user's own loop, which goes on after a batch that does not fit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(0, 2, (8,))
+    sites = find_sites(model, x[:1], grow="units", units=2)
+    expected = measure(model, sites, [(x, y)], nn.functional.cross_entropy)
+    with Probe(model, sites) as probe:
+        with pytest.raises(RuntimeError):
+            model(torch.randn(8, 5, dtype=torch.float64))
+        nn.functional.cross_entropy(model(x), y).backward()
+    assert probe.merits()[0].value == pytest.approx(expected[0].value, rel=1e-12)
+
+
+def test_sites_that_another_growth_has_moved_are_refused() -> None:
+    """A layer of the old width beside a layer that was widened, and a width whose units a new layer reads."""
+    model, x, _ = made("mlp")
+    before = model(x)
+    for first, second in (("units", "linear"), ("linear", "units")):
+        grown = copy.deepcopy(model)
+        sites = find_sites(grown, x, grow="both")
+        of = {kind: next(site for site in sites if site.kind == kind) for kind in ("units", "linear")}
+        sensli.grow(grown, of[first])
+        with pytest.raises(UnknownSite, match=r"Call find_sites again\."):
+            sensli.grow(grown, of[second])
+        assert torch.allclose(grown(x), before, rtol=1e-12, atol=1e-12)

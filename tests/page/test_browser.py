@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from browser import chromium, opened
 from recorded import infinite
 from sensli import Grower, History, triggers
 from sensli.cli import demo
-from sensli.page import page_data, write_page
+from sensli.growing.strategies.sensli import Sensli
+from sensli.page import Film, page_data, write_page
 
 pytestmark = pytest.mark.process
 
@@ -56,6 +58,103 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
         page_data(history, title="</script><img src=x onerror=alert(1)> <!--data-->", measure="loss"),
     )
     return file, history
+
+
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
+    """The page of a convolutional network that got channels at epoch 2, a layer at 4, and channels once more at 6."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    x, y = torch.randn(16, 1, 8, 8), torch.randint(0, 2, (16,))
+
+    def alternate(merits: Any) -> Any:
+        channels = [merit for merit in merits if merit.site.path == "0"]
+        return merits.per("parameters").ranked[0] if not channels else channels[0]
+
+    grower = Grower(
+        model, example=x[:1], trigger=triggers.Every(2) & triggers.AtMost(3), tau=0, grow="both", units=2, select=alternate,
+    )  # fmt: skip
+    for _ in range(8):
+        layers = len(grower.history) == 1
+        grower.options = replace(grower.options, where="conv" if layers else "units")
+        grower._strategy = Sensli(grower.options)
+        grower.step([(x, y)], cross_entropy, metric=1.0)
+    assert [growth.site.kind for growth in grower.history] == ["units", "conv", "units"]
+    file = write_page(tmp_path_factory.mktemp("wider") / "page.html", page_data(grower.history))
+    return file, grower.history
+
+
+def test_a_box_gets_wider_at_the_growth(browser: Any, wider: tuple[Path, History]) -> None:
+    file, history = wider
+    box = "document.querySelector('[data-unit=\"0\"]').getBoundingClientRect().width"
+    boxes = "[...document.querySelectorAll('[data-unit]')].map(e => e.dataset.unit)"
+    added = "[...document.querySelectorAll('[data-added]')].map(e => Number(e.dataset.added))"
+    with opened(browser, file, place="epoch=1", reduced_motion="reduce") as page:
+        narrow = page.evaluate(box)
+        assert page.evaluate(added) == [] and "units" not in page.locator("#network").inner_text()
+        page.keyboard.press("n")
+        assert page.evaluate(added) == [2] and page.evaluate(box) > narrow
+        assert "4 → 6 units" in page.locator("#network svg").text_content()
+        assert "0 Conv2d(1, 6, 3) (widened from 4 to 6 units)" in page.get_attribute("#network svg", "aria-label")
+        chosen = history.record.looks[0].merits[history.record.looks[0].chosen[0]]
+        assert chosen.site == "+2 units in 0 (Conv2d 4 -> 6), read by 2"
+        assert page.locator("#decision .line").inner_text().startswith(f"epoch 2: {chosen.site} | merit ")
+        assert page.locator(".bar.won .name span").first.inner_text() == chosen.site
+        assert f"grown: {chosen.site}" in page.locator("#state").inner_text()
+        page.keyboard.press("n")
+        assert page.evaluate(boxes) == [unit.path for unit in history.record.outlines[2][1]]
+        page.keyboard.press("n")
+        assert "4 → 8 units" in page.locator("#network svg").text_content() and page.evaluate(added) == [4]
+        page.keyboard.press("p")
+        assert "4 → 6 units" in page.locator("#network svg").text_content()
+        words = page.locator("#words").text_content()
+        assert "1 layer inserted, 2 layers widened" in words and "Epoch 2: 1 layer widened" in words
+
+
+def test_new_units_of_a_small_network_are_drawn(browser: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+    x, y = torch.randn(16, 2), torch.randint(0, 2, (16,))
+    grower = Grower(
+        model,
+        example=x[:1],
+        trigger=triggers.Every(2),
+        tau=0,
+        grow="units",
+        units=2,
+        where=lambda site: site.path == "0",
+    )
+    pictures = Film("grown")
+    pictures.take(0, model)
+    for call in (1, 2, 3, 4):
+        grower.step([(x, y)], cross_entropy)
+        pictures.take(call, model)
+    file = write_page(tmp_path / "page.html", page_data(grower.history, films=[pictures]))
+    new = "[...document.querySelectorAll('[data-new]')].map(e => [e.dataset.column, Number(e.dataset.new)])"
+    with opened(browser, file, place="epoch=1") as page:
+        assert page.evaluate(new) == []
+        page.keyboard.press("ArrowRight")  # animated: the columns spread, and the new units come
+        page.wait_for_function(f"{new}.length === 2")
+        assert page.evaluate(new) == [["0", 3], ["0", 4]]
+        assert "3 → 5" in page.locator("#network svg").text_content()
+        page.keyboard.press("n")
+        page.wait_for_function(f"{new}.length === 4")
+
+
+def test_the_chosen_site_is_always_listed(browser: Any, tmp_path: Path) -> None:
+    """Compared by cost, the choice may be far down in the table of merits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(7) for layer in (nn.Linear(4, 4), nn.ReLU())), nn.Linear(4, 2))
+    x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+    grower = Grower(
+        model, example=x[:1], trigger=triggers.At(1), tau=0, grow="both", units=1, select="smallest", per="parameters"
+    )
+    grower.step([(x, y)], cross_entropy)
+    look = grower.history.record.looks[0]
+    assert look.chosen[0] >= 10
+    with opened(browser, write_page(tmp_path / "page.html", page_data(grower.history)), place="epoch=1") as page:
+        assert page.locator(".bar.won .name span").first.inner_text() == look.merits[look.chosen[0]].site
+        assert "chosen by the merit per added parameter" in page.locator("#decision").inner_text()
 
 
 def test_the_numbers_are_the_historys(browser: Any, film: tuple[Path, History]) -> None:
@@ -121,7 +220,7 @@ def test_the_film_plays_and_stops(browser: Any, film: tuple[Path, History]) -> N
         assert page.input_value("#slider") == stopped
 
 
-@pytest.mark.parametrize("which", ["film", "report"])
+@pytest.mark.parametrize("which", ["film", "report", "wider"])
 def test_it_fits_a_phone_and_has_words_for_everything(browser: Any, which: str, request: pytest.FixtureRequest) -> None:
     file, _ = request.getfixturevalue(which)
     with opened(browser, file, viewport={"width": 360, "height": 740}, color_scheme="dark") as page:

@@ -108,5 +108,5 @@ def test_tables_in_a_notebook() -> None:
     grower.step(BATCHES, cross_entropy)
     for shown in (sites, merits, grower.history):
         html = shown._repr_html_()
-        assert html.startswith("<table>") and str(sites[0].layer) in html
+        assert html.startswith("<table>") and str(sites[0].move) in html
     assert f"{merits.best.value:.3e}" in merits._repr_html_()

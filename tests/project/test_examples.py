@@ -39,6 +39,15 @@ def test_an_example_is_short(script: Path) -> None:
     assert len(script.read_text().splitlines()) <= 40
 
 
+def test_width_and_depth(here: Callable[[str], str]) -> None:
+    printed = here("06_width_and_depth.py")
+    assert "per parameter" in printed and "units in 0 (Linear 4 -> 6), read by 2" in printed
+    grown = [line for line in printed.splitlines() if line.startswith("epoch ") and "| merit " in line]
+    assert any(": +2 units in " in line for line in grown) and any(" + ReLU after " in line for line in grown)
+    parameters = int(printed.split(" parameters\nSequential")[0].split()[-1])
+    assert 56 < parameters <= 120
+
+
 @pytest.mark.process
 def test_resume_goes_on_where_it_stopped(here: Callable[[str], str], tmp_path: Path) -> None:
     assert "from call 0, 0 growths" in here("10_resume.py")

@@ -71,6 +71,7 @@ class Setting:
         assert self.growth is not None
         self.model[0].register_forward_hook(lambda *_: None)
         self.sites = find_sites(self.model, self.x)
+        self.widths = find_sites(self.model, self.x, grow="units", units=2)
         self.merits = measure(self.model, self.sites, self.data, loss_fn)
         self.alien = find_sites(self.stranger, images())[0]
         save_checkpoint(self.file, self.model, optimizer=self.optimizer, grower=self.grower)
@@ -115,10 +116,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "insert": lambda s, **given: insert(
         **{"model": s.model, "site": s.sites[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
-    "insert without an optimizer": lambda s, **given: insert(s.model, s.sites[0], **given),
     "grow": lambda s, **given: grow(
-        **{"model": s.model, "site": s.sites[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
+        **{"model": s.model, "site": s.widths[0], "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
+    "insert without an optimizer": lambda s, **given: insert(s.model, s.sites[0], **given),
     "undo": lambda s, **given: undo(
         **{"model": s.model, "growth": s.growth, "optimizer": s.optimizer, "scheduler": s.scheduler, **given}
     ),
@@ -150,6 +151,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Budget": lambda s, **given: Budget(**(given or {"depth": 3})),
     "squared_norm": lambda s, **given: squared_norm(**{"gradient": torch.ones(2, 2), "norm": "operator", **given}),
     "choose": lambda s, **given: choose(**{"norm": "auto", "kinds": ["conv"], **given}),
+    "Merits.per": lambda s, **given: s.merits.per(**{"cost": "flops", **given}),
     "compare_choices": lambda s, **given: compare_choices(**{"merits": s.merits, "count": 1, **given}),
     "History": lambda s, **given: History(**given),
     "History.append": lambda s, **given: s.grower.history.append(**{"growth": s.growth, **given}),
@@ -285,8 +287,11 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("insert without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
     ("grow", "model"): NOT_A_MODEL,
     ("grow", "site"): (*NOT_A_SITE, ANOTHER_MODELS_SITE),
-    ("grow", "freeze_rest"): NOT_A_FLAG,
+    ("grow", "optimizer"): NOT_AN_OPTIMIZER,
+    ("grow", "scheduler"): (*NOT_A_SCHEDULER, ANOTHER_ONES),
+    ("grow", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
     ("grow", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("grow", "freeze_rest"): NOT_A_FLAG,
     ("undo", "model"): NOT_A_MODEL,
     ("undo", "growth"): NOT_A_GROWTH,
     ("undo", "optimizer"): NOT_AN_OPTIMIZER,
@@ -350,6 +355,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("squared_norm", "norm"): (*NOT_A_NAME, None, "auto"),
     ("squared_norm", "geometry"): (None, 3, (4, 4), {"size": 4}, Geometry),
     ("choose", "norm"): (*NOT_A_NAME, None),
+    ("Merits.per", "cost"): NOT_A_NAME,
     ("compare_choices", "merits"): (
         None, 3, "x", [], [1], Of("sites", lambda s: s.sites, "Sites"), Of("one merit", lambda s: s.merits.best, "Merit"),
     ),

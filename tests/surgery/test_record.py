@@ -39,7 +39,7 @@ def test_a_look_without_insertion_is_kept_with_its_reason() -> None:
     assert "below tau = 1e+09" in looks[0].reason
     assert str(looks[0]).startswith("epoch 2: nothing inserted | the best, Linear(4, 4) + ReLU after")
     no_room = grow(trigger=triggers.Every(2) & triggers.Budget(parameters=43)).history.record.looks
-    assert [look.reason for look in no_room] == ["the trigger's limits leave no room for a layer at any site"] * 2
+    assert [look.reason for look in no_room] == ["the trigger's limits leave no room to grow at any site"] * 2
 
 
 def test_the_reason_of_a_control_names_the_largest_merit() -> None:

@@ -11,20 +11,22 @@ from pathlib import Path
 
 from sensli import __version__
 from sensli.errors import SensliError
-from sensli.moves.finding import WHERE
+from sensli.merits.merits import PER
+from sensli.moves.finding import GROW, WHERE, check_units
 from sensli.moves.layer.forms import FORMS
 from sensli.paper import cli as paper
 from sensli.text.commands import run_command
 from sensli.text.strict_json import dumps as strict_json
 
 _DESCRIPTION = """\
-Grow an ordinary PyTorch network while it trains: find where a layer could go, measure what it would be
-worth there in one backward pass, insert the best one without changing the function.
+Grow an ordinary PyTorch network while it trains: find where a layer or more units could go, measure what they
+would be worth there in one backward pass, add the best without changing the function.
 """
 _EXAMPLES = """\
 examples:
   sensli demo                                         three networks on two spirals, under a minute
   sensli sites mymodels:make_cnn --input 1x3x32x32    where your own model could grow
+  sensli sites mymodels:make_cnn --input 1x3x32x32 --grow both --units 8    layers, and 8 more units or channels
   sensli report history.json                          the animation of your own training, as one HTML file
   sensli paper run 2                                  an experiment of the paper, with table and figure
   sensli sites saved/model --text notes.txt           where a language model would gain most
@@ -68,8 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     sites = commands.add_parser(
         "sites",
         help="list where your own model could grow, and with data, where it would help most",
-        description="List the places of a model where a layer could go, what it would cost, and what was skipped and why. With data, rank "
-        "them by what a layer there would be worth, and compare with the choices people make without measuring. The model is only read.",
+        description="List the places of a model where a layer could go, or which of its layers could get more units, what it would cost, "
+        "and what was skipped and why. With data, rank them by what each would be worth, and compare with the choices people make without "
+        "measuring. The model is only read.",
         epilog="example: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128; "
         "sensli sites path/to/saved/model --text notes.txt --count 4",
     )
@@ -102,7 +105,10 @@ def _parser() -> argparse.ArgumentParser:
         "--length", type=int, default=128, help="number of tokens in a window of the text (default: %(default)s)"
     )
     sites.add_argument(
-        "--count", type=int, default=1, help="number of layers to place, for the comparison (default: %(default)s)"
+        "--count",
+        type=int,
+        default=1,
+        help="number of sites to take, for the comparison of choices (default: %(default)s)",
     )
     sites.add_argument(
         "--layer",
@@ -111,6 +117,24 @@ def _parser() -> argparse.ArgumentParser:
         help="the form of the new layer (default: %(default)s)",
     )
     sites.add_argument("--where", choices=WHERE, help="only sites of this kind")
+    sites.add_argument(
+        "--grow",
+        choices=GROW,
+        default="layers",
+        help="what to grow: new layers, more units or channels for layers that exist, or both in one list (default: %(default)s)",
+    )
+    sites.add_argument(
+        "--units",
+        type=_units,
+        metavar="NUMBER",
+        help="with --grow units or both: how many units a layer would get, a whole number (8), or a share of those it has (0.25), at "
+        "least one (default: 0.25)",
+    )
+    sites.add_argument(
+        "--per",
+        choices=tuple(PER),
+        help="with data: rank by the merit per parameter or per FLOP that the growth adds (default: by the merit itself)",
+    )
     sites.add_argument("--json", action="store_true", help="print the places, their costs and merits as JSON")
     sites.set_defaults(run=_sites)
 
@@ -144,6 +168,15 @@ def _seed(text: str) -> int:
 _seed.__name__ = "seed"  # argparse says "invalid seed value"
 
 
+def _units(text: str) -> int | float:
+    try:
+        return check_units(float(text) if "." in text or "e" in text.lower() else int(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 1 (for example 8) or a share between 0 and 1 (for example 0.25), got {text!r}"
+        ) from None
+
+
 def _demo(args: argparse.Namespace) -> None:
     from sensli.cli.demo import demo
 
@@ -156,10 +189,20 @@ def _sites(args: argparse.Namespace) -> None:
 
     if args.count < 1 or args.length < 1:
         raise SensliError(f"--count and --length must be at least 1, got {args.count} and {args.length}.")
+    if args.units is not None and args.grow == "layers":
+        raise SensliError("--units says how many units a layer would get: add --grow units or --grow both.")
+    if args.per and args.input:
+        raise SensliError("--per ranks merits, which need data: give --batch or --text instead of --input.")
     model = load_model(args.model)
+    asked = {
+        "layer": args.layer,
+        "where": args.where,
+        "grow": args.grow,
+        "units": 0.25 if args.units is None else args.units,
+    }
     if args.input:
         example = tuple(parse_input(text) for text in args.input)
-        sites = find_sites(model, example, layer=args.layer, where=args.where)
+        sites = find_sites(model, example, **asked)
         print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
         return
     from sensli.cli.data_files import loss_for, read_batches, text_batches
@@ -170,16 +213,20 @@ def _sites(args: argparse.Namespace) -> None:
     directory = Path(args.model) if Path(args.model).is_dir() else None
     batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, length=args.length)
     first = batches[0]
-    sites = find_sites(model, first if isinstance(first, dict) else first[0], layer=args.layer, where=args.where)
+    sites = find_sites(model, first if isinstance(first, dict) else first[0], **asked)
     if not sites:
         print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
         return
-    merits = measure(model, sites, batches, loss_for(batches))
+    merits = measure(model, sites, batches, loss_for(batches)).per(args.per)
     count = min(args.count, len(merits))
     if args.json:
         ranked = [asdict(SiteMerit.of(merit)) for merit in merits.ranked]
         chosen = {name: [str(merit.site) for merit in choose(merits, count)] for name, choose in CHOICES.items()}
-        print(strict_json({**sites.to_dict(), "norm": merits.norm, "merits": ranked, "choices": chosen}, indent=1))
+        print(
+            strict_json(
+                {**sites.to_dict(), "norm": merits.norm, "per": args.per, "merits": ranked, "choices": chosen}, indent=1
+            )
+        )
         return
     print(merits, compare_choices(merits, count), sep="\n\n")
     for path, reason in sites.skipped:

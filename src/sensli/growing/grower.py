@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -73,7 +74,8 @@ class Grower:
         confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
         tolerance: With ``confidence``: the share of the best merit that may be missed, as in `measure` (default: 0.0).
         lr_scale: Multiplies all learning rates after each growth (default: 1.0).
-        own_rate: A factor: each new layer gets separate parameter groups with this many times its neighbours' learning rate.
+        own_rate: A factor: each new layer gets separate parameter groups with this many times its neighbours' learning rate. Only
+            with ``grow="layers"``: new units are parts of parameters that exist.
         group: The parameter group that new parameters join if their neighbours are in none, as in `insert`. Without it such
             places (a frozen part that the optimizer does not hold) are skipped.
         max_factor: A layer that would bring the model to more than this many times its parameters is left out. None allows
@@ -223,20 +225,20 @@ class Grower:
         return [known[id(site)] for site in sites]
 
     def _grow(self, together: Together, chosen: Sequence[Merit], metric: float | None) -> list[tuple[Merit, Growth]]:
-        """Insert the first ones that the trigger still allows, at most ``count``."""
+        """Grow at the first ones that the trigger still allows, at most ``count``."""
         options, grown = self.options, list[tuple[Merit, Growth]]()
         for merit in chosen:
-            if len(grown) < options.count and options.trigger.allows(merit.site, self._moment(metric)):
-                rate = 1.0 if grown else options.lr_scale  # once per look
-                try:
-                    growth = self._followers.insert(
-                        self.model, merit, self.history, options, call=self.calls, lr_scale=rate
-                    )
-                except MovedSite:
-                    if not grown:
-                        raise
-                    continue  # a growth of the same look has moved it
-                grown.append((merit, growth))
+            if len(grown) == options.count:
+                break
+            rate = 1.0 if grown else options.lr_scale  # once per look
+            site = self._still_fitting(merit.site) if grown else merit.site
+            if site is None or not options.trigger.allows(site, self._moment(metric)):
+                continue
+            merit_now = replace(merit, site=site)
+            growth = self._followers.insert(
+                self.model, merit_now, self.history, options, call=self.calls, lr_scale=rate
+            )
+            grown.append((merit, growth))
         if grown:
             options.trigger.grown()
         # Before a sharded model runs for its FLOPs, for which all ranks are needed.
@@ -251,8 +253,17 @@ class Grower:
             self.model, self._example, batches, together, self.history, call=self.calls, inside=inside
         )
 
+    def _still_fitting(self, site: Site) -> Site | None:
+        """A site after another growth of the same look, with its costs of now; None if that growth changed what fits there."""
+        try:
+            return site.move.plan(bare(self.model), site).site
+        except MovedSite:
+            return None
+
     def _moment(self, metric: float | None) -> Moment:
-        return Moment(self.calls, metric, self.history.additions, Sizes(bare(self.model), self._example))
+        return Moment(
+            self.calls, metric, self.history.additions, Sizes(bare(self.model), self._example), self.options.grow
+        )
 
     def _agreed_metric(self, together: Together, metric: Any) -> float | None:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""

@@ -29,7 +29,7 @@ class Looked:
 
     @property
     def taken(self) -> list[Merit]:
-        """The merits whose layers were inserted."""
+        """The merits that were taken."""
         return [merit for merit, _ in self.grown]
 
     def noted(self, call: int, options: Options, network: nn.Module, example: Any) -> Look:
@@ -44,7 +44,9 @@ class Looked:
             reason=self.reason + (f"; dead units recycled: {self.recycled}" if self.recycled else ""),
             inserted=tuple(growth.number for _, growth in self.grown),
             parameters=self.room.parameters,
-            flops=None if flops is None else flops - sum(merit.site.flops for merit in self.taken),
+            flops=None if flops is None else flops - sum(growth.site.flops for _, growth in self.grown),
+            added=tuple(growth.site.parameters for _, growth in self.grown),
+            per=options.per,
         )
 
 

@@ -11,8 +11,9 @@ from torch import nn
 from sensli.growing.logs import Log, check_log
 from sensli.growing.triggers import Trigger
 from sensli.merits.measuring import check_level
+from sensli.merits.merits import check_per
 from sensli.merits.norms import choose
-from sensli.merits.ranking import Selection, check_per, check_selection
+from sensli.merits.ranking import Selection, check_selection
 from sensli.modules import checks
 from sensli.moves.finding import check_growth, check_request, check_units
 from sensli.moves.sites import Site
@@ -80,6 +81,11 @@ class Options:
             )
         self._become(units=check_units(self.units), recycle=checks.flag("recycle", self.recycle))
         check_per(self.per)
+        if self.own_rate is not None and self.grow != "layers":
+            raise ValueError(
+                f"own_rate must be None with grow={self.grow!r}, got {self.own_rate:g}: new units are entries of parameters that exist, "
+                "and an optimizer has one learning rate for a whole parameter. Leave it out, or use grow='layers'."
+            )
         check_log(self.log)
 
     def _become(self, **values: Any) -> None:

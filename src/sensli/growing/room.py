@@ -1,4 +1,4 @@
-"""Which of the sites there is room for: what the trigger's limits allow, and how much one layer may add (``max_factor``)."""
+"""Which of the sites there is room for: what the trigger's limits allow, and how much one growth may add (``max_factor``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sensli.surgery.history.record import factor_text
 
 @dataclass(frozen=True)
 class Room:
-    """The sites that the trigger allows: those that fit, and those whose layer is larger than ``max_factor`` allows."""
+    """The sites that the trigger allows: those that fit, and those that would add more than ``max_factor`` allows."""
 
     fitting: list[Site]
     larger: list[Site]
@@ -33,7 +33,7 @@ class Room:
 
     @property
     def left_out(self) -> str:
-        """What a reason adds about the layers that are too large."""
+        """What a reason adds about the growths that are too large."""
         if not self.larger:
             return ""
         return f"; left out as larger than max_factor = {self.max_factor:g} allows: {len(self.larger)}"
@@ -42,16 +42,16 @@ class Room:
     def why_none(self) -> str:
         """Why none of the sites fits."""
         if not self.larger:
-            return "the trigger's limits leave no room for a layer at any site"
+            return "the trigger's limits leave no room to grow at any site"
         smallest, after = self._smallest
         return (
-            f"every layer would bring the model to more than max_factor = {self.max_factor:g} times its parameters; the smallest, "
+            f"every growth would bring the model to more than max_factor = {self.max_factor:g} times its parameters; the smallest, "
             f"{smallest}, {factor_text(self.parameters, after)}"
         )
 
     @property
     def advice(self) -> str:
-        """How to let the smallest of the layers that are too large in."""
+        """How to allow the smallest of the growths that are too large."""
         factor = math.ceil(self._smallest[1] / self.parameters)
         return f"Give Grower(max_factor={factor}) to allow it, or None for no limit."
 

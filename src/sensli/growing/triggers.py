@@ -21,6 +21,7 @@ class Moment:
         growths: How many growths there have been.
         sizes: ``"parameters"``, ``"flops"`` (of one forward pass, per sample) and ``"depth"`` (layers with weights); counted only
             when asked for.
+        grow: What grows: ``"layers"``, ``"units"`` or ``"both"``.
     """
 
     call: int  # 1 at the first `Grower.step`
@@ -28,6 +29,7 @@ class Moment:
     growths: int = 0
     # "parameters", "flops" (one forward pass, per sample) and "depth" (layers with weights), counted only when asked for
     sizes: Mapping[str, int] = field(default_factory=dict)
+    grow: str = "layers"
 
 
 class Trigger:
@@ -289,7 +291,9 @@ class Budget(Trigger):
             )
 
     def fires(self, moment: Moment) -> bool:
-        return all(moment.sizes[name] < limit for name, limit in self.limits.items())
+        # units make nothing deeper, so the limit of the depth does not end them
+        binding = {name: limit for name, limit in self.limits.items() if name != "depth" or moment.grow == "layers"}
+        return all(moment.sizes[name] < limit for name, limit in binding.items())
 
     def allows(self, site: Site, moment: Moment) -> bool:
         added = {"parameters": site.parameters, "flops": site.flops, "depth": site.cost.depth}

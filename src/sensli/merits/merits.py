@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import overload
 
@@ -13,12 +14,18 @@ from sensli.moves.sites import Site
 from sensli.text.html_tables import html_table
 from sensli.text.tables import short_number, text_table
 
-_HEADER = ["site", "merit", "ratio", "+parameters", "+FLOPs", "dead units"]
+PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
+
+
+def check_per(per: str | None) -> None:
+    """Refuse what merits cannot be compared by."""
+    if per is not None:
+        checks.one_of("per", per, PER, other="None")
 
 
 @dataclass(frozen=True)
 class Merit:
-    """What a layer at a site would be worth: the squared norm of the gradient of the mean loss.
+    """What a growth at a site would be worth: the squared norm of the gradient of the mean loss with respect to its new weights.
 
     Attributes:
         site: The site.
@@ -38,6 +45,11 @@ class Merit:
         return f"{self.site}: merit {self.value:.3e}{ratio}"
 
 
+def worth_of(merit: Merit, per: str | None) -> float:
+    """A merit as it is, or for each parameter or FLOP that the growth adds."""
+    return merit.value if per is None else merit.value / max(getattr(merit.site.cost, per), 1)
+
+
 def as_site(name: str, value: Site | Merit) -> Site:
     """A site, or the site of a merit."""
     if isinstance(value, Merit):
@@ -55,6 +67,8 @@ def as_sites(name: str, value: Iterable[Site | Merit]) -> tuple[Site, ...]:
 class Merits(Sequence[Merit]):
     """The merits of sites in the order in which the sites were given; prints as a table, best first.
 
+    Layers and units are in one table: all merits are squared norms of gradients of the same loss.
+
     Attributes:
         norm: The name of the norm.
         batches: How many batches were used.
@@ -63,6 +77,7 @@ class Merits(Sequence[Merit]):
         confidence: The confidence level that was asked for, or None.
         tolerance: The share of the best merit that may be missed.
         clear: Whether the best site was clear at that level before the data ended. None without a level.
+        compared: Compared per added ``"parameters"`` or ``"flops"``; None if as they are. See `per`.
     """
 
     def __init__(
@@ -76,6 +91,7 @@ class Merits(Sequence[Merit]):
         confidence: float | None = None,
         tolerance: float = 0.0,
         clear: bool | None = None,
+        compared: str | None = None,
     ) -> None:
         self._merits = tuple(merits)
         self.norm = norm
@@ -85,6 +101,7 @@ class Merits(Sequence[Merit]):
         self.confidence = confidence  # the level that was asked for
         self.tolerance = tolerance  # the share of the best merit that may be missed
         self.clear = clear  # whether the best site was clear at that level before the data ended
+        self.compared = compared  # per what
 
     @overload
     def __getitem__(self, index: int) -> Merit: ...
@@ -96,30 +113,53 @@ class Merits(Sequence[Merit]):
     def __len__(self) -> int:
         return len(self._merits)
 
+    def per(self, cost: str | None) -> Merits:
+        """The same merits compared by what they cost: `ranked`, `best`, `worst` and the table go by the merit per added parameter or FLOP.
+
+        Args:
+            cost: ``"parameters"``, ``"flops"``, or None to compare the merits as they are.
+
+        Returns:
+            The merits, each with the value that it had.
+        """
+        if cost is not None:
+            checks.one_of("cost", cost, PER, other="None")
+        again = copy(self)
+        again.compared = cost
+        return again
+
+    def _worth(self, merit: Merit) -> float:
+        return worth_of(merit, self.compared)
+
     @property
     def ranked(self) -> list[Merit]:
         """The merits from largest to smallest; among equal ones the first in the data flow comes first."""
-        return sorted(self._merits, key=lambda merit: -merit.value)
+        return sorted(self._merits, key=lambda merit: -self._worth(merit))
 
     @property
     def best(self) -> Merit:
         """The largest merit."""
-        return max(self._merits, key=lambda merit: merit.value)
+        return max(self._merits, key=self._worth)
 
     @property
     def worst(self) -> Merit:
         """The smallest merit."""
-        return min(self._merits, key=lambda merit: merit.value)
+        return min(self._merits, key=self._worth)
 
     def __repr__(self) -> str:
         return f"Merits({len(self)} sites, norm={self.norm!r}, best: {self.best})"
 
     def __str__(self) -> str:
-        return text_table(_HEADER, self._rows) + f"\n{self._measured}"
+        return text_table(self._header, self._rows) + f"\n{self._measured}"
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        return html_table(_HEADER, self._rows, caption=self._measured)
+        return html_table(self._header, self._rows, caption=self._measured)
+
+    @property
+    def _header(self) -> list[str]:
+        cost = [PER[self.compared]] if self.compared else []
+        return ["site", "merit", *cost, "ratio", "+parameters", "+FLOPs", "dead units"]
 
     @property
     def _rows(self) -> list[list[str]]:
@@ -127,6 +167,7 @@ class Merits(Sequence[Merit]):
             [
                 str(merit.site),
                 f"{merit.value:.3e}",
+                *([f"{self._worth(merit):.3e}"] if self.compared else []),
                 "" if merit.ratio is None else f"{merit.ratio:.2f}",
                 short_number(merit.site.parameters),
                 short_number(merit.site.flops),
@@ -139,6 +180,8 @@ class Merits(Sequence[Merit]):
     def _measured(self) -> str:
         samples = f" ({self.samples:,} samples)" if self.samples is not None else ""
         text = f"{self.norm} norm, squared, over {self.batches} {'batch' if self.batches == 1 else 'batches'}{samples}"
+        if self.compared:
+            text += f"; ordered by the merit {PER[self.compared]} that the growth adds"
         if self.clear is not None:
             text += f"; the best is {'clear' if self.clear else 'not clear'} at the level {self.confidence:g}"
             text += f", {self.tolerance:.0%} allowed" if self.tolerance else ""

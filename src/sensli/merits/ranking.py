@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from sensli.merits.merits import Merit, Merits
+from sensli.merits.merits import Merit, Merits, worth_of
 from sensli.modules import checks
 from sensli.moves.sites import Site
 from sensli.text.tables import text_table
@@ -66,20 +66,6 @@ def check_selection(select: str | Selection) -> None:
         checks.one_of("select", select, SELECTIONS, other="a function of Merits that returns one of them")
 
 
-PER = ("parameters", "flops")
-
-
-def check_per(per: str | None) -> None:
-    """Refuse what merits cannot be compared by."""
-    if per is not None:
-        checks.one_of("per", per, PER, other="None")
-
-
-def worth_of(merit: Merit, per: str | None) -> float:
-    """A merit as it is, or for each parameter or FLOP that the growth adds."""
-    return merit.value if per is None else merit.value / max(getattr(merit.site.cost, per), 1)
-
-
 def is_control(select: str | Selection) -> bool:
     """Whether the largest merit decides *whether* to insert, and something else *where*."""
     return not callable(select) and select != "largest"
@@ -123,7 +109,7 @@ def chosen(
 
 
 def _choice(select: str, merits: Merits, count: int) -> list[Merit]:
-    return ordered(select, merits, count)[:count]
+    return ordered(select, merits, count, per=merits.compared)[:count]
 
 
 CHOICES: dict[str, Callable[[Merits, int], list[Merit]]] = {
@@ -135,12 +121,12 @@ CHOICES: dict[str, Callable[[Merits, int], list[Merit]]] = {
 
 
 def compare_choices(merits: Merits, count: int) -> str:
-    """A table of the choices for so many new layers, with the merit that each would reach."""
+    """A table of the choices for so many growths, with the merit that each would reach; what is best is compared as the merits are."""
     checks.instance("merits", merits, Merits, "the Merits that measure returned")
     count = checks.whole("count", count, 3)
     rows = []
     for name, choose in CHOICES.items():
         found = choose(merits, count)
-        places = ", ".join(f"{merit.site.side} {merit.site.path}" for merit in found)
+        places = ", ".join(merit.site.place for merit in found)
         rows.append([name, places, f"{sum(merit.value for merit in found):.3e}"])
     return text_table([f"choice of {count}", "places", "sum of merits"], rows, left=(0, 1))

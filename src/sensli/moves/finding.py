@@ -56,7 +56,7 @@ def find_sites(
     units: int | float = 0.25,
     start: str = "sensitive",
 ) -> Sites:
-    """Find the places where an identity layer can be inserted without changing the function.
+    """Find the places where a model can grow without changing its function: by an identity layer, or by more units in a layer.
 
     The example runs a few times through a copy of the model, with and without new layers; the model itself is only read.
 
@@ -65,8 +65,8 @@ def find_sites(
         example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
         layer: The form of the new layers: ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"``, or ``"auto"`` to choose
             what fits each place (default: "auto").
-        where: Which sites to keep: a kind (``"conv"``, ``"linear"``, ``"block"``) or a function of a `Site` that returns a bool.
-            None keeps all of them.
+        where: Which sites to keep: a kind (``"conv"``, ``"linear"``, ``"block"``, ``"units"``) or a function of a `Site` that returns
+            a bool. None keeps all of them.
         kernel_size: The kernel size of new convolutions, an odd number. None takes the neighbour's if it is odd, otherwise 3.
         init: How a twin gets the weights that need not be zero: ``"copy"`` takes those of its neighbour, ``"fresh"`` draws new
             ones with the same spread (default: "copy").

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sensli.errors import UnsupportedModel
+from sensli.errors import MovedSite, UnsupportedModel
 from sensli.moves.cutting import apply_cut, join, plan_cut, renames_of, take_out
 from sensli.moves.move import Edit, New
 from sensli.moves.point import Point, Ref
+from sensli.moves.roles import units_made
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
@@ -96,6 +97,7 @@ class Insertion(Edit):
         self.path, self._anchor = site.find(model)
         self._cut = plan_cut(model, site.point, self.path, takes_call=_inserts(site.move).takes_call)
         self._around = site.point.around(model)
+        _check_units(model, site)
         bound = tuple(Ref.to(*found) for found in self._around)
         self.site = replace(site, point=replace(site.point, anchor=Ref.to(self.path, self._anchor), neighbours=bound))
         self.name = self._cut.path
@@ -120,6 +122,16 @@ class Insertion(Edit):
 
     def revert(self) -> None:
         take_out(self._model, self.name, self.site.point.place)
+
+
+def _check_units(model: nn.Module, site: Site) -> None:
+    """Refuse a site beside a layer that was widened since: what would go in has the old width."""
+    for ref, made in zip(site.point.neighbours, site.point.makes, strict=False):
+        found = ref.find(model)
+        if found is not None and made and units_made(found[1]) != made:
+            raise MovedSite(
+                f"'{site}' was found when {found[0]} made {made} units, and now it makes {units_made(found[1])}. Call find_sites again."
+            )
 
 
 class _Inserted(Edit):

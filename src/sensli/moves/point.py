@@ -85,6 +85,7 @@ class Point:
         slot: Which argument of the anchor the value is, for a point before it and for twins.
         first_part: Whether the value is the first element of a tuple that the anchor returns.
         place: Where in an ``nn.ModuleList`` a layer goes, and what must follow; None elsewhere.
+        makes: How many units each neighbour made when the point was found, 0 if that is not known.
     """
 
     anchor: Ref
@@ -96,6 +97,7 @@ class Point:
     slot: Slot = 0
     first_part: bool = False
     place: ListPlace | None = None
+    makes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.side} {self.path or 'the model'}"
@@ -141,6 +143,7 @@ class Point:
             "slot": self.slot,
             "first_part": self.first_part,
             "place": self.place.to_dict() if self.place else None,
+            "makes": list(self.makes),
         }
 
     @classmethod
@@ -158,4 +161,5 @@ class Point:
             slot=data["slot"],
             first_part=data["first_part"],
             place=ListPlace.from_dict(data["place"]) if data["place"] else None,
+            makes=tuple(data["makes"]),
         )

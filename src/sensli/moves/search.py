@@ -13,6 +13,7 @@ from sensli.moves.inserting import Inserts
 from sensli.moves.lists import ListPlace
 from sensli.moves.move import Kind
 from sensli.moves.point import Point, Ref
+from sensli.moves.roles import units_made
 from sensli.moves.sites import Site, Skipped
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.graph import is_weight, origin
@@ -145,13 +146,13 @@ class Search:
         place: ListPlace | None = None,
     ) -> Point:
         since = call.ended if side == "after" else call.began
+        near = [(name, self.model.get_submodule(name)) for name in self.around.neighbours(call, seen)]
         return Point(
             anchor=Ref.to(call.path, self.model.get_submodule(call.path)),
             side=side,
             shape=tuple(seen.tensor.shape[1:]),
-            neighbours=tuple(
-                Ref.to(name, self.model.get_submodule(name)) for name in self.around.neighbours(call, seen)
-            ),
+            neighbours=tuple(Ref.to(name, module) for name, module in near),
+            makes=tuple(units_made(module) for _, module in near),
             chained=self.around.chained(call.path) if chained is None else chained,
             overwritten=seen.overwritten or self.around.overwritten_in_training(seen, since),
             slot=call.slot if block and call.slot is not None else 0,

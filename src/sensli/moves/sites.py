@@ -20,7 +20,7 @@ class Site:
 
     Attributes:
         point: Where: the module that names the place, the side, the shape of the activation, the neighbours.
-        move: What: the layer that would be inserted, or the block that would get a twin.
+        move: What: the layer that would be inserted, the block that would get a twin, or the units that would be added.
     """
 
     point: Point
@@ -40,13 +40,20 @@ class Site:
         return self.point.side
 
     @property
+    def place(self) -> str:
+        """Where the growth would be, in a few words: ``"after features.1"``, ``"in features.3"``."""
+        return (
+            f"{self.side if self.cost.depth else 'in'} {self.path}"  # what makes nothing deeper is in the module itself
+        )
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the activation there, for one sample of the example."""
         return self.point.shape
 
     @property
     def kind(self) -> str:
-        """What would be inserted: "linear", "conv" or "block"."""
+        """What would be added: "linear", "conv", "block" or "units"."""
         return self.move.kind
 
     @property

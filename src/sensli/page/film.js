@@ -5,7 +5,7 @@ const playing = () => timer !== 0;
 const say = (epoch) => {
   const look = lookAt(epoch), next = data.looks.find((l) => l.call > epoch);
   const names = look && look.call === epoch ? look.chosen.map((index) => look.merits[index].site).join("; ") : null;
-  const here = names === null ? "" : names ? ` | inserted: ${names}` : " | a look, nothing inserted";
+  const here = names === null ? "" : names ? ` | ${look.chosen.every((index) => look.merits[index].kind === "units") ? "grown" : "inserted"}: ${names}` : " | a look, nothing inserted";
   at("state").textContent = `epoch ${whole(epoch)}${here}${next ? ` | next look at epoch ${whole(next.call)}` : ""}`;
 };
 const show = () => {

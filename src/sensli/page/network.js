@@ -5,14 +5,22 @@ const call = () => data.frames[Number(slider.value)];
 const lookAt = (epoch) => data.looks[last(data.looks, (look) => look.call <= epoch)];
 const unitsAt = (epoch) => { const found = data.outlines[last(data.outlines, (o) => o.call <= epoch)]; return found ? found.units : []; };
 const valueAt = (curve, epoch) => { const index = last(curve.calls, (c) => c <= epoch); return index < 0 ? null : curve.values[index]; };
-const bornAt = (number) => { const look = data.looks.find((l) => l.inserted.includes(number)); return look ? look.call : null; };
+const grownAt = (number, epoch) => data.looks[last(data.looks, (l) => l.call <= epoch && l.inserted.includes(number))]; // the last: what is undone gives its number back
+const bornAt = (number, epoch) => { const look = grownAt(number, epoch); return look ? look.call : null; };
+const unitsBefore = (unit, epoch) => { // how many units a widened box had at first: its path was the site's then
+  const number = (unit.changes || [])[0], look = grownAt(number, epoch);
+  if (!look || !unit.units) return null;
+  const entry = look.merits[look.chosen[look.inserted.indexOf(number)]];
+  const box = unitsAt(look.call - 1).find((u) => inside(entry.path, u.path));
+  return box && box.units && box.units < unit.units ? box.units : null; // a layer of the same look was not there yet
+};
 
 // --- the network: boxes for any model, units and weights for a small one ---
 let shown = new Map(); // box or column -> where it is now, so that a change is animated
 let moving = 0;
 const move = (wanted, paint) => {
   cancelAnimationFrame(moving);
-  const known = [...wanted.keys()].every((key) => shown.has(key)) && shown.size === wanted.size;
+  const known = [...wanted].every(([key, to]) => shown.has(key) && shown.get(key).size === to.size) && shown.size === wanted.size;
   if (known || shown.size === 0 || still.matches) { shown = wanted; paint(wanted); return; }
   const from = new Map([...wanted].map(([key, to]) => [key, shown.get(key) || { ...to, grow: 0 }]));
   const began = performance.now();
@@ -20,7 +28,7 @@ const move = (wanted, paint) => {
     const part = Math.min(1, (now - began) / 450), ease = part * part * (3 - 2 * part);
     const mixed = new Map([...wanted].map(([key, to]) => {
       const start = from.get(key), mix = (name) => start[name] + (to[name] - start[name]) * ease;
-      return [key, { ...to, place: mix("place"), grow: mix("grow") }];
+      return [key, { ...to, place: mix("place"), grow: mix("grow"), size: mix("size") }];
     }));
     shown = mixed;
     paint(mixed);
@@ -38,31 +46,43 @@ const marks = (look, units, epoch) => { // unit index -> merit of the site after
   });
   return found;
 };
-const describe = (units) => units.map((u) => `${u.path || "model"} ${u.label}${u.growth ? ` (inserted at epoch ${bornAt(u.growth)})` : ""}`).join(", ");
+const describe = (units, epoch) => units.map((u) => {
+  const before = unitsBefore(u, epoch), notes = [];
+  if (u.growth) notes.push(`inserted at epoch ${bornAt(u.growth, epoch)}`);
+  if (before) notes.push(`widened from ${before} to ${u.units} units`);
+  return `${u.path || "model"} ${u.label}${notes.length ? ` (${notes.join(", ")})` : ""}`;
+}).join(", ");
+// One scale for the whole film, so that a box that gets more units gets wider.
+const drawn = data.outlines.flatMap((o) => o.units), most = Math.log10(10 + Math.max(10, ...drawn.map((u) => u.parameters)));
+const right = 12 + 6.4 * Math.max(9, ...drawn.map((u) => ((u.changes || []).length ? `${whole(u.units || 0)} → ${whole(u.units || 0)} units`.length : 0))); // for the notes
 const boxes = (epoch) => {
   const units = unitsAt(epoch), width = widthOf("network");
   const high = Math.max(20, Math.min(34, 440 / Math.max(units.length, 1))), gap = Math.min(8, high / 4);
-  const most = Math.log10(10 + Math.max(...units.map((u) => u.parameters), 10));
-  const left = Math.min(150, width * 0.3), wide = width - left - 74;
-  const wanted = new Map(units.map((unit, i) => [`${unit.path}|${unit.growth || ""}`, { unit, place: i * (high + gap), grow: 1 }]));
+  const notes = units.map((unit) => unitsBefore(unit, epoch)).map((before, i) => (before ? `${whole(before)} → ${whole(units[i].units)} units` : units[i].growth !== null ? `epoch ${bornAt(units[i].growth, epoch)}` : units[i].parameters ? whole(units[i].parameters) : ""));
+  const left = Math.min(150, width * 0.3, 12 + 7.5 * Math.max(5, ...units.map((u) => u.path.length))), wide = width - left - right;
+  const part = (unit) => (unit.parameters ? Math.max(0.34, Math.log10(10 + unit.parameters) / most) : 0.34);
+  const wanted = new Map(units.map((unit, i) => [`${unit.path}|${unit.growth || ""}`, { unit, note: notes[i], before: unitsBefore(unit, epoch), place: i * (high + gap), grow: 1, size: wide * part(unit) }]));
   const height = units.length * (high + gap);
   const open = marks(lookAt(epoch), units, epoch);
   const paint = (now) => {
-    const svg = drawing(width, height, `The network at epoch ${epoch}: ${describe(units)}`);
+    const svg = drawing(width, height, `The network at epoch ${epoch}: ${describe(units, epoch)}`);
     let index = 0;
-    for (const { unit, place, grow } of now.values()) {
-      const young = unit.growth !== null, part = unit.parameters ? Math.max(0.34, Math.log10(10 + unit.parameters) / most) : 0.34;
-      const full = wide * part, y = place + (high * (1 - grow)) / 2;
+    for (const { unit, note, before, place, grow, size: full } of now.values()) {
+      const young = unit.growth !== null, y = place + (high * (1 - grow)) / 2;
       const name = unit.path || "model", fits = Math.floor(left / 7.5);
       svg.append(draw("text", { x: left - 10, y: place + high / 2 + 4, "text-anchor": "end", class: "soft", opacity: grow }, name.length > fits ? `…${name.slice(1 - fits)}` : name));
       svg.append(draw("rect", {
         x: left + (wide - full) / 2, y, width: full, height: high * grow, rx: 5, "data-unit": name,
         fill: young ? colour("new") : colour("page"), stroke: young ? colour("grown") : colour("line"), "stroke-width": young ? 2 : 1,
       }));
+      if (before) { // the units that were added, as the share of the box that they are
+        const share = full * (1 - before / unit.units), area = { x: left + (wide + full) / 2 - share, width: share };
+        svg.append(draw("rect", { ...area, y: y + 1, height: high * grow - 2, fill: colour("new"), "data-added": unit.units - before }));
+        svg.append(draw("rect", { ...area, y: y + high * grow - 3, height: 3, fill: colour("grown") }));
+      }
       const letters = Math.floor(full / 6.6), label = unit.label.length > letters ? `${unit.label.slice(0, letters - 1)}…` : unit.label;
       svg.append(draw("text", { x: left + wide / 2, y: place + high / 2 + 4, "text-anchor": "middle", opacity: grow }, label));
-      const note = young ? `epoch ${bornAt(unit.growth)}` : unit.parameters ? whole(unit.parameters) : "";
-      svg.append(draw("text", { x: width, y: place + high / 2 + 4, "text-anchor": "end", class: young ? "" : "soft", opacity: grow, fill: young ? colour("grown") : "" }, note));
+      svg.append(draw("text", { x: width, y: place + high / 2 + 4, "text-anchor": "end", class: young || before ? "" : "soft", opacity: grow, fill: young || before ? colour("grown") : "" }, note));
       if (open.has(index)) svg.append(draw("circle", { cx: left + wide / 2, cy: place + high + gap / 2, r: 4, fill: colour("baseline") }));
       index += 1;
     }
@@ -77,12 +97,13 @@ const graph = (film, frame, epoch) => {
     const unit = units.find((u) => inside(layer.path, u.path)) || { growth: null, path: layer.path };
     const from = units.indexOf(unit), until = units.findIndex((u, k) => k > from && u.parameters > 0);
     const names = units.slice(from, until < 0 ? units.length : until).map((u) => u.path);
-    return { key: layer.path, size: layer.weight.length, growth: unit.growth, name: i === layers.length - 1 && tight < 2 ? `${names.join(", ")} (output)` : names.join(", ") };
+    return { key: layer.path, size: layer.weight.length, before: unit.growth ? null : unitsBefore(unit, epoch), unit, growth: unit.growth, name: i === layers.length - 1 && tight < 2 ? `${names.join(", ")} (output)` : names.join(", ") };
   }));
   const wanted = new Map(columns.map((c, i) => [c.key, { ...c, place: edge + i * apart, grow: 1 }]));
-  const node = (column, k) => (height - bottom) / 2 + (k - (column.size - 1) / 2) * Math.min(40, (height - bottom - 24) / Math.max(column.size, 1));
+  const spacing = (column) => Math.min(40, (height - bottom - 24) / Math.max(column.size, 1)), radius = (column) => Math.min(8, spacing(column) * 0.42);
+  const node = (column, k) => (height - bottom) / 2 + (k - (column.size - 1) / 2) * spacing(column);
   const paint = (now) => {
-    const svg = drawing(width, height, `The network at epoch ${epoch}: ${describe(units)}`);
+    const svg = drawing(width, height, `The network at epoch ${epoch}: ${describe(units, epoch)}`);
     const list = [...now.values()];
     layers.forEach((layer, i) => layer.weight.forEach((row, to) => row.forEach((value, from) => {
       const size = Math.min(Math.abs(value), 3);
@@ -93,15 +114,17 @@ const graph = (film, frame, epoch) => {
       }));
     })));
     for (const column of list) {
-      const young = Boolean(column.growth);
       for (let k = 0; k < column.size; k += 1) {
+        const young = column.growth || (column.before && k >= column.before); // new units come after those that were there
         svg.append(draw("circle", {
-          cx: column.place, cy: node(column, k), r: 8 * column.grow, "data-column": column.key, "stroke-width": 2,
-          fill: young ? colour("new") : colour("page"), stroke: young ? colour("grown") : colour("soft"),
+          cx: column.place, cy: node(column, k), r: radius(column) * column.grow * Math.min(1, column.size - k), "data-column": column.key, "stroke-width": 2,
+          fill: young ? colour("new") : colour("page"), stroke: young ? colour("grown") : colour("soft"), ...(young ? { "data-new": k } : {}),
         }));
       }
       svg.append(draw("text", { x: column.place, y: height - 26, "text-anchor": "middle", opacity: column.grow }, column.name));
-      if (young) svg.append(draw("text", { x: column.place, y: height - 10, "text-anchor": "middle", fill: colour("grown"), opacity: column.grow }, tight < 1 ? `inserted at ${bornAt(column.growth)}` : `at ${bornAt(column.growth)}`));
+      const born = column.growth ? (tight < 1 ? `inserted at ${bornAt(column.growth, epoch)}` : `at ${bornAt(column.growth, epoch)}`) : "";
+      const note = born || (column.before ? `${column.before} → ${column.unit.units}${tight < 1 ? " units" : ""}` : "");
+      if (note) svg.append(draw("text", { x: column.place, y: height - 10, "text-anchor": "middle", fill: colour("grown"), opacity: column.grow }, note));
     }
     room("network").replaceChildren(svg);
   };

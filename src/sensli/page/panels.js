@@ -14,7 +14,8 @@ const decision = (epoch) => {
   if (look.merits.length) {
     const threshold = look.mean === null ? null : look.tau * look.mean;
     const most = Math.max(look.merits[0].value, threshold || 0) * 1.04 || 1;
-    const rows = look.merits.slice(0, 10).map((entry, index) => {
+    const listed = look.merits.map((entry, index) => ({ entry, index })).filter(({ index }) => index < 10 || look.chosen.includes(index));
+    const rows = listed.map(({ entry, index }) => {
       const fill = make("div", { class: "fill", style: { width: `${(100 * entry.value) / most}%` } });
       const bar = make("div", { class: "room" }, fill);
       if (threshold) bar.append(make("div", { class: "tau", style: { left: `${(100 * threshold) / most}%` } }));
@@ -22,8 +23,9 @@ const decision = (epoch) => {
       const value = make("span", { "data-merit": String(entry.value) }, `${merit(entry.value)}${ratio}`);
       return make("div", { class: look.chosen.includes(index) ? "bar won" : "bar" }, make("div", { class: "name" }, make("span", {}, entry.site), value), bar);
     });
-    parts.push(make("div", { class: "bars", role: "img", "aria-label": `Merits: ${look.merits.slice(0, 10).map((m) => `${m.site} ${merit(m.value)}`).join("; ")}` }, ...rows));
-    if (look.merits.length > 10) parts.push(make("p", { class: "hint" }, `${look.merits.length - 10} more sites are listed in the text below.`));
+    parts.push(make("div", { class: "bars", role: "img", "aria-label": `Merits: ${listed.map(({ entry }) => `${entry.site} ${merit(entry.value)}`).join("; ")}` }, ...rows));
+    if (look.merits.length > listed.length) parts.push(make("p", { class: "hint" }, `${look.merits.length - listed.length} more sites are listed in the text below.`));
+    if (look.per && ["largest", "smallest"].includes(look.select)) parts.push(make("p", { class: "hint" }, `chosen by the merit per added ${look.per === "flops" ? "FLOP" : "parameter"}`));
     if (threshold) parts.push(make("p", { class: "hint", id: "tau", "data-tau": String(look.tau) }, `dashed: tau = ${look.tau} x the mean of the existing weights, ${merit(threshold)}`));
     else parts.push(make("p", { class: "hint", id: "tau", "data-tau": String(look.tau) }, `tau = ${look.tau}`));
   }

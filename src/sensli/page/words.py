@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from sensli.merits.merits import PER
 from sensli.text.html_tables import html_table
 from sensli.text.tables import short_number
 
@@ -26,8 +27,7 @@ def words(data: dict[str, Any]) -> tuple[str, str]:
 
 def _summary(data: dict[str, Any]) -> str:
     looks = data["looks"]
-    growths = sum(len(look["inserted"]) for look in looks)
-    text = f"{data['calls']:,} epochs, {_count(len(looks), 'look')} at all sites, {_count(growths, 'layer')} inserted."
+    text = f"{data['calls']:,} epochs, {_count(len(looks), 'look')} at all sites, {_grown(looks)}."
     for curve in data["curves"]:
         known = [
             (call, value) for call, value in zip(curve["calls"], curve["values"], strict=True) if value is not None
@@ -39,10 +39,11 @@ def _summary(data: dict[str, Any]) -> str:
 
 
 def _look(look: dict[str, Any]) -> str:
-    title = f"Epoch {look['call']:,}: " + ("a layer inserted" if look["inserted"] else "nothing inserted")
+    title = f"Epoch {look['call']:,}: " + (_grown([look]) if look["inserted"] else "nothing inserted")
     lines = "".join(f"<p class='line'>{escape(line)}</p>" for line in look["line"].splitlines())
     undone = "<p>Undone later.</p>" if look["undone"] else ""
     reason = f"<p>Why: {escape(look['reason'])}.</p>" if look["inserted"] else ""
+    per = look["per"]
     rows = [
         [
             merit["site"],
@@ -50,12 +51,26 @@ def _look(look: dict[str, Any]) -> str:
             "" if merit["ratio"] is None else f"{merit['ratio']:.2f}",
             short_number(merit["parameters"]),
             short_number(merit["flops"]),
+            *([f"{merit['value'] / max(merit[per], 1):.3e}"] if per else []),
             "yes" if index in look["chosen"] else "",
         ]
         for index, merit in enumerate(look["merits"])
     ]
-    table = html_table(["site", "merit", "ratio", "+parameters", "+FLOPs", "inserted"], rows) if rows else ""
+    table = (
+        html_table(["site", "merit", "ratio", "+parameters", "+FLOPs", *([PER[per]] if per else []), "chosen"], rows)
+        if rows
+        else ""
+    )
     return f'<h3>{escape(title)}</h3>{lines}{reason}{undone}<div class="wide">{table}</div>'
+
+
+def _grown(looks: list[dict[str, Any]]) -> str:
+    """How often layers were inserted, and existing ones widened."""
+    kinds = [look["merits"][index]["kind"] for look in looks for index in look["chosen"]]
+    wider = kinds.count("units")
+    inserted = f"{_count(len(kinds) - wider, 'layer')} inserted"
+    widened = f"{_count(wider, 'layer')} widened"
+    return ", ".join([inserted] * (len(kinds) > wider or not wider) + [widened] * (wider > 0))
 
 
 def _count(number: int, word: str) -> str:

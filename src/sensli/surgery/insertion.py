@@ -18,7 +18,7 @@ from sensli.moves.sites import Site
 from sensli.surgery.history.history import Growth, Resized
 from sensli.surgery.same_output import Outputs
 from sensli.surgery.state.optim import Joining, Optimizers, as_optimizers, check_needed, leave, plan_joining
-from sensli.surgery.state.own_rate import OwnRate, plan_own_rate
+from sensli.surgery.state.own_rate import OwnRate, check_own_factor, plan_own_rate
 from sensli.surgery.state.rates import RateScaling, Schedulers, as_schedulers, check_factor, plan_rate_scaling
 from sensli.surgery.state.resizing import Resizing, plan_resizing, plan_shrinking
 
@@ -212,6 +212,7 @@ def _refuse_parts(edit: Edit, options: _Options) -> None:
             f"freeze_rest must be False here, got True: '{edit.site}' {why} cannot train alone. Leave it out, or grow a layer."
         )
     if options.own_rate is not None:
+        check_own_factor(options.own_rate)
         raise OptimizerError(
             f"own_rate must be None here, got {options.own_rate}: '{edit.site}' {why} cannot have a separate learning rate. Leave it out, "
             "or grow a layer."

@@ -54,7 +54,7 @@ class Sensli(Strategy):
     def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:
         return reason_of(
             merits, taken, select=self.options.selection, tau=self.threshold.tau, floor=self.threshold.least_gain(merits),
-            control=is_control(self.options.select),
+            control=is_control(self.options.select), per=self.options.per,
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from sensli.modules.marks import count_growths
 from sensli.moves.dead.memory import forget, recall, remember
 from sensli.moves.move import Cost, Edit, New
 from sensli.moves.point import Point, Ref
+from sensli.moves.roles import role_of
 from sensli.moves.stretching import Exchange, Resize, like_layout
-from sensli.moves.width.roles import role_of
 from sensli.moves.width.width import TOLERANCE, Axis, Width, change_sizes, found, put, resizes
 
 if TYPE_CHECKING:

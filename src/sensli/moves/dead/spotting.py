@@ -12,8 +12,8 @@ from sensli.modules.arguments import first_tensor
 from sensli.modules.dropout import NoDropout
 from sensli.modules.running import device_of, run, to_device
 from sensli.modules.wrappers import eager
+from sensli.moves.roles import role_of
 from sensli.moves.sites import Site
-from sensli.moves.width.roles import role_of
 from sensli.moves.width.width import Axis, Width, found
 
 

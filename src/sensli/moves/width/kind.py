@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 from torch import nn
 
 from sensli.moves.point import Ref
+from sensli.moves.roles import Role, role_of
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call
 from sensli.moves.width.confirming import confirm
 from sensli.moves.width.marking import Layout, Seen, columns, layout, watch
-from sensli.moves.width.roles import Role, role_of
-from sensli.moves.width.width import Axis, Size, Width, resizes
+from sensli.moves.width.width import Axis, Size, Width, layers_in, resizes
 
 
 class WidthKind:
@@ -167,6 +167,7 @@ class _Widths:
         more = request.units if isinstance(request.units, int) else max(1, round(request.units * group.units))
         layer = type(self.model.get_submodule(first)).__name__
         move = Width(group.units, more, layer, tuple(axes), tuple(sizes), tuple(group.reads), start=request.start)
+        move = replace(move, layers=layers_in(self.model))
         call = self.calls[first]
         if call.output is None:
             raise _Refused(f"returns {call.returned}, not a tensor")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sensli.modules.arguments import first_tensor
 from sensli.modules.running import mapped, run, tensors, untouched
 from sensli.modules.wrappers import eager
-from sensli.moves.width.roles import Role, role_of
+from sensli.moves.roles import Role, role_of
 
 _SAMPLES = 48  # marked at once: bounds the memory
 

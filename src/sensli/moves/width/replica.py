@@ -19,8 +19,8 @@ from sensli.errors import MeasurementError
 from sensli.modules.arguments import first_tensor
 from sensli.modules.copies import copied_block
 from sensli.modules.running import forked_random_state
+from sensli.moves.roles import Role, role_of
 from sensli.moves.stretching import Stretch
-from sensli.moves.width.roles import Role, role_of
 from sensli.moves.width.width import Axis, Size, Width
 
 
@@ -34,6 +34,7 @@ class Replica:
         self._calls: dict[
             str, list[tuple[Tensor, Tensor]]
         ] = {}  # inputs and outputs of layers in the pass that was made last
+        self._depth = 0  # of calls of the model in progress: what stands in for its forward may call the model itself
         self.read: dict[tuple[int, str], list[Tensor]] = {}  # by the asker's id and the reader: what candidates gave it
 
     def ask(self, asker: Any, width: Width, rows: tuple[Tensor, ...]) -> None:
@@ -49,7 +50,9 @@ class Replica:
             if (role := role_of(module)) is not None and role.makes
         ]
         handles.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
-        handles.append(self._model.register_forward_hook(self._end, with_kwargs=True))
+        # always: a pass that fails, and that the user catches, has ended too
+        handles.append(self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True))
+        self._depth = 0
         try:
             yield
         finally:
@@ -69,10 +72,13 @@ class Replica:
         return hook
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._calls.clear()
+        if self._depth == 0:
+            self._calls.clear()
+        self._depth += 1
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
+        self._depth -= 1
+        if self._depth or output is None or not torch.is_grad_enabled():
             return
         if self._copy is None:
             self._copy = self._made()

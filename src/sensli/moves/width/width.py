@@ -5,6 +5,7 @@ New units start with zero columns in everything that reads them, so the function
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MovedSite, UnknownSite, UnsupportedModel, one_of
 from sensli.modules.engines.fsdp import is_sharded
+from sensli.modules.marks import new_in
 from sensli.moves.move import Cost, Edit, Gauge, New
 from sensli.moves.point import Point, Ref
 from sensli.moves.stretching import Exchange, Resize, Stretch, like_layout
@@ -88,6 +90,7 @@ class Width:
     added: int = 0  # parameters
     flops: int = 0  # of one forward pass, per sample
     start: str = "sensitive"
+    layers: int | None = None  # that had been inserted into the model when it was found
     _rows: tuple[Tensor, ...] | None = field(
         default=None, repr=False, compare=False
     )  # entries of the "row" axes, as measured
@@ -146,7 +149,7 @@ class Width:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Rows are values, and values are in a state dict."""
-        data = {name: getattr(self, name) for name in ("units", "more", "layer", "flops", "start", "added")}
+        data = {name: getattr(self, name) for name in ("units", "more", "layer", "flops", "start", "added", "layers")}
         return {
             **data,
             "readers": list(self.readers),
@@ -180,10 +183,13 @@ class Widening(Edit):
         assert isinstance(move, Width)
         self._move = move = move.on(model)
         self.name, self.module = site.find(model)
-        # Without the rows: a history should not keep values alive.
-        anchor = Ref.to(self.name, self.module)
-        self.site = replace(site, point=replace(site.point, anchor=anchor), move=replace(move, _rows=None))
+        if strict and move.layers not in (None, layers_in(model)):
+            raise MovedSite(
+                f"a layer was inserted since find_sites found '{site}', and may read its units or make others. Call find_sites again."
+            )
         self.resized = resizes(model, move, strict=strict)
+        point = replace(site.point, anchor=Ref.to(self.name, self.module))
+        self.site = replace(site, point=point, move=replace(_costing(move, self.resized), _rows=None))
         self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
 
@@ -207,6 +213,20 @@ class Widening(Edit):
             put(each.tensor, value)
         for size in self._move.sizes:
             _change(size, -self._move.more)
+
+
+def _costing(width: Width, resized: Sequence[Resize]) -> Width:
+    """The same with what it costs now: a width that was grown since it was found may have changed that."""
+    more = [
+        (len(each.new_shape) > 1, math.prod(each.new_shape) - math.prod(each.old_shape))
+        for each in resized
+        if each.is_parameter
+    ]
+    added, biases = sum(entries for _, entries in more), sum(entries for matrix, entries in more if not matrix)
+    if added == width.added:
+        return width
+    flops = width.flops * (added - biases) / max(width.added - biases, 1)  # biases count no FLOPs
+    return replace(width, added=added, flops=round(flops))
 
 
 class _Widened(Edit):
@@ -256,6 +276,11 @@ def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool 
                 old[stretch.dim] -= stretch.outer * stretch.more * stretch.inner
         found_ones.append(Resize(name, tensor, ordered, tuple(old)))
     return found_ones
+
+
+def layers_in(model: nn.Module) -> int:
+    """How many layers were inserted into a model."""
+    return sum(new_in(module) is not None for module in model.modules())
 
 
 def found(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:

@@ -91,7 +91,12 @@ class Growth:
     details: Mapping[str, Any] = field(default_factory=dict)  # why it was chosen: epoch, merit, ratio, ...
 
     def __str__(self) -> str:
-        return f"growth {self.number}: {self.site}, as {self.name}" + _because(self.details)
+        return f"growth {self.number}: {self._what}" + _because(self.details)
+
+    @property
+    def _what(self) -> str:
+        """The site, and the name of what is new; a module that only got more units keeps the name that the site says."""
+        return f"{self.site}, as {self.name}" if self.parameters else str(self.site)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -203,7 +208,7 @@ class History(Sequence[Growth]):
         header = ["growth", "epoch", "merit", "ratio", "+parameters"]
         rows = [
             [
-                f"{growth.number}: {growth.site}, as {growth.name}",
+                f"{growth.number}: {growth._what}",
                 str(growth.details.get("epoch", "")),
                 f"{growth.details['merit']:.3e}" if "merit" in growth.details else "",
                 f"{growth.details['ratio']:.2f}" if growth.details.get("ratio") is not None else "",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from torch import nn
 
-from sensli.modules.marks import grown, new_in
+from sensli.modules.marks import changed_in, grown, new_in
 from sensli.moves.layer.forms import ParametricLayer, ResidualLayer
 
 LIMIT = 40  # boxes: what fits on a screen; a deeper model shows blocks instead of their layers
@@ -16,18 +18,25 @@ LIMIT = 40  # boxes: what fits on a screen; a deeper model shows blocks instead 
 
 @dataclass(frozen=True)
 class Unit:
-    """One box: a module, how it prints in short, and which growth it came with."""
+    """One box: a module, how it prints in short, which growth it came with, and which ones changed it."""
 
     path: str
     label: str
     parameters: int
     growth: int | None = None
+    units: int | None = None  # how many it makes, where that is one number
+    changes: tuple[int, ...] = ()  # numbers of the growths that gave it more of them
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Unit:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**data, "changes": tuple(data.get("changes", ()))})
 
 
 def outline(model: nn.Module, limit: int = LIMIT) -> tuple[Unit, ...]:
     """The model's layers in the order they were registered, opened level by level as long as there are at most ``limit``.
 
-    An inserted layer is always a box of its own; where there are still too many, neighbours share a box.
+    A layer that was inserted or widened is always a box of its own; where there are still too many, neighbours share a box.
     """
     boxes: list[tuple[str, nn.Module]] = list(model.named_children()) if _opens(model) else [("", model)]
     opened = True
@@ -44,20 +53,27 @@ def outline(model: nn.Module, limit: int = LIMIT) -> tuple[Unit, ...]:
                 following.append((path, module))
         boxes = following
     units = [
-        Unit(path, _label(module), sum(p.numel() for p in module.parameters()), new_in(module))
+        Unit(
+            path,
+            _label(module),
+            sum(p.numel() for p in module.parameters()),
+            new_in(module),
+            _units(module),
+            changed_in(module),
+        )
         for path, module in boxes
     ]
     return tuple(units if len(units) <= limit else _fold(units, limit))
 
 
 def _fold(units: list[Unit], limit: int) -> list[Unit]:
-    """Neighbours that were not inserted share a box, as few as it takes."""
-    old = sum(unit.growth is None for unit in units)
+    """Neighbours that did not grow share a box, as few as it takes."""
+    old = sum(not _grew(unit) for unit in units)
     size = math.ceil(old / max(1, limit - (len(units) - old)))
     folded: list[Unit] = []
-    for inserted, run in groupby(units, key=lambda unit: unit.growth is not None):
+    for grew, run in groupby(units, key=_grew):
         members = list(run)
-        if inserted:
+        if grew:
             folded += members
             continue
         for start in range(0, len(members), size):
@@ -65,6 +81,10 @@ def _fold(units: list[Unit], limit: int) -> list[Unit]:
             label = part[0].label if len(part) == 1 else f"{part[0].label} and {len(part) - 1} more"
             folded.append(Unit(part[0].path, label, sum(unit.parameters for unit in part)))
     return folded
+
+
+def _grew(unit: Unit) -> bool:
+    return unit.growth is not None or bool(unit.changes)
 
 
 def _opens(module: nn.Module) -> bool:
@@ -78,6 +98,16 @@ def _opens(module: nn.Module) -> bool:
 
 def _holds_growth(module: nn.Module) -> bool:
     return any(True for _ in grown(module))
+
+
+def _units(module: nn.Module) -> int | None:
+    """How many units a layer makes; of one that was inserted, its first map."""
+    for name in ("out_features", "out_channels"):
+        found = getattr(module, name, None)
+        if isinstance(found, int):
+            return found
+    parts = module.children() if new_in(module) is not None else ()
+    return next((units for units in map(_units, parts) if units is not None), None)
 
 
 def _label(module: nn.Module) -> str:

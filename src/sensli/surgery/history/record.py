@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from sensli.merits.merits import Merit, Merits
+from sensli.merits.merits import PER, Merit, Merits, worth_of
 from sensli.surgery.history.outline import Unit
 
 LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at every step costs no memory
@@ -27,8 +27,9 @@ class SiteMerit:
         value: The merit.
         ratio: The merit divided by the mean over the existing weights, or None.
         dead: The share of units that were zero on all the data, or None.
-        parameters: The parameters that the layer would add.
-        flops: The FLOPs per sample that the layer would add.
+        parameters: The parameters that the growth would add.
+        flops: The FLOPs per sample that the growth would add.
+        kind: What would be added: ``"linear"``, ``"conv"``, ``"block"`` or ``"units"``.
     """
 
     site: str
@@ -39,6 +40,7 @@ class SiteMerit:
     dead: float | None
     parameters: int
     flops: int
+    kind: str = ""  # older files do not say it
 
     @classmethod
     def of(cls, merit: Merit) -> SiteMerit:
@@ -49,33 +51,35 @@ class SiteMerit:
         """
         site = merit.site
         return cls(
-            str(site), site.path, site.side, merit.value, merit.ratio, merit.dead, site.parameters, site.flops
+            str(site), site.path, site.side, merit.value, merit.ratio, merit.dead, site.parameters, site.flops, site.kind
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Look:
-    """One look at all sites and the decision. Prints one line for each layer inserted, or one that says why none was.
+    """One look at all sites and the decision. Prints one line for each growth, or one that says why there was none.
 
     Attributes:
         call: The number of the call of `Grower.step`.
         tau: The threshold.
         select: How the site was selected.
-        reason: One sentence: why this layer, or why none.
+        reason: One sentence: why this site, or why none.
         norm: The norm of the merits.
         batches: How many batches were used.
         samples: How many samples were used, if known.
         merits: All merits, best first.
         inserted: The numbers of the growths.
-        chosen: The indices of the merits that were inserted, in the same order.
+        chosen: The indices of the merits that were taken, in the same order.
         parameters: The parameters of the model before the look.
-        flops: The FLOPs of the model before the look, per sample; counted only if something was inserted.
+        flops: The FLOPs of the model before the look, per sample; counted only if it grew.
+        added: The parameters that each of the growths added.
+        per: What the merits were compared by: per added ``"parameters"`` or ``"flops"``; None if as they are.
     """
 
     call: int
     tau: float
     select: str
-    reason: str  # one sentence: why this layer, or why none
+    reason: str  # one sentence: why this site, or why none
     norm: str | None = None
     batches: int = 0
     samples: int | None = None
@@ -83,15 +87,17 @@ class Look:
     inserted: tuple[int, ...] = ()  # numbers of the growths
     chosen: tuple[int, ...] = ()  # which of the merits went in, in the same order
     parameters: int | None = None  # of the model before the look
-    flops: int | None = None  # likewise, per sample, counted only where something was inserted
+    flops: int | None = None  # likewise, per sample, counted only where it grew
+    added: tuple[int, ...] = ()  # parameters; of two widths at once the second may cost more than it would have alone
+    per: str | None = None
 
     @classmethod
     def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
-        """Make a look from what was measured, if anything was, and from the merits whose layers were inserted.
+        """Make a look from what was measured, if anything was, and from the merits that were taken.
 
         Args:
             merits: What was measured, or None.
-            taken: The merits whose layers were inserted.
+            taken: The merits that were taken.
             **facts: The other attributes.
         """
         if merits is None:
@@ -110,19 +116,16 @@ class Look:
         if not self.inserted:
             return f"epoch {self.call}: nothing inserted | {self.reason}"
         lines, parameters = [], self.parameters
-        for merit in (self.merits[index] for index in self.chosen):
-            lines.append(self._line(merit, parameters))
-            parameters = None if parameters is None else parameters + merit.parameters
+        taken = [self.merits[index] for index in self.chosen]
+        for merit, added in zip(taken, self.added or [merit.parameters for merit in taken], strict=False):
+            lines.append(self._line(merit, added, parameters))
+            parameters = None if parameters is None else parameters + added
         return "\n".join(lines)
 
-    def _line(self, merit: SiteMerit, parameters: int | None) -> str:
+    def _line(self, merit: SiteMerit, added: int, parameters: int | None) -> str:
         ratio = f", {merit.ratio:.2g} x mean" if merit.ratio is not None else ""
         flops = f", +{merit.flops / self.flops:.0%} FLOPs".replace("%", " %") if self.flops else ""
-        cost = (
-            f"+{merit.parameters:,} parameters"
-            if not parameters
-            else factor_text(parameters, parameters + merit.parameters)
-        )
+        cost = f"+{added:,} parameters" if not parameters else factor_text(parameters, parameters + added)
         return f"epoch {self.call}: +{merit.site.removeprefix('+')} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -221,7 +224,7 @@ class Record:
         return cls(
             looks=[Look.from_dict(look) for look in data["looks"]],
             metrics=[(call, metric) for call, metric in data["metrics"]],
-            outlines=[(entry["call"], tuple(Unit(**unit) for unit in entry["units"])) for entry in data["outlines"]],
+            outlines=[(entry["call"], tuple(map(Unit.from_dict, entry["units"]))) for entry in data["outlines"]],
             stride=data["stride"],
             calls=data["calls"],
         )
@@ -233,11 +236,19 @@ def factor_text(before: int, after: int) -> str:
 
 
 def reason_of(
-    merits: Merits, chosen: Sequence[Merit], *, select: str, tau: float, floor: float = 0.0, control: bool = False
+    merits: Merits,
+    chosen: Sequence[Merit],
+    *,
+    select: str,
+    tau: float,
+    floor: float = 0.0,
+    control: bool = False,
+    per: str | None = None,
 ) -> str:
     """Why a look ended as it did, in one sentence for a person.
 
-    ``floor`` is the least gradient norm that counts; for a ``control`` the largest merit decided whether to insert.
+    ``floor`` is the least gradient norm that counts; for a ``control`` the largest merit decided whether to insert; ``per`` is what
+    the merits were compared by.
     """
     best = merits.best
     if not chosen:
@@ -250,14 +261,15 @@ def reason_of(
             )
         if select != "largest":
             return f"the site that select={select} gave did not pass tau = {tau:g} or the trigger's limits"
-        return "the trigger's limits left no room for a layer that passes"
-    first = chosen[0]
+        return "the trigger's limits left no room for a site that passes"
+    first, ranked = chosen[0], merits.per(per).ranked
+    merit = f"merit {PER[per]}" if per else "merit"
     if len(merits) == 1:
         ground = "it is the only site"
-    elif select == "largest" and first is merits.ranked[0]:
-        ground = f"its merit is the largest of {len(merits)}{_ahead(first.value, merits.ranked[1].value)}"
+    elif select == "largest" and first is ranked[0]:
+        ground = f"its {merit} is the largest of {len(merits)}{_ahead(worth_of(first, per), worth_of(ranked[1], per))}"
     elif select == "largest":
-        ground = "its merit is the largest of those that passed the limits"
+        ground = f"its {merit} is the largest of those that passed the limits"
     else:
         ground = f"select={select} gave it"
     ratio, whose = (best.ratio, "the largest merit, ") if control else (first.ratio, "")
@@ -266,7 +278,8 @@ def reason_of(
         if ratio is not None
         else ""
     )
-    more = f" ({len(chosen)} layers at once)" if len(chosen) > 1 else ""
+    what = "growths" if any(each.site.kind == "units" for each in chosen) else "layers"
+    more = f" ({len(chosen)} {what} at once)" if len(chosen) > 1 else ""
     return f"{ground}{passed}{more}"
 
 

@@ -55,3 +55,12 @@ def _conv(conv: nn.Module) -> Role | None:
 def _is_conv1d_of_transformers(module: nn.Module) -> bool:
     """The linear map of GPT-2 and its like, whose weight lies the other way round."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def units_made(module: nn.Module) -> int:
+    """How many units a layer makes; 0 if that is not known."""
+    role = role_of(module)
+    if role is None or not role.makes:
+        return 0
+    name, dim = role.makes[0]
+    return int(getattr(module, name).shape[dim])
