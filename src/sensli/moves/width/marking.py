@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sensli.modules.arguments import first_tensor
 from sensli.modules.running import mapped, run, tensors, untouched
@@ -44,8 +45,10 @@ class Seen:
 
 
 def marked_units(rows: int) -> list[int]:
-    """The units to mark: enough to tell how they are laid out, in one group or, as fused gates are, in two."""
-    return sorted({unit for unit in (0, 1, rows // 2 - 1, rows // 2, rows - 1) if 0 <= unit < rows})
+    """The units to mark: enough to tell how they are laid out, in one group, in two as fused gates are, or in three as in attention."""
+    ends = [rows * part // parts for parts in (2, 3) if rows % parts == 0 or parts == 2 for part in range(1, parts)]
+    marked = {0, 1, rows - 1, *ends, *(end - 1 for end in ends)}
+    return sorted(unit for unit in marked if 0 <= unit < rows)
 
 
 def watch(model: nn.Module, example: Any, makers: Sequence[tuple[str, nn.Module]]) -> dict[str, Seen]:
@@ -85,7 +88,8 @@ class _Run:
     def of(self, example: Any) -> None:
         handles = list(self._hooks())
         try:
-            with untouched(self.model), torch.no_grad(), eager():
+            # torch's fused attention takes NaN for a masked value; the plain one passes it on.
+            with untouched(self.model), torch.no_grad(), eager(), sdpa_kernel(SDPBackend.MATH):
                 output = run(self.model, _repeated(example, len(self.marks)))
         finally:
             for handle in handles:

@@ -55,20 +55,37 @@ _AXIS = ("name", "dim", "fill", "start", "outer", "inner", "length")
 
 @dataclass(frozen=True)
 class Size:
-    """An attribute of a module that counts units: ``out_features``, ``num_features``, ``groups``."""
+    """An attribute that counts units, of a module or of an object that it holds: ``out_features``, ``num_heads``, ``intermediate_size``."""
 
     module: Ref
     name: str
     per_unit: int = 1
+    through: tuple[
+        str, ...
+    ] = ()  # attributes from the module to the object that has it; empty if the module itself does
+    unsaid: bool = False  # None stands for the number of units that there were
+
+    def holder(self, module: nn.Module) -> Any:
+        """The object that has the attribute."""
+        found: Any = module
+        for name in self.through:
+            found = getattr(found, name)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"module": self.module.path, "name": self.name, "per_unit": self.per_unit}
+        return {
+            "module": self.module.path,
+            "name": self.name,
+            "per_unit": self.per_unit,
+            "through": list(self.through),
+            "unsaid": self.unsaid,
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Size:
         """The inverse of `to_dict`."""
-        return cls(Ref(data["module"]), data["name"], data["per_unit"])
+        return cls(Ref(data["module"]), data["name"], data["per_unit"], tuple(data["through"]), data["unsaid"])
 
 
 @dataclass(frozen=True)
@@ -88,17 +105,23 @@ class Width:
     added: int = 0  # parameters
     flops: int = 0  # of one forward pass, per sample
     start: str = "sensitive"
+    heads: int = 0  # of an attention that make one unit; 0: units are single
+    blocks: int = 1  # in how many equal blocks at once
     _rows: tuple[Tensor, ...] | None = field(
         default=None, repr=False, compare=False
     )  # entries of the "row" axes, as measured
 
     def line(self, point: Point) -> str:
-        others = f" and {len(self.readers) - 1} more" if len(self.readers) > 1 else ""
+        per_block = len(self.readers) // self.blocks
+        others = f" and {per_block - 1} more" if per_block > 1 else ""
+        alike = f" and in {_plural(self.blocks - 1, 'block')} like it" if self.blocks > 1 else ""
         change = f"{self.layer} {self.units} -> {self.units + self.more}"
-        return f"{self} in {point.path} ({change}), read by {self.readers[0]}{others}"
+        return f"{self} in {point.path}{alike} ({change}), read by {self.readers[0]}{others}"
 
     def __str__(self) -> str:
-        return f"+{self.more} unit{'' if self.more == 1 else 's'}"
+        if self.heads > 1:
+            return f"+{_plural(self.more, 'group')} of {self.heads} heads"
+        return f"+{_plural(self.more, 'head' if self.heads else 'unit')}"
 
     def describe(self, model: nn.Module) -> str:
         """Every tensor that changes, with its old and new shape."""
@@ -126,9 +149,13 @@ class Width:
 
     def check(self, point: Point) -> None:
         numbers = [self.units, self.more, *(n for axis in self.axes for n in (axis.outer, axis.inner))]
-        if min(numbers) < 1 or any(axis.start < 0 or axis.dim < 0 for axis in self.axes):
+        if (
+            min(*numbers, self.blocks) < 1
+            or self.heads < 0
+            or any(axis.start < 0 or axis.dim < 0 for axis in self.axes)
+        ):
             raise ValueError(f"{numbers} do not describe a width")
-        names = [*(axis.name for axis in self.axes), *(size.name for size in self.sizes)]
+        names = [*(axis.name for axis in self.axes), *(n for size in self.sizes for n in (size.name, *size.through))]
         if any(name.startswith("__") or not name.isidentifier() for name in names):
             raise ValueError(f"{names} are not names of parameters and sizes")
 
@@ -146,7 +173,10 @@ class Width:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Rows are values, and values are in a state dict."""
-        data = {name: getattr(self, name) for name in ("units", "more", "layer", "flops", "start", "added")}
+        data = {
+            name: getattr(self, name)
+            for name in ("units", "more", "layer", "flops", "start", "added", "heads", "blocks")
+        }
         return {
             **data,
             "readers": list(self.readers),
@@ -198,13 +228,13 @@ class Widening(Edit):
         for each, value in zip(self.resized, self._new, strict=True):
             put(each.tensor, value)
         for size in self._move.sizes:
-            _change(size, self._move.more)
+            _change(size, self._move, self._move.more)
 
     def revert(self) -> None:
         for each, value in zip(self.resized, self._old, strict=True):
             put(each.tensor, value)
         for size in self._move.sizes:
-            _change(size, -self._move.more)
+            _change(size, self._move, -self._move.more)
 
 
 class _Widened(Edit):
@@ -221,7 +251,7 @@ class _Widened(Edit):
         for each in self.resized:
             put(each.tensor, like_layout(each.shrunk(each.tensor.detach()), each.tensor))
         for size in self._move.sizes:
-            _change(size, -self._move.more)
+            _change(size, self._move, -self._move.more)
 
 
 def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool = False) -> list[Resize]:
@@ -314,6 +344,12 @@ def _filled(resize: Resize, width: Width, rows: Sequence[Tensor]) -> Tensor:
     return like_layout(value, resize.tensor)
 
 
-def _change(size: Size, more: int) -> None:
-    module = size.module.find_module()
-    setattr(module, size.name, getattr(module, size.name) + more * size.per_unit)
+def _change(size: Size, width: Width, more: int) -> None:
+    holder = size.holder(size.module.find_module())
+    value = getattr(holder, size.name)
+    count = (width.units * size.per_unit if value is None else value) + more * size.per_unit
+    setattr(holder, size.name, None if size.unsaid and count == width.units * size.per_unit else count)
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
