@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from sensli.modules.wrappers import eager
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.width.starts import random_rows
-from sensli.moves.width.width import TOLERANCE, Widening, Width
+from sensli.moves.width.width import TOLERANCE, Widening, Width, family
 
 _ATTEMPTS = 24  # more would cost more than they find
 
@@ -49,11 +48,6 @@ def confirm(trial: Trial, sites: Sequence[Site]) -> tuple[list[Site], list[tuple
         else:
             waiting += [group[: len(group) // 2], group[len(group) // 2 :]]
     return good, wrong
-
-
-def family(path: str) -> str:
-    """The same for the layers of all blocks of a stack."""
-    return re.sub(r"\d+", "*", path)
 
 
 class Trial:

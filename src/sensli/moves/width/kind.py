@@ -13,12 +13,13 @@ from sensli.moves.point import Ref
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call
-from sensli.moves.width.confirming import Trial, confirm, family
+from sensli.moves.width.configured import as_configured
+from sensli.moves.width.confirming import Trial, confirm
 from sensli.moves.width.group import Group
 from sensli.moves.width.heads import Count, common_path, counts, guesses, heads_of
 from sensli.moves.width.marking import Layout, Seen, layout, watch
 from sensli.moves.width.roles import Role, role_of
-from sensli.moves.width.width import Axis, Size, Width, resizes
+from sensli.moves.width.width import Axis, Size, Width, family, resizes
 
 _GUESSES = 24  # of what counts heads: more would cost more than they find
 
@@ -72,7 +73,7 @@ class _Widths:
         sites.sort(key=lambda site: self.calls[site.path].ended)
         good, wrong = confirm(self.trial, sites)
         self.refused.update({site.path: problem for site, problem in wrong})
-        for site in good:
+        for site in as_configured(self.trial, self.model, good):
             self.search.keep(self.calls[site.path], self.calls[site.path].ended, site)
         for path, why in self.refused.items():
             self.search.skipped.setdefault(path, f"no more units: {why}")

@@ -5,6 +5,8 @@ New units start with zero columns in everything that reads them, so the function
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -106,16 +108,19 @@ class Width:
     flops: int = 0  # of one forward pass, per sample
     start: str = "sensitive"
     heads: int = 0  # of an attention that make one unit; 0: units are single
-    blocks: int = 1  # in how many equal blocks at once
+    blocks: int = (
+        0  # how many equal blocks get them at once, being all that a configuration describes; 0: only this one
+    )
     _rows: tuple[Tensor, ...] | None = field(
         default=None, repr=False, compare=False
     )  # entries of the "row" axes, as measured
 
     def line(self, point: Point) -> str:
-        per_block = len(self.readers) // self.blocks
+        per_block = len(self.readers) // max(1, self.blocks)
         others = f" and {per_block - 1} more" if per_block > 1 else ""
         alike = f" and in {_plural(self.blocks - 1, 'block')} like it" if self.blocks > 1 else ""
-        change = f"{self.layer} {self.units} -> {self.units + self.more}"
+        what = " groups" if self.heads > 1 else " heads" if self.heads else ""
+        change = f"{self.layer} {self.units} -> {self.units + self.more}{what}"
         return f"{self} in {point.path}{alike} ({change}), read by {self.readers[0]}{others}"
 
     def __str__(self) -> str:
@@ -149,11 +154,8 @@ class Width:
 
     def check(self, point: Point) -> None:
         numbers = [self.units, self.more, *(n for axis in self.axes for n in (axis.outer, axis.inner))]
-        if (
-            min(*numbers, self.blocks) < 1
-            or self.heads < 0
-            or any(axis.start < 0 or axis.dim < 0 for axis in self.axes)
-        ):
+        others = [self.heads, self.blocks, *(n for axis in self.axes for n in (axis.start, axis.dim))]
+        if min(numbers) < 1 or min(others) < 0:
             raise ValueError(f"{numbers} do not describe a width")
         names = [*(axis.name for axis in self.axes), *(n for size in self.sizes for n in (size.name, *size.through))]
         if any(name.startswith("__") or not name.isidentifier() for name in names):
@@ -208,6 +210,10 @@ class Widening(Edit):
             )
         move = site.move
         assert isinstance(move, Width)
+        if move.blocks and not covers_all_blocks(model, move):
+            raise UnknownSite(
+                f"'{site}' is for all blocks of this {type(model).__name__}, but their number has changed. Call find_sites again."
+            )
         self._move = move = move.on(model)
         self.name, self.module = site.find(model)
         self.site = replace(site, point=replace(site.point, anchor=Ref.to(self.name, self.module)), move=move)
@@ -284,6 +290,18 @@ def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool 
                 old[stretch.dim] -= stretch.outer * stretch.more * stretch.inner
         found_ones.append(Resize(name, tensor, ordered, tuple(old)))
     return found_ones
+
+
+def family(path: str) -> str:
+    """The same for the layers of all blocks of a stack."""
+    return re.sub(r"\d+", "*", path)
+
+
+def covers_all_blocks(model: nn.Module, width: Width) -> bool:
+    """Whether all blocks that the model has now are among those of a width."""
+    ours = Counter(family(path) for path in {axis.module.path for axis in width.axes})
+    there = Counter(family(path) for path, _ in model.named_modules())
+    return all(there[name] == count for name, count in ours.items())
 
 
 def found(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
