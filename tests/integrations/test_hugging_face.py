@@ -471,3 +471,19 @@ def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_pat
     assert len(callback.history) == 1
     held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert all(id(p) in held for p in trainer.model.parameters() if p.requires_grad)
+
+
+def test_a_trainer_widens_all_blocks_and_what_it_saves_is_loaded(tmp_path: Path) -> None:
+    def only_all_blocks(site: Any) -> bool:
+        return bool(site.move.blocks)
+
+    callback = grow(2, 3, grow="units", where=only_all_blocks)
+    trainer = make(tmp_path / "run", callback, model=make_model(**EXACT))
+    trainer.train()
+    assert [growth.site.path for growth in callback.history] == ["transformer.h.0.mlp.c_fc"] * 2
+    trainer.save_model(str(tmp_path / "model"))
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "model").eval()
+    assert loaded.config.n_inner == 50 == loaded.transformer.h[1].mlp.c_fc.nf  # 32, 40 and 50: a quarter more each time
+    ids = rows()[0]["input_ids"][None]
+    trainer.model.eval()
+    assert torch.allclose(loaded(ids).logits, trainer.model(ids).logits, atol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import sensli
+from architectures import GENERATORS, TRANSFORMERS
 from sensli import History, find_sites, grow, measure, replay, undo
 from sensli.errors import UnknownSite
+from sensli.modules.running import run, tensors
+from sensli.surgery.averaging import follow
 from widening import column_gradients, redrawn, widened
 
 
@@ -241,11 +246,26 @@ class Biased(Attention):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
+class Frozen(Configured):
+    """Nobody may change the number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Numbers(3, 12)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    n_head: int
+    split: int
+
+
 @pytest.mark.parametrize(
     ("make", "path", "reason"),
     [
         (Divided, "attention.0.q", "no more units: heads: the model fails with more of them"),
         (Torch, "attention.0.inner", "nn.MultiheadAttention divides embed_dim by num_heads"),
+        (Frozen, "attention.0.qkv", "heads: the model fails with more of them (FrozenInstanceError"),
         (Biased, "attention.1.k", "no more units: heads: the model fails with more of them"),
     ],
 )
@@ -256,6 +276,32 @@ def test_attention_that_cannot_have_more_heads_says_why(make: Any, path: str, re
     sites = find_sites(model, x, grow="units")
     assert not [site for site in sites if site.path.startswith("attention")]
     assert reason in dict(sites.skipped)[path] and whole_numbers(model) == numbers
+
+
+def test_a_growth_that_fails_halfway_leaves_the_model_as_it_was() -> None:
+    model, x, _ = made("configured")
+    site = find_sites(model, x, grow="units")[0]
+    model.attention[0].config = Numbers(3, 12)
+    before, numbers, output = (
+        {key: value.clone() for key, value in model.state_dict().items()},
+        whole_numbers(model),
+        model(x),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(AttributeError, match="cannot assign"):
+        grow(model, site, optimizer=optimizer)
+    assert whole_numbers(model) == numbers and torch.equal(model(x), output)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_an_average_follows_new_heads() -> None:
+    model, x, _ = made("configured")
+    average = AveragedModel(model)
+    growth = grow(model, find_sites(model, x, grow="units")[0])
+    follow(average, growth, model)
+    assert average.module.attention[0].config.n_head == 4 == model.attention[0].config.n_head
+    average.update_parameters(model)
+    assert torch.allclose(average(x), model(x), rtol=1e-12, atol=1e-12)
 
 
 def test_a_share_of_sites_goes_to_json_and_back() -> None:
@@ -333,6 +379,39 @@ def test_what_a_configuration_states_once_is_widened_everywhere_saved_and_loaded
     for growth in reversed(growths):
         undo(model, growth)
     assert model.config.to_dict() == config
+
+
+OTHERS = {**TRANSFORMERS, **GENERATORS}
+
+
+@pytest.mark.library
+@pytest.mark.filterwarnings("ignore")  # of the library, about itself
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma2", "gpt_neox", "bart", "t5", "jamba", "two_berts", "modernbert_decoder"]
+)
+def test_whatever_is_offered_in_other_architectures_is_exact_and_what_is_configured_is_loaded(
+    name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, batch = OTHERS[name]()
+    model.double().eval()
+
+    def loss(output: Any, _: Any = None) -> Tensor:
+        return sum(each.double().sin().mean() for each in tensors(output) if each.dim() > 1)  # type: ignore[return-value]
+
+    sites = find_sites(model, batch, grow="units")
+    configured = [site for site in sites if site.move.blocks]
+    assert len(sites) > 0
+    check_exact(
+        model, sites, lambda m: loss(run(m, batch)), measure(model, sites, [(batch, None)], loss, norm="frobenius")
+    )
+    for site in configured:
+        grow(model, site)
+    if configured:
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+        assert torch.allclose(loss(run(loaded, batch)), loss(run(model, batch)), rtol=1e-12)
 
 
 @pytest.mark.library

@@ -131,11 +131,13 @@ class _Widths:
         group = heads_of(cluster)
         if group is None:
             return None
+        mixed = any(each.mixed_by for each in cluster)
         alone = len(cluster) == 1 and next(iter(group.makers.values())).outer == 1
-        if group.units > 1 and not (alone and cluster[0].mixed_by):
+        if group.heads > 1 or (group.units > 1 and not (alone and mixed)):
             return group
         # A norm over channels leaves the same marks, but nothing around it is called a number of heads.
-        return group if any(count.likely for count in counts(self.model, group)) else None
+        named = any(count.likely for count in counts(self.model, group))
+        return group if named and (group.units > 1 or not mixed) else None
 
     def _of(self, seen: Seen) -> Group:
         if not seen.reads:

@@ -231,10 +231,17 @@ class Widening(Edit):
         self._new = [_filled(each, self._move, rows) for each in self.resized]
 
     def apply(self) -> None:
+        changed: list[Size] = []
+        try:
+            for size in self._move.sizes:  # first: an object that a module holds may refuse to be changed
+                _change(size, self._move, self._move.more)
+                changed.append(size)
+        except BaseException:
+            for size in changed:
+                _change(size, self._move, -self._move.more)
+            raise
         for each, value in zip(self.resized, self._new, strict=True):
             put(each.tensor, value)
-        for size in self._move.sizes:
-            _change(size, self._move, self._move.more)
 
     def revert(self) -> None:
         for each, value in zip(self.resized, self._old, strict=True):
