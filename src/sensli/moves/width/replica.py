@@ -72,8 +72,8 @@ class Replica:
         self._calls.clear()
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
+        if not torch.is_grad_enabled() or not self._calls:
+            return  # a call around the one that was made: the Trainer of Hugging Face measures its own step
         if self._copy is None:
             self._copy = self._made()
         self._copy.train(self._model.training)
