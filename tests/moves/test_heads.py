@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -154,6 +156,28 @@ def test_what_heads_cost_is_what_they_add(name: str) -> None:
         assert site.flops == sensli.count_flops(wider, x) - sensli.count_flops(model, x)
 
 
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    heads=st.integers(min_value=1, max_value=4),
+    dim=st.integers(min_value=2, max_value=5),
+    fused=st.sampled_from(["", "", "3hd", "h3d", "hd3"]),
+    shared=st.sampled_from([1, 1, 2, 3]),
+    more=st.integers(min_value=1, max_value=3),
+    seed=st.integers(min_value=0, max_value=99),
+)
+def test_random_attention_keeps_its_function(
+    heads: int, dim: int, fused: str, shared: int, more: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    shared = 1 if fused else shared
+    model = Blocks(lambda: Attention(12, heads * shared, dim, fused, shared), 1).double()
+    x, y = torch.randn(3, 4, 12, dtype=torch.float64), torch.arange(3)
+    sites = find_sites(model, x, grow="units", units=more)
+    assert [(site.move.units, site.move.heads) for site in sites] == [(heads, shared)]
+    merits = measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius")
+    check_exact(model, sites, lambda m: F.cross_entropy(m(x), y), merits)
+
+
 # --- the verbs ---
 
 
@@ -263,10 +287,10 @@ class Numbers:
 @pytest.mark.parametrize(
     ("make", "path", "reason"),
     [
-        (Divided, "attention.0.q", "no more units: heads: the model fails with more of them"),
+        (Divided, "attention.0.q", "no more heads: the model fails with more of them"),
         (Torch, "attention.0.inner", "nn.MultiheadAttention divides embed_dim by num_heads"),
-        (Frozen, "attention.0.qkv", "heads: the model fails with more of them (FrozenInstanceError"),
-        (Biased, "attention.1.k", "no more units: heads: the model fails with more of them"),
+        (Frozen, "attention.0.qkv", "no more heads: the model fails with more of them (FrozenInstanceError"),
+        (Biased, "attention.1.k", "no more heads: the model fails with more of them"),
     ],
 )
 def test_attention_that_cannot_have_more_heads_says_why(make: Any, path: str, reason: str) -> None:
@@ -458,16 +482,16 @@ def test_generating_with_the_cache_is_generating_without_it(name: str) -> None:
     model, batch = hugging_face(name)
     model.eval()
     prompt = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
-    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    before = model.generate(**prompt, **settings)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    before = model.generate(**prompt, **options)
     for _ in range(2):
         for site in find_sites(model, batch, grow="units"):
             grow(model, site)
     torch.manual_seed(1)
-    cached = model.generate(**prompt, **settings, use_cache=True)
-    assert torch.equal(cached, before) and torch.equal(cached, model.generate(**prompt, **settings, use_cache=False))
+    cached = model.generate(**prompt, **options, use_cache=True)
+    assert torch.equal(cached, before) and torch.equal(cached, model.generate(**prompt, **options, use_cache=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(**batch).loss.backward()
     optimizer.step()
-    trained = model.generate(**prompt, **settings, use_cache=True)
-    assert torch.equal(trained, model.generate(**prompt, **settings, use_cache=False))
+    trained = model.generate(**prompt, **options, use_cache=True)
+    assert torch.equal(trained, model.generate(**prompt, **options, use_cache=False))

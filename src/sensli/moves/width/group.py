@@ -16,8 +16,9 @@ class Group:
     reads: dict[str, Layout] = field(default_factory=dict)
     passes: dict[str, Layout] = field(default_factory=dict)
     heads: int = (
-        0  # of an attention that make one unit, the queries' where several share keys and values; 0: units are single
+        0  # of an attention that make one unit: several queries' where they share keys and values; 0: single units
     )
+    other: Group | None = None  # what it may be instead, if the trial refuses it
 
     def touches(self, other: Group) -> bool:
         """Whether two groups have entries of some axis in common."""

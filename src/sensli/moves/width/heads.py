@@ -32,12 +32,15 @@ def heads_of(seen: Sequence[Seen]) -> Group | None:
         if any((end - start) % units for start, end in spans.values()):
             continue
         reads = {path: Layout(start, 1, (end - start) // units) for path, (start, end) in spans.items()}
-        makers = {each.path: _maker(each, units, reads) for each in seen}
-        found = {path: where for path, where in makers.items() if where is not None}
-        if len(found) == len(makers):
-            passes = {path: found[each.path] for each in seen for path in each.passes}
-            group = Group(units, found, reads, passes, heads=max(1, longest // units // filled))
-            return group if all(map(_passes_rows, seen)) else None
+        makers = {each.path: _layouts(each, units, reads) for each in seen}
+        if all(makers.values()) and all(map(_passes_rows, seen)):
+            found = None
+            # One head fills everything, whatever the order in a fused layer: a trial will tell.
+            for layouts in reversed(list(zip(*makers.values(), strict=False))):
+                chosen = dict(zip(makers, layouts, strict=True))
+                passes = {path: chosen[each.path] for each in seen for path in each.passes}
+                found = Group(units, chosen, reads, passes, max(1, longest // units // filled), found)
+            return found
     return None
 
 
@@ -51,22 +54,20 @@ def _is_run(places: frozenset[int]) -> bool:
     return len(places) > 1 and max(places) - min(places) + 1 == len(places)
 
 
-def _maker(seen: Seen, units: int, reads: dict[str, Layout]) -> Layout | None:
-    """How the rows of a layer lie, so that every mark stays in the block of its unit."""
+def _layouts(seen: Seen, units: int, reads: dict[str, Layout]) -> list[Layout]:
+    """How the rows of a layer may lie, so that every mark stays in the block of its unit."""
+    found = []
     for outer in _FUSED:
         inner, rest = divmod(seen.units, outer * units)
-        if (
-            inner
-            and not rest
-            and all(
-                (place - reads[path].start) // reads[path].inner == row // inner % units
-                for path, marks in seen.reads.items()
-                for row, places in marks.items()
-                for place in places
-            )
-        ):
-            return Layout(0, outer, inner)
-    return None
+        fits = all(
+            (place - reads[path].start) // reads[path].inner == row // max(inner, 1) % units
+            for path, marks in seen.reads.items()
+            for row, places in marks.items()
+            for place in places
+        )
+        if inner and not rest and fits:
+            found.append(Layout(0, outer, inner))
+    return found
 
 
 def _passes_rows(seen: Seen) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -58,28 +58,29 @@ class _Widths:
         self.search, self.model, self.copy = search, search.model, search.flow.model
         self.calls = {call.path: call for call in search.flow.calls}
         self.trial = Trial(search)
-        self.refused: dict[str, str] = {}
-        self.learned: dict[str, _Learned] = {}  # of the heads of one block, for its equals
+        self.refused: dict[str, str] = {}  # every layer that stays as it is, and why
+        self.learned: dict[object, _Learned] = {}  # of the heads of one block, for its equals
 
     def offer(self) -> None:
         sites = []
         for group in self._groups():
-            first = min(group.makers, key=lambda path: self.calls[path].began)
             try:
-                site = self._site(group, first)
-                sites.append(self._counted(group, site) if group.heads else site)
+                sites.append(self._found(group))
             except _Refused as reason:
-                self._refuse(group.makers, str(reason))
+                self._refuse(group.makers, str(reason), "heads" if group.heads else "units")
         sites.sort(key=lambda site: self.calls[site.path].ended)
         good, wrong = confirm(self.trial, sites)
-        self.refused.update({site.path: problem for site, problem in wrong})
+        for site, problem in wrong:
+            assert isinstance(site.move, Width)
+            makers = {axis.module.path for axis in site.move.axes if axis.fill == "row"}
+            self._refuse(makers, problem, "heads" if site.move.heads else "units")
         for site in as_configured(self.trial, self.model, good):
             self.search.keep(self.calls[site.path], self.calls[site.path].ended, site)
         for path, why in self.refused.items():
-            self.search.skipped.setdefault(path, f"no more units: {why}")
+            self.search.skipped.setdefault(path, why)
 
-    def _refuse(self, paths: Any, reason: str) -> None:
-        self.refused.update(dict.fromkeys(paths, reason))
+    def _refuse(self, paths: Iterable[str], reason: str, what: str = "units") -> None:
+        self.refused.update(dict.fromkeys(paths, f"no more {what}: {reason}"))
 
     # --- who belongs together ---
 
@@ -88,17 +89,15 @@ class _Widths:
         for path, module in self.copy.named_modules():
             role = role_of(module)
             if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-                self.refused[path] = "a recurrent layer keeps its units in one call, where none can be added alone"
+                self._refuse([path], "a recurrent layer keeps its units in one call, where none can be added alone")
             if isinstance(module, nn.MultiheadAttention):
-                self.refused[path] = (
-                    "nn.MultiheadAttention divides embed_dim by num_heads to get the size of a head, so another head would change all "
-                    "of them"
-                )
+                tied = "nn.MultiheadAttention divides embed_dim by num_heads to get the size of a head, so another would change all"
+                self._refuse([path], tied, "heads")
             if role is None or not role.makes:
                 continue
             calls = len(self.search.flow.calls_of(path))
             if calls != 1:
-                self.refused[path] = f"is called {calls} times in one forward pass"
+                self._refuse([path], f"is called {calls} times in one forward pass")
             else:
                 makers.append((path, module))
         if not makers:
@@ -123,7 +122,8 @@ class _Widths:
                 for path in group.makers:
                     plain.pop(path, None)
                     reasons.pop(path, None)
-        self.refused.update(reasons)
+        for path, why in reasons.items():
+            self._refuse([path], why)
         return [*heads, *self._joined(list(plain.values()))]
 
     def _heads(self, cluster: list[Seen]) -> Group | None:
@@ -178,6 +178,16 @@ class _Widths:
 
     # --- the site ---
 
+    def _found(self, group: Group) -> Site:
+        first = min(group.makers, key=lambda path: self.calls[path].began)
+        try:
+            site = self._site(group, first)
+            return self._counted(group, site) if group.heads else site
+        except _Refused:
+            if group.other is None:
+                raise
+            return self._found(group.other)
+
     def _site(self, group: Group, first: str) -> Site:
         axes: list[Axis] = []
         sizes: list[Size] = []
@@ -215,11 +225,12 @@ class _Widths:
     def _counted(self, group: Group, site: Site) -> Site:
         """The site of heads with all numbers that must follow, found by trial, and with what the heads cost."""
         around = common_path([*group.makers, *group.reads])
-        known = self.learned.get(family(site.path))
+        alike = family(site.path), group.units, *group.makers.values()
+        known = self.learned.get(alike)
         if known is None:
-            known = self.learned[family(site.path)] = self._learn(group, site, around)
+            known = self.learned[alike] = self._learn(group, site, around)
         if known.problem:
-            raise _Refused(f"heads: {known.problem}")
+            raise _Refused(known.problem)
         found = [replace(count, path=around + count.path) for count in known.counts]
         return _with_counts(site, self.model, found, known.flops)
 
