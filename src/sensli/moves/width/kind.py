@@ -25,7 +25,7 @@ _GUESSES = 24  # of what counts heads: more would cost more than they find
 
 
 class WidthKind:
-    """More units, channels or hidden features."""
+    """More units, channels, hidden features or heads."""
 
     move: ClassVar[type[Width]] = Width
     grows: ClassVar[str] = "units"
