@@ -405,6 +405,29 @@ def test_what_a_configuration_states_once_is_widened_everywhere_saved_and_loaded
     assert model.config.to_dict() == config
 
 
+class Own(nn.Module):
+    """Built from a configuration, but no library saves it by that."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.up = nn.ModuleList([nn.Linear(6, config.hidden) for _ in range(2)])
+        self.down = nn.ModuleList([nn.Linear(config.hidden, 6) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(up(x).relu())
+        return x
+
+
+def test_blocks_of_a_model_that_no_library_saves_may_differ() -> None:
+    model = Own(SimpleNamespace(hidden=8))
+    sites = find_sites(model, torch.randn(2, 6), grow="units")
+    assert [site.path for site in sites] == ["up.0", "up.1"]
+    grow(model, sites[0])
+    assert model.config.hidden == 8
+
+
 OTHERS = {**TRANSFORMERS, **GENERATORS}
 
 

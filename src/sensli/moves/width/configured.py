@@ -70,6 +70,8 @@ class _Built:
         return None
 
     def _configuration(self, module: nn.Module) -> str:
+        if not hasattr(module, "save_pretrained"):
+            return ""  # nobody saves it by its configuration, so every block may have its own width
         inside = {id(part) for part in module.modules()}
         outside = {id(o) for part in self._model.modules() if id(part) not in inside for _, o in held_objects(part)}
         for name, held in held_objects(module):

@@ -44,6 +44,12 @@ def heads_of(seen: Sequence[Seen]) -> Group | None:
     return None
 
 
+def may_be_fused(seen: Seen) -> bool:
+    """Whether a layer that nothing else is read with may have queries, keys and values one after the other."""
+    places = [columns for marks in seen.reads.values() for columns in marks.values()]
+    return seen.units % 3 == 0 and any(_is_run(columns) for columns in places) and len(set(places)) > 1
+
+
 def _span(reader: str, seen: Sequence[Seen]) -> tuple[int, int]:
     """The columns of a reader that the marks of all layers fill; first and last rows were marked."""
     places = frozenset().union(*(p for each in seen for p in each.reads.get(reader, {}).values()))
@@ -63,7 +69,7 @@ def _layouts(seen: Seen, units: int, reads: dict[str, Layout]) -> list[Layout]:
             (place - reads[path].start) // reads[path].inner == row // max(inner, 1) % units
             for path, marks in seen.reads.items()
             for row, places in marks.items()
-            for place in places
+            for place in (min(places), max(places))
         )
         if inner and not rest and fits:
             found.append(Layout(0, outer, inner))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,8 +17,8 @@ from sensli.moves.trace.flow import Call
 from sensli.moves.width.configured import as_configured
 from sensli.moves.width.confirming import Trial, confirm
 from sensli.moves.width.group import Group
-from sensli.moves.width.heads import Count, common_path, counts, guesses, heads_of
-from sensli.moves.width.marking import Layout, Seen, layout, watch
+from sensli.moves.width.heads import Count, common_path, counts, guesses, heads_of, may_be_fused
+from sensli.moves.width.marking import Layout, Seen, layout, watch, watch_thirds
 from sensli.moves.width.roles import Role, role_of
 from sensli.moves.width.width import Axis, Size, Width, family, resizes
 
@@ -115,8 +116,12 @@ class _Widths:
             except _Refused as reason:
                 reasons[each.path] = str(reason)
         heads = []
-        for cluster in _read_together(list(seen.values())):
-            group = None if _is_plain(cluster, plain) else self._heads(cluster)
+        clusters = [each for each in _read_together(list(seen.values())) if not _is_plain(each, plain)]
+        fused = [cluster[0] for cluster in clusters if len(cluster) == 1 and may_be_fused(cluster[0])]
+        with suppress(Exception):  # what marks do not tell the trial will
+            watch_thirds(self.copy, self.search.example, fused)
+        for cluster in clusters:
+            group = self._heads(cluster)
             if group is not None:
                 heads.append(group)
                 for path in group.makers:
