@@ -302,6 +302,23 @@ def test_attention_that_cannot_have_more_heads_says_why(make: Any, path: str, re
     assert reason in dict(sites.skipped)[path] and whole_numbers(model) == numbers
 
 
+def test_a_number_that_is_gone_is_told_before_anything_changes() -> None:
+    model, x, _ = made("configured")
+    site = find_sites(model, x, grow="units")[0]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.attention[0].config.n_head = "three"
+    with pytest.raises(UnknownSite, match=r"attention.0.config.n_head is 'three', which does not count the units"):
+        grow(model, site)
+    model.attention[0].config = None
+    with pytest.raises(UnknownSite, match="is 'missing', which does not count the units"):
+        grow(model, site)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    data = site.to_dict()
+    data["move"]["sizes"][-1]["through"] = ["__dict__"]
+    with pytest.raises(ValueError, match="are not names of parameters and sizes"):
+        type(site).from_dict(data).check()
+
+
 def test_a_growth_that_fails_halfway_leaves_the_model_as_it_was() -> None:
     model, x, _ = made("configured")
     site = find_sites(model, x, grow="units")[0]

@@ -218,6 +218,7 @@ class Widening(Edit):
         self.name, self.module = site.find(model)
         self.site = replace(site, point=replace(site.point, anchor=Ref.to(self.name, self.module)), move=move)
         self.resized = resizes(model, move, strict=strict)
+        check_sizes(move)
         self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
 
@@ -258,6 +259,7 @@ class _Widened(Edit):
         self.name, self.module, self.site = path, module, site
         self._move = site.move.on(model)
         self.resized = resizes(model, self._move, made=True)
+        check_sizes(self._move)
         self.renames, self.beside = {}, {}
 
     def revert(self) -> None:
@@ -297,6 +299,19 @@ def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool 
                 old[stretch.dim] -= stretch.outer * stretch.more * stretch.inner
         found_ones.append(Resize(name, tensor, ordered, tuple(old)))
     return found_ones
+
+
+def check_sizes(width: Width) -> None:
+    """Raise if something that should count the units of a width, bound to its modules, is not there or is not a number."""
+    for size in width.sizes:
+        value: Any = size.module.find_module()
+        for name in (*size.through, size.name):
+            value = getattr(value, name, "missing")
+        if type(value) is not int and not (size.unsaid and value is None):
+            where = ".".join(part for part in (size.module.path, *size.through, size.name) if part)
+            raise UnknownSite(
+                f"{where} is {value!r}, which does not count the units that find_sites saw: the model has changed. Call find_sites again."
+            )
 
 
 def family(path: str) -> str:
