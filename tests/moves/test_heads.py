@@ -148,7 +148,9 @@ def test_a_merit_of_heads_is_the_gradient_in_the_network_that_really_has_them(na
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_heads_cost_is_what_they_add(name: str) -> None:
     model, x, _ = made(name)
-    for site in find_sites(model, x, grow="units", units=2):
+    sites = find_sites(model, x, grow="units", units=2)
+    assert len(sites) == 2
+    for site in sites:
         wider, _ = widened(model, site)
         assert site.parameters == sum(p.numel() for p in wider.parameters()) - sum(
             p.numel() for p in model.parameters()
@@ -525,9 +527,10 @@ def test_generating_with_the_cache_is_generating_without_it(name: str) -> None:
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     before = model.generate(**prompt, **options)
     for _ in range(2):
-        for site in find_sites(model, batch, grow="units"):
+        sites = find_sites(model, batch, grow="units")
+        assert any(site.move.heads for site in sites)
+        for site in sites:
             grow(model, site)
-    torch.manual_seed(1)
     cached = model.generate(**prompt, **options, use_cache=True)
     assert torch.equal(cached, before) and torch.equal(cached, model.generate(**prompt, **options, use_cache=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
