@@ -142,9 +142,7 @@ def test_a_function_is_not_taken_for_the_selection_of_the_same_name() -> None:
 @pytest.mark.parametrize("what", ["units", "both"])
 def test_a_separate_rate_for_units_is_refused_before_any_training(what: str) -> None:
     model = deep()
-    with pytest.raises(
-        ValueError, match=f"own_rate must be None with grow='{what}', got 0.5: new units are part of"
-    ):
+    with pytest.raises(ValueError, match=f"own_rate must be None with grow='{what}', got 0.5: new units are part of"):
         Grower(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),

@@ -485,3 +485,25 @@ def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_pat
     assert len(callback.history) == 1
     held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert all(id(p) in held for p in trainer.model.parameters() if p.requires_grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["all blocks", "one block"])
+def test_a_trainer_widens_resumes_to_the_bit_and_saves_what_its_configuration_describes(
+    which: str, tmp_path: Path
+) -> None:
+    def chosen(site: Any) -> bool:
+        return bool(site.move.blocks if which == "all blocks" else site.move.heads)
+
+    growing: dict[str, Any] = {"grow": "units", "where": chosen, "batches": 2}
+    whole = make(tmp_path, first := grow(2, 3, **growing), num_train_epochs=3)
+    whole.train()
+    resumed = make(tmp_path / "again", second := grow(2, 3, **growing), num_train_epochs=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert len(first.history) == 2 and first.history == second.history
+    assert_same(whole.model.state_dict(), resumed.model.state_dict())
+    assert whole.model.config.n_inner == resumed.model.config.n_inner == (50 if which == "all blocks" else None)
+    if which == "all blocks":  # 32, 40 and 50 hidden units: a quarter more each time
+        resumed.save_model(str(tmp_path / "model"))
+        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
+        assert_same(loaded.state_dict(), resumed.model.state_dict())

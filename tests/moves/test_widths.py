@@ -19,8 +19,8 @@ import sensli
 from sensli import Probe, find_sites, measure
 from sensli.errors import UnknownSite
 from sensli.moves.sites import Site
-from sensli.moves.stretching import Stretch
-from sensli.moves.width.width import Widening, Width
+from sensli.moves.width.width import Widening
+from widening import column_gradients, redrawn, widened
 
 
 class Convolutions(nn.Module):
@@ -133,28 +133,6 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(1), target)
 
 
-def widened(model: nn.Module, site: Site) -> tuple[nn.Module, Widening]:
-    """Really wider, with the rows that the site carries."""
-    assert isinstance(site.move, Width)
-    other = copy.deepcopy(model)
-    move = replace(site.move.by_path(), _rows=site.move._rows)
-    edit = Widening(other, replace(site, point=site.point.by_path(), move=move))
-    edit.build()
-    edit.apply()
-    return other, edit
-
-
-def column_gradients(edit: Widening) -> float:
-    """The squared norm of the gradient of the columns that read the new units."""
-    move, total = edit._move, 0.0
-    for axis in move.axes:
-        if axis.fill == "column":
-            stretch = Stretch(axis.dim, move.units, move.more, axis.start, axis.outer, axis.inner)
-            gradient = getattr(axis.module.find_module(), axis.name).grad
-            total += stretch.entries(gradient).square().sum().item()
-    return total
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_merit_is_the_gradient_in_the_network_that_is_really_wider(name: str, training: bool) -> None:
@@ -193,15 +171,7 @@ def test_new_rows_do_not_matter_to_the_bit(name: str) -> None:
         outputs = []
         for seed in range(3):
             wider, edit = widened(model, site)
-            torch.manual_seed(seed)
-            with torch.no_grad():
-                for axis in edit._move.axes:
-                    if axis.fill == "row":
-                        tensor = getattr(axis.module.find_module(), axis.name)
-                        move = edit._move
-                        stretch = Stretch(axis.dim, move.units, move.more, axis.start, axis.outer, axis.inner)
-                        new = stretch.entries(tensor)
-                        tensor.copy_(stretch.applied(stretch.reverted(tensor), torch.randn_like(new)))
+            redrawn(edit, seed)
             outputs.append(wider(x))
         assert all(torch.equal(output, outputs[0]) for output in outputs)
 

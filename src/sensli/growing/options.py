@@ -81,11 +81,6 @@ class Options:
             )
         self._become(units=check_units(self.units), recycle=checks.flag("recycle", self.recycle))
         check_per(self.per)
-        if self.own_rate is not None and self.grow != "layers":
-            raise ValueError(
-                f"own_rate must be None with grow={self.grow!r}, got {self.own_rate:g}: new units are entries of parameters that exist, "
-                "and an optimizer has one learning rate for a whole parameter. Leave it out, or use grow='layers'."
-            )
         check_log(self.log)
 
     def _become(self, **values: Any) -> None:

@@ -70,9 +70,10 @@ def find_sites(
         kernel_size: The kernel size of new convolutions, an odd number. None takes the neighbour's if it is odd, otherwise 3.
         init: How a twin gets the weights that need not be zero: ``"copy"`` takes those of its neighbour, ``"fresh"`` draws new
             ones with the same spread (default: "copy").
-        grow: What to grow: ``"layers"``, ``"units"`` (more units, channels or hidden features for layers that exist) or
-            ``"both"`` (default: "layers").
-        units: How many units a layer would get: a number, or a share of those it has, at least one (default: 0.25).
+        grow: What to grow: ``"layers"``, ``"units"`` (more units, channels, hidden features or attention heads for layers that
+            exist) or ``"both"`` (default: "layers").
+        units: How many units a layer would get, of attention how many heads: a number, or a share of those it has, at least one
+            (default: 0.25).
         start: How new units start: ``"sensitive"`` chooses the rows that are worth most among those that a measurement tries,
             ``"random"`` draws them (default: "sensitive").
 

@@ -1,1 +1,1 @@
-"""Widths: more units, channels or hidden features for layers that exist. Found by marking units and watching who reads them."""
+"""Widths: more units, channels, hidden features or heads for layers that exist. Found by marking units and watching who reads them."""

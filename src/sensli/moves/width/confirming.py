@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,20 +11,20 @@ import torch
 from torch import Tensor
 
 from sensli.modules.dropout import NoDropout
+from sensli.modules.flops import count_flops
 from sensli.modules.nearness import moved
 from sensli.modules.running import device_of, run, tensors, to_device, untouched
 from sensli.modules.wrappers import eager
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.width.starts import random_rows
-from sensli.moves.width.width import TOLERANCE, Widening, Width
+from sensli.moves.width.width import TOLERANCE, Widening, Width, family
 
 _ATTEMPTS = 24  # more would cost more than they find
 
 
-def confirm(search: Search, sites: Sequence[Site]) -> tuple[list[Site], list[tuple[Site, str]]]:
+def confirm(trial: Trial, sites: Sequence[Site]) -> tuple[list[Site], list[tuple[Site, str]]]:
     """Those that hold, and the others with the reason. All are tried at once, then layer by layer of equal blocks, then in halves."""
-    trial = _Trial(search)
     good: list[Site] = []
     wrong: list[tuple[Site, str]] = []
     waiting, attempts = [list(sites)], 0
@@ -37,7 +36,7 @@ def confirm(search: Search, sites: Sequence[Site]) -> tuple[list[Site], list[tup
         problem = trial.of(group)
         families: dict[str, list[Site]] = {}
         for site in group:
-            families.setdefault(re.sub(r"\d+", "*", site.path), []).append(site)
+            families.setdefault(family(site.path), []).append(site)
         if not problem:
             good += group
         elif len(group) == 1 or attempts >= _ATTEMPTS:
@@ -51,7 +50,7 @@ def confirm(search: Search, sites: Sequence[Site]) -> tuple[list[Site], list[tup
     return good, wrong
 
 
-class _Trial:
+class Trial:
     """The copy that the example ran through."""
 
     def __init__(self, search: Search) -> None:
@@ -59,16 +58,16 @@ class _Trial:
         self._example = to_device(search.example, device_of(self.model))
         self._base: dict[bool, list[Tensor] | None] = {}
 
-    def of(self, sites: Sequence[Site]) -> str:
-        """What is wrong with the sites together; empty if nothing is."""
-        for training in (False, True):
+    def of(self, sites: Sequence[Site], modes: Sequence[bool] = (False, True)) -> str:
+        """What is wrong with the sites together, in evaluation and in training; empty if nothing is."""
+        for training in modes:
             base = self._baseline(training)
             if base is None and not training:
                 return "the model does not run with other random numbers"
             if base is None:
                 continue  # a batch too small for its norms: it cannot train on the example
             try:
-                first, second = (self._widened(sites, training, seed) for seed in (0, 1))
+                first, second = (self._outputs(sites, training, seed) for seed in (0, 1))
             except Exception as error:
                 text = str(error).strip().split("\n")[0][:120]
                 return f"the model fails with more of them ({type(error).__name__}: {text})"
@@ -88,7 +87,19 @@ class _Trial:
                 self._base[training] = None
         return self._base[training]
 
-    def _widened(self, sites: Sequence[Site], training: bool, seed: int) -> list[Tensor]:
+    def flops(self, site: Site) -> int:
+        """What a site that holds adds to a forward pass, per sample."""
+        before = count_flops(self.model, self._example)
+        with self.widened([site]):
+            return count_flops(self.model, self._example) - before
+
+    def _outputs(self, sites: Sequence[Site], training: bool, seed: int) -> list[Tensor]:
+        with self.widened(sites, seed):
+            return self._run(training)
+
+    @contextmanager
+    def widened(self, sites: Sequence[Site], seed: int = 0) -> Iterator[None]:
+        """The copy is wider as long as the context lasts."""
         generator = torch.Generator().manual_seed(seed)
         with ExitStack() as stack:
             for site in in_order(sites):
@@ -100,7 +111,7 @@ class _Trial:
                 edit.build()
                 edit.apply()
                 stack.callback(edit.revert)
-            return self._run(training)
+            yield
 
     def _run(self, training: bool) -> list[Tensor]:
         # Never chained: somebody's train() returns None.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -14,13 +15,18 @@ from sensli.moves.roles import Role, role_of
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call
-from sensli.moves.width.confirming import confirm
-from sensli.moves.width.marking import Layout, Seen, columns, layout, watch
-from sensli.moves.width.width import Axis, Size, Width, layers_in, resizes
+from sensli.moves.width.configured import as_configured
+from sensli.moves.width.confirming import Trial, confirm
+from sensli.moves.width.group import Group
+from sensli.moves.width.heads import Count, common_path, counts, guesses, heads_of, may_be_fused
+from sensli.moves.width.marking import Layout, Seen, layout, watch, watch_thirds
+from sensli.moves.width.width import Axis, Size, Width, family, layers_in, resizes
+
+_GUESSES = 24  # of what counts heads: more would cost more than they find
 
 
 class WidthKind:
-    """More units, channels or hidden features."""
+    """More units, channels, hidden features or heads."""
 
     move: ClassVar[type[Width]] = Width
     grows: ClassVar[str] = "units"
@@ -35,58 +41,64 @@ class WidthKind:
         """Nothing else could be widened."""
 
 
-@dataclass
-class _Group:
-    """Layers that make the same units, and all that reads or passes them."""
-
-    units: int
-    makers: dict[str, int] = field(default_factory=dict)  # and in how many groups each has them
-    reads: dict[str, Layout] = field(default_factory=dict)
-    passes: dict[str, Layout] = field(default_factory=dict)
-
-
 class _Refused(Exception):
     """Why a layer gets no more units."""
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What must follow the number of heads, with paths within the attention, and what more heads cost; or why there are none."""
+
+    counts: tuple[Count, ...] = ()
+    flops: int = 0
+    problem: str = ""
 
 
 class _Widths:
     def __init__(self, search: Search) -> None:
         self.search, self.model, self.copy = search, search.model, search.flow.model
         self.calls = {call.path: call for call in search.flow.calls}
-        self.refused: dict[str, str] = {}
+        self.trial = Trial(search)
+        self.refused: dict[str, str] = {}  # every layer that stays as it is, and why
+        self.learned: dict[object, _Learned] = {}  # of the heads of one block, for its equals
 
     def offer(self) -> None:
         sites = []
         for group in self._groups():
-            first = min(group.makers, key=lambda path: self.calls[path].began)
             try:
-                sites.append(self._site(group, first))
+                sites.append(self._found(group))
             except _Refused as reason:
-                self._refuse(group.makers, str(reason))
+                self._refuse(group.makers, str(reason), "heads" if group.heads else "units")
         sites.sort(key=lambda site: self.calls[site.path].ended)
-        good, wrong = confirm(self.search, sites)
-        self.refused.update({site.path: problem for site, problem in wrong})
-        for site in good:
+        good, wrong = confirm(self.trial, sites)
+        for site, problem in wrong:
+            assert isinstance(site.move, Width)
+            makers = {axis.module.path for axis in site.move.axes if axis.fill == "row"}
+            self._refuse(makers, problem, "heads" if site.move.heads else "units")
+        for site in as_configured(self.trial, self.model, good):
             self.search.keep(self.calls[site.path], self.calls[site.path].ended, site)
         for path, why in self.refused.items():
-            self.search.skipped.setdefault(path, f"no more units: {why}")
+            self.search.skipped.setdefault(path, why)
 
-    def _refuse(self, paths: Any, reason: str) -> None:
-        self.refused.update(dict.fromkeys(paths, reason))
+    def _refuse(self, paths: Iterable[str], reason: str, what: str = "units") -> None:
+        self.refused.update(dict.fromkeys(paths, f"no more {what}: {reason}"))
 
     # --- who belongs together ---
 
-    def _groups(self) -> list[_Group]:
+    def _groups(self) -> list[Group]:
         makers = []
         for path, module in self.copy.named_modules():
             role = role_of(module)
             if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-                self.refused[path] = "a recurrent layer keeps its units in one call, where none can be added alone"
+                self._refuse([path], "a recurrent layer keeps its units in one call, where none can be added alone")
+            if isinstance(module, nn.MultiheadAttention):
+                tied = "nn.MultiheadAttention divides embed_dim by num_heads to get the size of a head, so another would change all"
+                self._refuse([path], tied, "heads")
             if role is None or not role.makes:
                 continue
             calls = len(self.search.flow.calls_of(path))
             if calls != 1:
-                self.refused[path] = f"is called {calls} times in one forward pass"
+                self._refuse([path], f"is called {calls} times in one forward pass")
             else:
                 makers.append((path, module))
         if not makers:
@@ -96,15 +108,43 @@ class _Widths:
         except Exception as error:
             self._refuse((path for path, _ in makers), f"the model fails on marked values ({type(error).__name__})")
             return []
-        groups: list[_Group] = []
+        plain: dict[str, Group] = {}
+        reasons: dict[str, str] = {}
         for each in seen.values():
             try:
-                groups.append(self._of(each))
+                plain[each.path] = self._of(each)
             except _Refused as reason:
-                self.refused[each.path] = str(reason)
-        return self._joined(groups)
+                reasons[each.path] = str(reason)
+        heads = []
+        clusters = [each for each in _read_together(list(seen.values())) if not _is_plain(each, plain)]
+        fused = [cluster[0] for cluster in clusters if len(cluster) == 1 and may_be_fused(cluster[0])]
+        with suppress(Exception):  # what marks do not tell the trial will
+            watch_thirds(self.copy, self.search.example, fused)
+        for cluster in clusters:
+            group = self._heads(cluster)
+            if group is not None:
+                heads.append(group)
+                for path in group.makers:
+                    plain.pop(path, None)
+                    reasons.pop(path, None)
+        for path, why in reasons.items():
+            self._refuse([path], why)
+        return [*heads, *self._joined(list(plain.values()))]
 
-    def _of(self, seen: Seen) -> _Group:
+    def _heads(self, cluster: list[Seen]) -> Group | None:
+        """The heads of an attention, if the layers that are read together are one."""
+        group = heads_of(cluster)
+        if group is None:
+            return None
+        mixed = any(each.mixed_by for each in cluster)
+        alone = len(cluster) == 1 and next(iter(group.makers.values())).outer == 1
+        if group.heads > 1 or (group.units > 1 and not (alone and mixed)):
+            return group
+        # A norm over channels leaves the same marks, but nothing around it is called a number of heads.
+        named = any(count.likely for count in counts(self.model, group))
+        return group if named and (group.units > 1 or not mixed) else None
+
+    def _of(self, seen: Seen) -> Group:
         if not seen.reads:
             why = "its output is what the model returns" if seen.leaves else "nothing that is known reads its units"
             raise _Refused(why)
@@ -117,19 +157,19 @@ class _Widths:
             reads = {path: layout(units, _by_unit(marks, units)) for path, marks in seen.reads.items()}
             passes = {path: layout(units, _by_unit(marks, units)) for path, marks in seen.passes.items()}
             if all(reads.values()) and all(passes.values()):
-                known = _Group(units, {seen.path: groups})
+                known = Group(units, {seen.path: Layout(0, groups, 1)})
                 known.reads = {path: where for path, where in reads.items() if where}
                 known.passes = {path: where for path, where in passes.items() if where}
                 return known
         by = f" by {seen.mixed_by}" if seen.mixed_by else ""
         raise _Refused(f"its units are mixed with each other{by} before they are read")
 
-    def _joined(self, groups: list[_Group]) -> list[_Group]:
+    def _joined(self, groups: list[Group]) -> list[Group]:
         """Layers whose units are added to or multiplied with each other are one width."""
-        joined: list[_Group] = []
+        joined: list[Group] = []
         for group in groups:
-            others = [other for other in joined if _touch(group, other)]
-            if any(not _agree(group, other) for other in others):
+            others = [other for other in joined if group.touches(other)]
+            if any(not group.agrees(other) for other in others):
                 self._refuse(group.makers, "its units are read together with others in a different order")
                 for other in others:
                     self._refuse(other.makers, "its units are read together with others in a different order")
@@ -137,21 +177,29 @@ class _Widths:
                 continue
             for other in others:
                 joined.remove(other)
-                group.makers.update(other.makers)
-                group.reads.update(other.reads)
-                group.passes.update(other.passes)
+                group.take(other)
             joined.append(group)
         return joined
 
     # --- the site ---
 
-    def _site(self, group: _Group, first: str) -> Site:
+    def _found(self, group: Group) -> Site:
+        first = min(group.makers, key=lambda path: self.calls[path].began)
+        try:
+            site = self._site(group, first)
+            return self._counted(group, site) if group.heads else site
+        except _Refused:
+            if group.other is None:
+                raise
+            return self._found(group.other)
+
+    def _site(self, group: Group, first: str) -> Site:
         axes: list[Axis] = []
         sizes: list[Size] = []
-        for path, outer in group.makers.items():
+        for path, where in group.makers.items():
             role = self._role(path)
-            axes += self._axes(path, [(name, dim, "row") for name, dim in role.makes], Layout(0, outer, 1))
-            sizes += self._sizes(path, role.out_size, outer)
+            axes += self._axes(path, [(name, dim, "row") for name, dim in role.makes], where)
+            sizes += self._sizes(path, role.out_size, where.outer * where.inner)
         for path, where in group.passes.items():
             role = self._role(path)
             axes += self._axes(path, list(role.passes), where)
@@ -166,7 +214,10 @@ class _Widths:
         request = self.search.request
         more = request.units if isinstance(request.units, int) else max(1, round(request.units * group.units))
         layer = type(self.model.get_submodule(first)).__name__
-        move = Width(group.units, more, layer, tuple(axes), tuple(sizes), tuple(group.reads), start=request.start)
+        readers = tuple(group.reads)
+        move = Width(
+            group.units, more, layer, tuple(axes), tuple(sizes), readers, start=request.start, heads=group.heads
+        )
         move = replace(move, layers=layers_in(self.model))
         call = self.calls[first]
         if call.output is None:
@@ -176,6 +227,28 @@ class _Widths:
         added, flops = self._cost(move)
         point = self.search.point(call, "after", call.output)
         return Site(replace(point, chained=False), replace(move, added=added, flops=flops))
+
+    def _counted(self, group: Group, site: Site) -> Site:
+        """The site of heads with all numbers that must follow, found by trial, and with what the heads cost."""
+        around = common_path([*group.makers, *group.reads])
+        alike = family(site.path), group.units, *group.makers.values()
+        known = self.learned.get(alike)
+        if known is None:
+            known = self.learned[alike] = self._learn(group, site, around)
+        if known.problem:
+            raise _Refused(known.problem)
+        found = [replace(count, path=around + count.path) for count in known.counts]
+        return _with_counts(site, self.model, found, known.flops)
+
+    def _learn(self, group: Group, site: Site, around: str) -> _Learned:
+        problems = []
+        for guess in guesses(counts(self.model, group), _GUESSES):
+            counted = _with_counts(site, self.model, guess)
+            problems.append(self.trial.of([counted], modes=(False,)))
+            if not problems[-1]:
+                within = tuple(replace(count, path=count.path.removeprefix(around)) for count in guess)
+                return _Learned(within, self.trial.flops(counted))
+        return _Learned(problem=problems[0])
 
     def _role(self, path: str) -> Role:
         role = role_of(self.model.get_submodule(path))
@@ -225,23 +298,32 @@ def _by_unit(marks: dict[int, frozenset[int]], units: int) -> dict[int, frozense
     return found
 
 
-def _touch(one: _Group, other: _Group) -> bool:
-    """Whether two groups have entries of some axis in common."""
-    for these, those in ((one.reads, other.reads), (one.passes, other.passes)):
-        for path in these.keys() & those.keys():
-            if _all(these[path], one.units) & _all(those[path], other.units):
-                return True
-    return False
+def _with_counts(site: Site, model: nn.Module, found: Sequence[Count], flops: int = 0) -> Site:
+    """The site with further numbers that follow its units, and with its cost."""
+    assert isinstance(site.move, Width)
+    sizes = [Size(Ref.to(c.path, model.get_submodule(c.path)), c.name, c.per_unit, c.through) for c in found]
+    return replace(site, move=replace(site.move, sizes=(*site.move.sizes, *sizes), flops=flops))
 
 
-def _agree(one: _Group, other: _Group) -> bool:
-    same = one.units == other.units
-    for these, those in ((one.reads, other.reads), (one.passes, other.passes)):
-        for path in these.keys() & those.keys():
-            overlap = _all(these[path], one.units) & _all(those[path], other.units)
-            same = same and (not overlap or these[path] == those[path])
-    return same
+def _is_plain(cluster: list[Seen], plain: dict[str, Group]) -> bool:
+    """Whether layers that are read together make the same single units."""
+    groups = [plain[each.path] for each in cluster if each.path in plain]
+    return len(groups) == len(cluster) and all(groups[0].agrees(other) for other in groups)
 
 
-def _all(where: Layout, units: int) -> set[int]:
-    return {place for unit in range(units) for place in columns(where, units, unit)}
+def _read_together(seen: list[Seen]) -> list[list[Seen]]:
+    """Layers in clusters whose marks arrive at the same columns."""
+    clusters: list[list[Seen]] = []
+    for each in seen:
+        with_it = [cluster for cluster in clusters if any(_meet(each, other) for other in cluster)]
+        clusters = [cluster for cluster in clusters if cluster not in with_it]
+        clusters.append([member for cluster in with_it for member in cluster] + [each])
+    return clusters
+
+
+def _meet(one: Seen, other: Seen) -> bool:
+    return any(
+        max(min(here), min(there)) <= min(max(here), max(there))
+        for path in one.reads.keys() & other.reads.keys()
+        if (here := set().union(*one.reads[path].values())) and (there := set().union(*other.reads[path].values()))
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sensli.modules.arguments import first_tensor
 from sensli.modules.running import mapped, run, tensors, untouched
@@ -43,18 +44,28 @@ class Seen:
     leaves: bool = False  # a mark reached what the model returns
 
 
-def marked_units(rows: int) -> list[int]:
-    """The units to mark: enough to tell how they are laid out, in one group or, as fused gates are, in two."""
-    return sorted({unit for unit in (0, 1, rows // 2 - 1, rows // 2, rows - 1) if 0 <= unit < rows})
-
-
 def watch(model: nn.Module, example: Any, makers: Sequence[tuple[str, nn.Module]]) -> dict[str, Seen]:
     """Mark units of all makers, and tell where they are read. The model is a copy in eval mode."""
     seen = {path: Seen(path, _rows(module)) for path, module in makers}
-    marks = [(path, unit) for path, each in seen.items() for unit in marked_units(each.units)]
+    _mark(model, example, seen, 2)  # enough to tell how units are laid out, in one group or, as fused gates are, in two
+    return seen
+
+
+def watch_thirds(model: nn.Module, example: Any, seen: Sequence[Seen]) -> None:
+    """Mark also the units around the thirds of layers: queries, keys and values may lie there one after the other."""
+    _mark(model, example, {each.path: each for each in seen}, 3)
+
+
+def _mark(model: nn.Module, example: Any, seen: dict[str, Seen], parts: int) -> None:
+    marks = [(path, unit) for path, each in seen.items() for unit in _at_ends(each.units, parts)]
     for start in range(0, len(marks), _SAMPLES):
         _Run(model, marks[start : start + _SAMPLES], seen).of(example)
-    return seen
+
+
+def _at_ends(rows: int, parts: int) -> list[int]:
+    """The units at both ends of equal parts of a layer, and the second one."""
+    ends = [rows * part // parts for part in range(parts + 1)]
+    return sorted(unit for unit in {1, *ends, *(end - 1 for end in ends)} if 0 <= unit < rows)
 
 
 def layout(units: int, seen: dict[int, frozenset[int]]) -> Layout | None:
@@ -85,7 +96,8 @@ class _Run:
     def of(self, example: Any) -> None:
         handles = list(self._hooks())
         try:
-            with untouched(self.model), torch.no_grad(), eager():
+            # torch's fused attention takes NaN for a masked value; the plain one passes it on.
+            with untouched(self.model), torch.no_grad(), eager(), sdpa_kernel(SDPBackend.MATH):
                 output = run(self.model, _repeated(example, len(self.marks)))
         finally:
             for handle in handles:

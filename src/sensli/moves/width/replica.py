@@ -135,9 +135,14 @@ class Replica:
         return sorted(numbered, key=lambda each: max(axis.start for axis in each[1][1].axes), reverse=True)
 
     def _set_size(self, copy: nn.Module, size: Size, width: Width, count: int) -> None:
-        module = copy.get_submodule(size.module.path)
-        if role_of(self._model.get_submodule(size.module.path)).passes:  # type: ignore[union-attr]
-            setattr(module, size.name, getattr(module, size.name) + (count - width.units) * size.per_unit)
+        role = role_of(self._model.get_submodule(size.module.path))
+        if (
+            role is None or role.passes
+        ):  # the others do not look at theirs: they give back what they gave, or make candidates
+            holder = size.holder(copy.get_submodule(size.module.path))
+            old = getattr(holder, size.name)
+            old = width.units * size.per_unit if old is None else old
+            setattr(holder, size.name, old + (count - width.units) * size.per_unit)
 
     def _forward(
         self, path: str, module: nn.Module, role: Role, rows: list[Tensor | None] | None, labels: Tensor | None

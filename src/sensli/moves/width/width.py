@@ -6,6 +6,8 @@ New units start with zero columns in everything that reads them, so the function
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -57,20 +59,37 @@ _AXIS = ("name", "dim", "fill", "start", "outer", "inner", "length")
 
 @dataclass(frozen=True)
 class Size:
-    """An attribute of a module that counts units: ``out_features``, ``num_features``, ``groups``."""
+    """An attribute that counts units, of a module or of an object that it holds: ``out_features``, ``num_heads``, ``intermediate_size``."""
 
     module: Ref
     name: str
     per_unit: int = 1
+    through: tuple[
+        str, ...
+    ] = ()  # attributes from the module to the object that has it; empty if the module itself does
+    unsaid: bool = False  # None stands for the number of units that there were
+
+    def holder(self, module: nn.Module) -> Any:
+        """The object that has the attribute."""
+        found: Any = module
+        for name in self.through:
+            found = getattr(found, name)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"module": self.module.path, "name": self.name, "per_unit": self.per_unit}
+        return {
+            "module": self.module.path,
+            "name": self.name,
+            "per_unit": self.per_unit,
+            "through": list(self.through),
+            "unsaid": self.unsaid,
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Size:
         """The inverse of `to_dict`."""
-        return cls(Ref(data["module"]), data["name"], data["per_unit"])
+        return cls(Ref(data["module"]), data["name"], data["per_unit"], tuple(data["through"]), data["unsaid"])
 
 
 @dataclass(frozen=True)
@@ -91,17 +110,26 @@ class Width:
     flops: int = 0  # of one forward pass, per sample
     start: str = "sensitive"
     layers: int | None = None  # that had been inserted into the model when it was found
+    heads: int = 0  # of an attention that make one unit; 0: units are single
+    blocks: int = (
+        0  # how many equal blocks get them at once, being all that a configuration describes; 0: only this one
+    )
     _rows: tuple[Tensor, ...] | None = field(
         default=None, repr=False, compare=False
     )  # entries of the "row" axes, as measured
 
     def line(self, point: Point) -> str:
-        others = f" and {len(self.readers) - 1} more" if len(self.readers) > 1 else ""
-        change = f"{self.layer} {self.units} -> {self.units + self.more}"
-        return f"{self} in {point.path} ({change}), read by {self.readers[0]}{others}"
+        per_block = len(self.readers) // max(1, self.blocks)
+        others = f" and {per_block - 1} more" if per_block > 1 else ""
+        alike = f" and in {_plural(self.blocks - 1, 'block')} like it" if self.blocks > 1 else ""
+        what = " groups" if self.heads > 1 else " heads" if self.heads else ""
+        change = f"{self.layer} {self.units} -> {self.units + self.more}{what}"
+        return f"{self} in {point.path}{alike} ({change}), read by {self.readers[0]}{others}"
 
     def __str__(self) -> str:
-        return f"+{self.more} unit{'' if self.more == 1 else 's'}"
+        if self.heads > 1:
+            return f"+{_plural(self.more, 'group')} of {self.heads} heads"
+        return f"+{_plural(self.more, 'head' if self.heads else 'unit')}"
 
     def describe(self, model: nn.Module) -> str:
         """Every tensor that changes, with its old and new shape."""
@@ -129,9 +157,10 @@ class Width:
 
     def check(self, point: Point) -> None:
         numbers = [self.units, self.more, *(n for axis in self.axes for n in (axis.outer, axis.inner))]
-        if min(numbers) < 1 or any(axis.start < 0 or axis.dim < 0 for axis in self.axes):
+        others = [self.heads, self.blocks, *(n for axis in self.axes for n in (axis.start, axis.dim))]
+        if min(numbers) < 1 or min(others) < 0:
             raise ValueError(f"{numbers} do not describe a width")
-        names = [*(axis.name for axis in self.axes), *(size.name for size in self.sizes)]
+        names = [*(axis.name for axis in self.axes), *(n for size in self.sizes for n in (size.name, *size.through))]
         if any(name.startswith("__") or not name.isidentifier() for name in names):
             raise ValueError(f"{names} are not names of parameters and sizes")
 
@@ -149,7 +178,10 @@ class Width:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Rows are values, and values are in a state dict."""
-        data = {name: getattr(self, name) for name in ("units", "more", "layer", "flops", "start", "added", "layers")}
+        data = {
+            name: getattr(self, name)
+            for name in ("units", "more", "layer", "flops", "start", "added", "heads", "blocks", "layers")
+        }
         return {
             **data,
             "readers": list(self.readers),
@@ -181,6 +213,10 @@ class Widening(Edit):
             )
         move = site.move
         assert isinstance(move, Width)
+        if move.blocks and not covers_all_blocks(model, move):
+            raise UnknownSite(
+                f"'{site}' is for all blocks of this {type(model).__name__}, but their number has changed. Call find_sites again."
+            )
         self._move = move = move.on(model)
         self.name, self.module = site.find(model)
         if strict and move.layers not in (None, layers_in(model)):
@@ -190,6 +226,7 @@ class Widening(Edit):
         self.resized = resizes(model, move, strict=strict)
         point = replace(site.point, anchor=Ref.to(self.name, self.module))
         self.site = replace(site, point=point, move=replace(_costing(move, self.resized), _rows=None))
+        check_sizes(move)
         self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
 
@@ -203,16 +240,23 @@ class Widening(Edit):
         self._new = [_filled(each, self._move, rows) for each in self.resized]
 
     def apply(self) -> None:
+        changed: list[Size] = []
+        try:
+            for size in self._move.sizes:  # first: an object that a module holds may refuse to be changed
+                _change(size, self._move, self._move.more)
+                changed.append(size)
+        except BaseException:
+            for size in changed:
+                _change(size, self._move, -self._move.more)
+            raise
         for each, value in zip(self.resized, self._new, strict=True):
             put(each.tensor, value)
-        for size in self._move.sizes:
-            _change(size, self._move.more)
 
     def revert(self) -> None:
         for each, value in zip(self.resized, self._old, strict=True):
             put(each.tensor, value)
         for size in self._move.sizes:
-            _change(size, -self._move.more)
+            _change(size, self._move, -self._move.more)
 
 
 def _costing(width: Width, resized: Sequence[Resize]) -> Width:
@@ -237,13 +281,14 @@ class _Widened(Edit):
         self.name, self.module, self.site = path, module, site
         self._move = site.move.on(model)
         self.resized = resizes(model, self._move, made=True)
+        check_sizes(self._move)
         self.renames, self.beside = {}, {}
 
     def revert(self) -> None:
         for each in self.resized:
             put(each.tensor, like_layout(each.shrunk(each.tensor.detach()), each.tensor))
         for size in self._move.sizes:
-            _change(size, -self._move.more)
+            _change(size, self._move, -self._move.more)
 
 
 def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool = False) -> list[Resize]:
@@ -283,6 +328,31 @@ def layers_in(model: nn.Module) -> int:
     return sum(new_in(module) is not None for module in model.modules())
 
 
+def check_sizes(width: Width) -> None:
+    """Raise if something that should count the units of a width, bound to its modules, is not there or is not a number."""
+    for size in width.sizes:
+        value: Any = size.module.find_module()
+        for name in (*size.through, size.name):
+            value = getattr(value, name, "missing")
+        if type(value) is not int and not (size.unsaid and value is None):
+            where = ".".join(part for part in (size.module.path, *size.through, size.name) if part)
+            raise UnknownSite(
+                f"{where} is {value!r}, which does not count the units that find_sites saw: the model has changed. Call find_sites again."
+            )
+
+
+def family(path: str) -> str:
+    """The same for the layers of all blocks of a stack."""
+    return re.sub(r"\d+", "*", path)
+
+
+def covers_all_blocks(model: nn.Module, width: Width) -> bool:
+    """Whether all blocks that the model has now are among those of a width."""
+    ours = Counter(family(path) for path in {axis.module.path for axis in width.axes})
+    there = Counter(family(path) for path, _ in model.named_modules())
+    return all(there[name] == count for name, count in ours.items())
+
+
 def found(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
     """A module of a width in the model."""
     place = ref.find(model)
@@ -302,7 +372,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
 def change_sizes(width: Width, more: int) -> None:
     """Let the attributes that count units follow; ``more`` may be below zero."""
     for size in width.sizes if more else ():
-        _change(size, more)
+        _change(size, width, more)
 
 
 def _fits(stretch: Stretch, tensor: Tensor, length: int, *, made: bool) -> bool:
@@ -347,6 +417,12 @@ def _filled(resize: Resize, width: Width, rows: Sequence[Tensor]) -> Tensor:
     return like_layout(value, resize.tensor)
 
 
-def _change(size: Size, more: int) -> None:
-    module = size.module.find_module()
-    setattr(module, size.name, getattr(module, size.name) + more * size.per_unit)
+def _change(size: Size, width: Width, more: int) -> None:
+    holder = size.holder(size.module.find_module())
+    value = getattr(holder, size.name)
+    count = (width.units * size.per_unit if value is None else value) + more * size.per_unit
+    setattr(holder, size.name, None if size.unsaid and count == width.units * size.per_unit else count)
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -1,0 +1,48 @@
+"""The slow and obvious way to measure a width: really widen a copy, and read the gradient of the columns that are new."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from sensli.moves.sites import Site
+from sensli.moves.stretching import Stretch
+from sensli.moves.width.width import Axis, Widening, Width
+
+
+def widened(model: nn.Module, site: Site) -> tuple[nn.Module, Widening]:
+    """Really wider, with the rows that the site carries."""
+    assert isinstance(site.move, Width)
+    other = copy.deepcopy(model)
+    move = replace(site.move.by_path(), _rows=site.move._rows)
+    edit = Widening(other, replace(site, point=site.point.by_path(), move=move))
+    edit.build()
+    edit.apply()
+    return other, edit
+
+
+def column_gradients(edit: Widening) -> float:
+    """The squared norm of the gradient of the columns that read the new units."""
+    move, total = edit._move, 0.0
+    for axis in move.axes:
+        if axis.fill == "column":
+            gradient = getattr(axis.module.find_module(), axis.name).grad
+            total += _stretch(axis, move).entries(gradient).square().sum().item()
+    return total
+
+
+def redrawn(edit: Widening, seed: int) -> None:
+    """Give the new units other rows."""
+    generator = torch.Generator().manual_seed(seed)
+    for axis in edit._move.axes:
+        if axis.fill == "row":
+            tensor, stretch = getattr(axis.module.find_module(), axis.name), _stretch(axis, edit._move)
+            new = torch.randn(stretch.entries(tensor).shape, generator=generator, dtype=tensor.dtype)
+            tensor.data = stretch.applied(stretch.reverted(tensor.data), new)
+
+
+def _stretch(axis: Axis, move: Width) -> Stretch:
+    return Stretch(axis.dim, move.units, move.more, axis.start, axis.outer, axis.inner)
