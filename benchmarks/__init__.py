@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cnn, finding, measuring, resume, sklearn, transformers
+from benchmarks import cnn, finding, measuring, resume, sklearn, transformers, widths
 from benchmarks.figure import Figure
 from benchmarks.random_models import random_models
 from benchmarks.spirals import spirals
@@ -38,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "pipeline": cnn.pipeline_cost,
     "looking": cnn.look_cost,
     "exp1": cnn.exp1,
+    "widths": widths.widths,
     "random-models": random_models,
 }
 

@@ -351,7 +351,7 @@ def test_a_share_of_sites_goes_to_json_and_back() -> None:
     model, x, _ = made("configured")
     site = find_sites(model, x, grow="units")[0]
     back = type(site).from_dict(json.loads(json.dumps(site.to_dict())))
-    assert back == site.by_path() and str(back) == str(site)
+    assert back.by_path() == site.by_path() and str(back) == str(site)
 
 
 # --- Hugging Face ---

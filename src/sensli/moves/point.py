@@ -112,9 +112,9 @@ class Point:
         return [found for found in (ref.find(model) for ref in self.neighbours) if found is not None]
 
     def by_path(self, path: str | None = None) -> Point:
-        """The same point known by its path alone, as another model of the same architecture has it."""
+        """The same point known by its path alone, as another model of the same architecture has it, of whatever sizes."""
         by_path = tuple(Ref(ref.path) for ref in self.neighbours)
-        return replace(self, anchor=Ref(self.path if path is None else path), neighbours=by_path)
+        return replace(self, anchor=Ref(self.path if path is None else path), neighbours=by_path, makes=())
 
     def on(self, model: nn.Module) -> Point:
         """The same point of another model, bound to its modules; the paths must be there."""
