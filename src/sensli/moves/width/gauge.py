@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from sensli.moves.width.width import Axis, Width
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
 
+_ROUNDS = 32  # in which candidates are chosen
+
 # The replica that all widths measured together in a model share, while they are.
 _REPLICAS: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
 
@@ -36,6 +39,7 @@ class WidthGauge(Gauge):
         points = [(_after(axis), axis.module.find_module()) for axis in self._readers]
         super().__init__(points)
         self._replica: Replica | None = None
+        self._known: tuple[list[Tensor], list[int]] = ([], [])  # the sums that were chosen by last, and what was chosen
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
@@ -84,23 +88,36 @@ class WidthGauge(Gauge):
 
     def _chosen(self, sums: Mapping[str, Tensor]) -> list[int]:
         """The candidates to take, one after the other: what those before can do is no merit of the next."""
-        columns = torch.cat([sums[f"columns{index}"] for index in range(len(self._readers))], dim=1).double()
-        if len(columns) <= self._width.more:
-            return list(range(len(columns)))
-        likeness = sums["likeness"].double().clone()
-        left = columns.clone()
-        chosen: list[int] = []
-        for _ in range(self._width.more):
-            worth = left.square().sum(1)
-            worth[chosen] = -1.0
-            best = int(worth.argmax())
+        columns = [sums[f"columns{index}"] for index in range(len(self._readers))]
+        if len(columns[0]) <= self._width.more:
+            return list(range(len(columns[0])))
+        if len(self._known[0]) != len(columns) or any(a is not b for a, b in zip(self._known[0], columns, strict=True)):
+            products = sum((part @ part.T).double() for part in columns)
+            assert isinstance(products, Tensor)
+            self._known = columns, greedy(products, sums["likeness"].double(), self._width.more)
+        return self._known[1]
+
+
+def greedy(products: Tensor, likeness: Tensor, count: int) -> list[int]:
+    """So many candidates, each time the one whose gradient is largest after what those before it explain is taken out of all.
+
+    ``products``: the inner products of the candidates' gradients; ``likeness``: those of their activations. Of very many a few are taken
+    at a time, as they stand.
+    """
+    products, likeness = products.clone(), likeness.clone()
+    chosen: list[int] = []
+    at_once = math.ceil(count / _ROUNDS)
+    while len(chosen) < count:
+        worth = products.diagonal().clone()
+        worth[chosen] = -1.0
+        for best in worth.topk(min(at_once, count - len(chosen))).indices.tolist():
             chosen.append(best)
-            size = likeness[best, best]
+            size = likeness[best, best].clone()
             if size > 0:
-                share = likeness[:, best] / size
-                left -= share[:, None] * left[best]
-                likeness -= share[:, None] * likeness[best]
-        return sorted(chosen)
+                share, row, own = likeness[:, best] / size, products[best].clone(), products[best, best].clone()
+                products.addmm_(torch.stack([share, row], 1), torch.stack([row - own * share, share]), alpha=-1)
+                likeness.addr_(share, likeness[best].clone(), alpha=-1)
+    return sorted(chosen)
 
 
 def _after(axis: Axis) -> Point:
