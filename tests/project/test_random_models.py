@@ -44,3 +44,9 @@ def test_every_piece_runs_with_each_of_its_options(name: str, kind: str) -> None
                 a.equal(b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True)
             )
             model(x)
+
+
+def test_blocks_of_one_class_that_compute_different_things_are_tried_one_by_one() -> None:
+    """Alike in classes and shapes, not in how they join their branches: what is an identity in one is none in the other."""
+    pieces = piece("branches", act="tanh"), piece("branches", join="gate")
+    check(Recipe("mlp", *pieces, body="sequential"), most=1)

@@ -29,6 +29,7 @@ from sensli.moves.inserting import Inserts
 from sensli.moves.sites import Site
 from sensli.moves.taps import handed_on, tap
 from sensli.moves.trace.flow import Flow, Seen, fresh
+from sensli.moves.trace.stacks import manner
 
 
 @dataclass
@@ -241,7 +242,7 @@ class Trial:
     def _grown(self, sites: Sequence[Site]) -> Iterator[list[_New]]:
         """The copy with a layer at every site, in their order."""
         bound = [replace(site, point=site.point.on(self.model)) for site in sites]
-        real = _shown(sites)
+        real = _shown(self.model, sites)
         standing: Counter[Site] = Counter()
         layers: list[nn.Module] = []
         for index, site in enumerate(bound):  # before the first goes in: a block is copied as it is
@@ -286,12 +287,13 @@ _OTHER_GRADIENT = (
 )
 
 
-def _shown(sites: Sequence[Site]) -> set[int]:
+def _shown(model: nn.Module, sites: Sequence[Site]) -> set[int]:
     """Of the equal copies of blocks in one container the first: it is put there itself, and stands for its equals."""
     first: dict[object, int] = {}
     for index, site in enumerate(sites):
         if _move(site).takes_call:
-            first.setdefault((site.path.rpartition(".")[0], site.move), index)
+            key = (site.path.rpartition(".")[0], site.move, manner(model.get_submodule(site.path)))
+            first.setdefault(key, index)
     return set(first.values())
 
 

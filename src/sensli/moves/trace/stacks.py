@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -260,3 +261,14 @@ def likeness(module: nn.Module) -> tuple[object, ...]:
 def _has_skip(call: Call) -> bool:
     assert call.result is not None and call.given is not None
     return call.given.node is not None and reaches(call.result.node, call.given.node, _SKIP, "Add")
+
+
+def manner(module: nn.Module) -> tuple[object, ...]:
+    """The plain settings of a block that are not numbers of a layer: blocks of one class may still compute different things."""
+    plain = (str, bool, float, type(None), FunctionType, BuiltinFunctionType)
+    return tuple(
+        (path, name, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name != "training" and isinstance(value, plain)
+    )

@@ -11,7 +11,7 @@ from sensli.modules.chain import Chain
 from sensli.moves.layer.forms import ParametricLayer, ResidualLayer
 from sensli.moves.lists import ListPlace
 from sensli.moves.trace.flow import Call, Flow, Seen
-from sensli.moves.trace.stacks import likeness, signature
+from sensli.moves.trace.stacks import likeness, manner, signature
 from sensli.moves.trace.surroundings import never_negative
 from sensli.moves.twin.counting import plan_list
 from sensli.moves.twin.numbering import equal_blocks, own_numbers
@@ -36,7 +36,7 @@ class TwinFinder:
         """The layer and, where it goes into a list, what must follow. Raises `NoTwin` with the reason."""
         if isinstance(call.module, (ResidualLayer, ParametricLayer)):
             raise NoTwin("is an inserted layer, not an original block of the model")
-        kind = signature(call.module)
+        kind = (signature(call.module), manner(call.module))
         twin = self._twin(flow, call, seen, kind)
         place = None if chained else self._place(flow, call, twin)
         if place is None:
@@ -45,7 +45,7 @@ class TwinFinder:
 
     def find_null(self, flow: Flow, call: Call, *, chained: bool) -> tuple[Twin, ListPlace | None]:
         """The same for a loop that adds what its blocks give, so that the new one must give zero."""
-        kind = signature(call.module)
+        kind = (signature(call.module), manner(call.module))
         if kind in self._refused:
             raise NoTwin(self._refused[kind])
         try:
@@ -66,7 +66,7 @@ class TwinFinder:
         sign = never_negative(seen)
         if (kind, sign) in self._sized:
             return self._sized[kind, sign]
-        alike = (likeness(call.module), sign)
+        alike = (likeness(call.module), manner(call.module), sign)
         if alike in self._refused:
             raise NoTwin(self._refused[alike])
         try:
