@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import sensli
 from sensli import Probe, find_sites, measure
@@ -211,6 +212,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = 
     "a literal size": (lambda: Literal(), (3, 4), "first", "fails with more of them"),
     "a shared layer": (lambda: Shared(), (3, 4), "first", "is used 2 times"),
     "frozen": (lambda: Frozen(), (3, 4), "0", "does not train"),
+    "read under weight norm": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), weight_norm(nn.Linear(6, 2))), (3, 4), "0", "into 2 (ParametrizedLinear)",
+    ),
+    "made under spectral norm": (
+        lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 2)), (3, 4), "0", "parametrization",
+    ),
+    "read in groups": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 2, 1)), (3, 2, 4, 4), "0", "mixed with each other by 1",
+    ),
+    "read twice, once turned round": (lambda: Turned(), (3, 4), "first", "mixed with each other"),
 }  # fmt: skip
 
 
@@ -239,6 +250,16 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.first(self.first(x).relu()).relu())
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(4, 6), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        units = self.first(x).relu()
+        return self.out(torch.cat([units, units.flip(1)], 1))
 
 
 class Frozen(nn.Sequential):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -27,19 +28,37 @@ class Role:
 
 def role_of(module: nn.Module) -> Role | None:
     """What a module does with units; None for a module without parameters along them, or one that is not known."""
-    if type(module) is nn.Linear or _is_conv1d_of_transformers(module):
+    if _is(module, nn.Linear) or _is_conv1d_of_transformers(module):
         transposed = not isinstance(module, nn.Linear)
         out, given = (1, 0) if transposed else (0, 1)
         sizes = (("nf",), ("nx",)) if transposed else (("out_features",), ("in_features",))
         return Role(-1, (("weight", out), ("bias", 0)), (("weight", given),), (), *sizes)
-    if type(module) in (*_CONVS, *_TRANSPOSED):
+    if _is(module, *_CONVS, *_TRANSPOSED):
         return _conv(module)
-    if type(module) in _NORMS:
+    if _is(module, *_NORMS):
         fills = (("weight", "one"), ("bias", "zero"), ("running_mean", "zero"), ("running_var", "one"))
         return Role(1, passes=tuple((name, 0, fill) for name, fill in fills), in_size=("num_features",))
-    if type(module) is nn.PReLU and module.num_parameters > 1:
+    if isinstance(module, nn.PReLU) and _is(module, nn.PReLU) and module.num_parameters > 1:
         return Role(1, passes=(("weight", 0, "mean"),), in_size=("num_parameters",))
     return None
+
+
+def why_unknown(module: nn.Module) -> str:
+    """Why a layer of torch's has no role that is known; empty if it has one, or is no such layer."""
+    if not isinstance(module, (nn.Linear, *_CONVS, *_TRANSPOSED)) or role_of(module) is not None:
+        return ""
+    if is_parametrized(module):
+        return "its weights come from a parametrization (weight_norm, spectral_norm, ...), which has their shape too"
+    if getattr(module, "groups", 1) > 1:
+        return f"is a convolution in {module.groups} groups, and each channel belongs to one of them"
+    return f"is a {type(module).__name__} with a forward pass of another kind than torch's"
+
+
+def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module is one of torch's layers, or a subclass that computes the same."""
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds) and not (
+        is_parametrized(module)
+    )
 
 
 def _conv(conv: nn.Module) -> Role | None:

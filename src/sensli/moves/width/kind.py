@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from sensli.moves.point import Ref
-from sensli.moves.roles import Role, role_of
+from sensli.moves.roles import Role, role_of, why_unknown
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call
@@ -68,7 +68,12 @@ class _Widths:
             try:
                 sites.append(self._found(group))
             except _Refused as reason:
-                self._refuse(group.makers, str(reason), "heads" if group.heads else "units")
+                # A single layer whose units are mixed may look like an attention; unless something counts heads, that is a guess.
+                guess = len(group.makers) == 1 and not any(count.likely for count in counts(self.model, group))
+                if group.heads and guess:
+                    self._refuse(group.makers, "its units are mixed with each other before they are read")
+                else:
+                    self._refuse(group.makers, str(reason), "heads" if group.heads else "units")
         sites.sort(key=lambda site: self.calls[site.path].ended)
         good, wrong = confirm(self.trial, sites)
         for site, problem in wrong:
@@ -94,11 +99,14 @@ class _Widths:
             if isinstance(module, nn.MultiheadAttention):
                 tied = "nn.MultiheadAttention divides embed_dim by num_heads to get the size of a head, so another would change all"
                 self._refuse([path], tied, "heads")
+            if why_unknown(module):
+                self._refuse([path], why_unknown(module))
             if role is None or not role.makes:
                 continue
             calls = len(self.search.flow.calls_of(path))
             if calls != 1:
-                self._refuse([path], f"is called {calls} times in one forward pass")
+                times = f"is called {calls} times in one forward pass" if calls else "the forward pass does not call it"
+                self._refuse([path], times)
             else:
                 makers.append((path, module))
         if not makers:
@@ -146,8 +154,11 @@ class _Widths:
 
     def _of(self, seen: Seen) -> Group:
         if not seen.reads:
-            why = "its output is what the model returns" if seen.leaves else "nothing that is known reads its units"
-            raise _Refused(why)
+            if seen.mixed_by:
+                raise _Refused(f"its units go into {seen.mixed_by}, which cannot take more of them")
+            raise _Refused(
+                "its output is what the model returns" if seen.leaves else "nothing that is known reads its units"
+            )
         if seen.leaves:
             raise _Refused("its units are part of what the model returns")
         for groups in (1, 2):

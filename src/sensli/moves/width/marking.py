@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sensli.modules.arguments import first_tensor
 from sensli.modules.running import mapped, run, tensors, untouched
 from sensli.modules.wrappers import eager
-from sensli.moves.roles import Role, role_of
+from sensli.moves.roles import Role, role_of, why_unknown
 
 _SAMPLES = 48  # marked at once: bounds the memory
 
@@ -115,7 +115,7 @@ class _Run:
                 yield module.register_forward_pre_hook(self._before(path, role), with_kwargs=True)
                 if role.makes:
                     yield module.register_forward_hook(self._after(path, role))
-            elif not any(True for _ in module.children()):
+            elif why_unknown(module) or not any(True for _ in module.children()):
                 yield module.register_forward_hook(self._other(path))
 
     def _before(self, path: str, role: Role) -> Any:

@@ -158,8 +158,8 @@ class Width:
     def check(self, point: Point) -> None:
         numbers = [self.units, self.more, *(n for axis in self.axes for n in (axis.outer, axis.inner))]
         others = [self.heads, self.blocks, *(n for axis in self.axes for n in (axis.start, axis.dim))]
-        if min(numbers) < 1 or min(others) < 0:
-            raise ValueError(f"{numbers} do not describe a width")
+        if min(numbers) < 1 or min(others) < 0 or not self.readers:
+            raise ValueError(f"{numbers} read by {list(self.readers)} do not describe a width")
         names = [*(axis.name for axis in self.axes), *(n for size in self.sizes for n in (size.name, *size.through))]
         if any(name.startswith("__") or not name.isidentifier() for name in names):
             raise ValueError(f"{names} are not names of parameters and sizes")
