@@ -10,7 +10,8 @@ from torch import nn
 
 from sensli.moves.sites import Site
 from sensli.moves.stretching import Stretch
-from sensli.moves.width.width import Axis, Widening, Width
+from sensli.moves.width.widening import Widening
+from sensli.moves.width.width import Axis, Width
 
 
 def widened(model: nn.Module, site: Site) -> tuple[nn.Module, Widening]:

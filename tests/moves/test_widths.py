@@ -21,7 +21,7 @@ from sensli import Probe, find_sites, measure
 from sensli.errors import UnknownSite
 from sensli.moves.sites import Site
 from sensli.moves.width.gauge import greedy
-from sensli.moves.width.width import Widening
+from sensli.moves.width.widening import Widening
 from widening import column_gradients, redrawn, widened
 
 
@@ -219,7 +219,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = 
         lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 2)), (3, 4), "0", "parametrization",
     ),
     "read in groups": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 2, 1)), (3, 2, 4, 4), "0", "mixed with each other by 1",
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 2, 1)),
+        (3, 2, 4, 4), "0", "mixed with each other by 1",
     ),
     "read twice, once turned round": (lambda: Turned(), (3, 4), "first", "mixed with each other"),
 }  # fmt: skip

@@ -22,7 +22,8 @@ from sensli.moves.move import Cost, Edit, New
 from sensli.moves.point import Point, Ref
 from sensli.moves.roles import role_of
 from sensli.moves.stretching import Exchange, Resize, like_layout
-from sensli.moves.width.width import TOLERANCE, Axis, Width, change_sizes, found, put, resizes
+from sensli.moves.width.widening import change_sizes, put, resizes
+from sensli.moves.width.width import TOLERANCE, Axis, Width, found
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,7 +20,8 @@ from sensli.moves.sites import Site
 from sensli.moves.twin.rebuilding import build_again, differences, shapes
 from sensli.moves.width.confirming import Trial
 from sensli.moves.width.heads import common_path, held_objects
-from sensli.moves.width.width import Size, Width, covers_all_blocks, family, resizes
+from sensli.moves.width.widening import covers_all_blocks, resizes
+from sensli.moves.width.width import Size, Width, family
 
 _AT_ONCE = 3  # numbers of a configuration that change together: heads, those of the keys and values, a total
 _UNSAID = ("inner", "intermediate", "ffn", "mlp")  # in names of widths that a configuration may leave to a default

@@ -18,7 +18,8 @@ from sensli.modules.wrappers import eager
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.width.starts import random_rows
-from sensli.moves.width.width import TOLERANCE, Widening, Width, family
+from sensli.moves.width.widening import Widening
+from sensli.moves.width.width import TOLERANCE, Width, family
 
 _ATTEMPTS = 24  # more would cost more than they find
 

@@ -20,7 +20,8 @@ from sensli.moves.width.confirming import Trial, confirm
 from sensli.moves.width.group import Group
 from sensli.moves.width.heads import Count, common_path, counts, guesses, heads_of, may_be_fused
 from sensli.moves.width.marking import Layout, Seen, layout, watch, watch_thirds
-from sensli.moves.width.width import Axis, Size, Width, family, layers_in, resizes
+from sensli.moves.width.widening import layers_in, resizes
+from sensli.moves.width.width import Axis, Size, Width, family
 
 _GUESSES = 24  # of what counts heads: more would cost more than they find
 

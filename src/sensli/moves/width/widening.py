@@ -1,0 +1,231 @@
+"""The edit that gives a width more units.
+
+New units start with zero columns in everything that reads them, so the function is kept whatever their rows are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from sensli.errors import MovedSite, UnknownSite, UnsupportedModel
+from sensli.modules.engines.fsdp import is_sharded
+from sensli.modules.marks import new_in
+from sensli.moves.move import Edit
+from sensli.moves.point import Ref
+from sensli.moves.stretching import Exchange, Resize, Stretch, like_layout
+from sensli.moves.width.starts import new_rows
+from sensli.moves.width.width import Axis, Size, Width, family, found
+
+if TYPE_CHECKING:
+    from sensli.moves.sites import Site
+
+
+class Widening(Edit):
+    """Parameters and buffers get more entries, and the attributes that count them follow. The objects stay."""
+
+    def __init__(self, model: nn.Module, site: Site, *, strict: bool = True) -> None:
+        if is_sharded(model):
+            raise UnsupportedModel(
+                "a model sharded by fully_shard cannot be widened: its parameters are parts of tensors whose shape is fixed. Widen it "
+                "before it is sharded, or grow layers instead."
+            )
+        move = site.move
+        assert isinstance(move, Width)
+        if move.blocks and not covers_all_blocks(model, move):
+            raise UnknownSite(
+                f"'{site}' is for all blocks of this {type(model).__name__}, but their number has changed. Call find_sites again."
+            )
+        self._move = move = move.on(model)
+        self.name, self.module = site.find(model)
+        if strict and move.layers not in (None, layers_in(model)):
+            raise MovedSite(
+                f"a layer was inserted since find_sites found '{site}', and may read its units or make others. Call find_sites again."
+            )
+        self.resized = resizes(model, move, strict=strict)
+        point = replace(site.point, anchor=Ref.to(self.name, self.module))
+        self.site = replace(site, point=point, move=replace(_costing(move, self.resized), _rows=None))
+        check_sizes(move)
+        self.renames = {}
+        self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
+
+    def build(self) -> None:
+        rows = self._move._rows
+        if rows is None or not _fitting(self._move, rows):  # never measured, or the layer reads more since
+            rows = new_rows(self._move)
+        self._old = [each.tensor.detach().clone() for each in self.resized]
+        self._new = [_filled(each, self._move, rows) for each in self.resized]
+
+    def apply(self) -> None:
+        changed: list[Size] = []
+        try:
+            for size in self._move.sizes:  # first: an object that a module holds may refuse to be changed
+                _change(size, self._move, self._move.more)
+                changed.append(size)
+        except BaseException:
+            for size in changed:
+                _change(size, self._move, -self._move.more)
+            raise
+        for each, value in zip(self.resized, self._new, strict=True):
+            put(each.tensor, value)
+
+    def revert(self) -> None:
+        for each, value in zip(self.resized, self._old, strict=True):
+            put(each.tensor, value)
+        for size in self._move.sizes:
+            _change(size, self._move, -self._move.more)
+
+
+def _costing(width: Width, resized: Sequence[Resize]) -> Width:
+    """The same with what it costs now: a width that was grown since it was found may have changed that."""
+    more = [
+        (len(each.new_shape) > 1, math.prod(each.new_shape) - math.prod(each.old_shape))
+        for each in resized
+        if each.is_parameter
+    ]
+    added, biases = sum(entries for _, entries in more), sum(entries for matrix, entries in more if not matrix)
+    if added == width.added:
+        return width
+    flops = width.flops * (added - biases) / max(width.added - biases, 1)  # biases count no FLOPs
+    return replace(width, added=added, flops=round(flops))
+
+
+class Widened(Edit):
+    """A widening that was made before."""
+
+    def __init__(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> None:
+        assert isinstance(site.move, Width)
+        self.name, self.module, self.site = path, module, site
+        self._move = site.move.on(model)
+        self.resized = resizes(model, self._move, made=True)
+        check_sizes(self._move)
+        self.renames, self.beside = {}, {}
+
+    def revert(self) -> None:
+        for each in self.resized:
+            put(each.tensor, like_layout(each.shrunk(each.tensor.detach()), each.tensor))
+        for size in self._move.sizes:
+            _change(size, self._move, -self._move.more)
+
+
+def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool = False) -> list[Resize]:
+    """The parameters and buffers that change, each once, with all their axes that do. ``made``: they have changed already."""
+    by_tensor: dict[int, tuple[str, Tensor, list[Stretch]]] = {}
+    for axis in width.axes:
+        path, module = found(model, axis.module)
+        tensor = getattr(module, axis.name, None)
+        stretch = Stretch(axis.dim, width.units, width.more, axis.start, axis.outer, axis.inner)
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.dim() <= axis.dim
+            or not _fits(stretch, tensor, axis.length if strict else 0, made=made)
+        ):
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else "missing"
+            raise MovedSite(
+                f"{path}.{axis.name} is {shape}, which does not hold the {width.units} units that find_sites saw: the model has changed. "
+                "Call find_sites again."
+            )
+        _, _, stretches = by_tensor.setdefault(id(tensor), (f"{path}.{axis.name}", tensor, []))
+        if stretch not in stretches:
+            stretches.append(stretch)
+    found_ones = []
+    for name, tensor, stretches in by_tensor.values():
+        # From the end of an axis: what comes before keeps its position.
+        ordered = tuple(sorted(stretches, key=lambda stretch: (stretch.dim, -stretch.start)))
+        old = list(tensor.shape)
+        if made:
+            for stretch in ordered:
+                old[stretch.dim] -= stretch.outer * stretch.more * stretch.inner
+        found_ones.append(Resize(name, tensor, ordered, tuple(old)))
+    return found_ones
+
+
+def layers_in(model: nn.Module) -> int:
+    """How many layers were inserted into a model."""
+    return sum(new_in(module) is not None for module in model.modules())
+
+
+def check_sizes(width: Width) -> None:
+    """Raise if something that should count the units of a width, bound to its modules, is not there or is not a number."""
+    for size in width.sizes:
+        value: Any = size.module.find_module()
+        for name in (*size.through, size.name):
+            value = getattr(value, name, "missing")
+        if type(value) is not int and not (size.unsaid and value is None):
+            where = ".".join(part for part in (size.module.path, *size.through, size.name) if part)
+            raise UnknownSite(
+                f"{where} is {value!r}, which does not count the units that find_sites saw: the model has changed. Call find_sites again."
+            )
+
+
+def covers_all_blocks(model: nn.Module, width: Width) -> bool:
+    """Whether all blocks that the model has now are among those of a width."""
+    ours = Counter(family(path) for path in {axis.module.path for axis in width.axes})
+    there = Counter(family(path) for path, _ in model.named_modules())
+    return all(there[name] == count for name, count in ours.items())
+
+
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor other values of another shape; whoever holds it sees them. A gradient of the old shape goes."""
+    tensor.grad = None
+    tensor.data = value
+
+
+def change_sizes(width: Width, more: int) -> None:
+    """Let the attributes that count units follow; ``more`` may be below zero."""
+    for size in width.sizes if more else ():
+        _change(size, width, more)
+
+
+def _fits(stretch: Stretch, tensor: Tensor, length: int, *, made: bool) -> bool:
+    if length and tensor.shape[stretch.dim] != length:
+        return False
+    units = stretch.units + stretch.more if made else stretch.units
+    return tensor.shape[stretch.dim] >= stretch.start + stretch.outer * units * stretch.inner
+
+
+def _fitting(width: Width, rows: Sequence[Tensor]) -> bool:
+    """Whether rows that were measured have the shape that the layers have now."""
+    axes = [axis for axis in width.axes if axis.fill == "row"]
+    for axis, new in zip(axes, rows, strict=True):
+        shape = list(getattr(axis.module.find_module(), axis.name).shape)
+        shape[axis.dim] = axis.outer * width.more * axis.inner
+        if shape != list(new.shape):
+            return False
+    return True
+
+
+def _filled(resize: Resize, width: Width, rows: Sequence[Tensor]) -> Tensor:
+    """The new values of one tensor; where two axes grow, what is new in both is a column: zero."""
+    value = resize.tensor.detach()
+    fills: dict[Stretch | Exchange, tuple[Axis, int]] = {
+        Stretch(axis.dim, width.units, width.more, axis.start, axis.outer, axis.inner): (axis, index)
+        for index, axis in enumerate(width.axes)
+        if getattr(axis.module.find_module(), axis.name, None) is resize.tensor
+    }
+    numbers = {index: number for number, index in enumerate(i for i, a in enumerate(width.axes) if a.fill == "row")}
+    for stretch in sorted(
+        resize.stretches, key=lambda stretch: fills[stretch][0].fill != "row"
+    ):  # rows first: columns are zero in them
+        axis, index = fills[stretch]
+        new: Tensor | float
+        if axis.fill == "row":
+            new = rows[numbers[index]]
+        elif axis.fill == "mean":
+            new = float(value.float().mean())
+        else:
+            new = 1.0 if axis.fill == "one" else 0.0
+        value = stretch.applied(value, new)
+    return like_layout(value, resize.tensor)
+
+
+def _change(size: Size, width: Width, more: int) -> None:
+    holder = size.holder(size.module.find_module())
+    value = getattr(holder, size.name)
+    count = (width.units * size.per_unit if value is None else value) + more * size.per_unit
+    setattr(holder, size.name, None if size.unsaid and count == width.units * size.per_unit else count)
