@@ -14,12 +14,14 @@ from benchmarks.measuring import interleaved
 from benchmarks.networks import paper_cnn
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
-from sensli.paper import catalog, cnn, convnets, costs, pipeline
-from sensli.paper.config import Options, Plan, plan
-from sensli.paper.data import FACTS, Raw
+from sensli.paper.data import FACTS, Raw, pipeline
+from sensli.paper.engines import cnn, convnets
 from sensli.paper.errors import NoResults
-from sensli.paper.statistics import interval
-from sensli.paper.store import Store
+from sensli.paper.plans import catalog
+from sensli.paper.plans.config import Options, Plan, plan
+from sensli.paper.report import costs
+from sensli.paper.report.statistics import interval
+from sensli.paper.running.store import Store
 
 BATCH = 128
 ROUNDS = 9

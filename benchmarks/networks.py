@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from sensli.moves.finding import find_sites
-from sensli.paper import catalog, convnets
-from sensli.paper.config import Options, plan
 from sensli.paper.data import FACTS
+from sensli.paper.engines import convnets
+from sensli.paper.plans import catalog
+from sensli.paper.plans.config import Options, plan
 from sensli.surgery.insertion import insert
 
 

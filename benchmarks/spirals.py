@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.figure import Figure
-from sensli.paper import catalog, networks, stacked
-from sensli.paper.config import Options, Plan, Settings, plan
-from sensli.paper.engines import Job
+from sensli.paper.data.spirals import split
+from sensli.paper.engines import networks, stacked
+from sensli.paper.engines.engine import Job
 from sensli.paper.errors import NoResults
-from sensli.paper.seeds import ORDER_BLOCK, order_block, run_seed
-from sensli.paper.spirals import split
-from sensli.paper.store import Store
+from sensli.paper.plans import catalog
+from sensli.paper.plans.config import Options, Plan, Settings, plan
+from sensli.paper.plans.seeds import ORDER_BLOCK, order_block, run_seed
+from sensli.paper.running.store import Store
 
 BARS = {"2": 5.0, "4": 10.0}
 ROUNDS = 3

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from sensli.paper import runner, tables
-from sensli.paper.config import Options, parse, plan
-from sensli.paper.on_ray import ray_place
-from sensli.paper.store import Store
+from sensli.paper.plans.config import Options, parse, plan
+from sensli.paper.report import tables
+from sensli.paper.running import runner
+from sensli.paper.running.on_ray import ray_place
+from sensli.paper.running.store import Store
 
 EXPERIMENT = {
     "name": "wide",

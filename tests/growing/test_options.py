@@ -19,7 +19,7 @@ from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import At, Budget, Every, Moment
 from sensli.merits.merits import Merit
 from sensli.merits.ranking import SELECTIONS
-from sensli.paper.config import Data, Network, Optimizer, Settings
+from sensli.paper.plans.config import Data, Network, Optimizer, Settings
 
 DATA = batches((8, 8, 4))
 OF_A_RUN = {"model", "optimizer", "example", "scheduler", "averaged"}

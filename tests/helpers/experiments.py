@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sensli.paper.config import Data, Network, Optimizer, Options, Plan, Settings, parse, plan
+from sensli.paper.plans.config import Data, Network, Optimizer, Options, Plan, Settings, parse, plan
 
 GOOD: dict[str, Any] = {
     "name": "mine",

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sensli.paper import networks, spirals
-from sensli.paper.config import Settings
-from sensli.paper.networks import ResidualBlock
-from sensli.paper.seeds import ORDER_BLOCK, order_block, run_seed
+from sensli.paper.data import spirals
+from sensli.paper.engines import networks
+from sensli.paper.engines.networks import ResidualBlock
+from sensli.paper.plans.config import Settings
+from sensli.paper.plans.seeds import ORDER_BLOCK, order_block, run_seed
 
 
 @dataclass

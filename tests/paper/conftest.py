@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sensli.paper.stacked import one_thread
+from sensli.paper.engines.stacked import one_thread
 
 
 @pytest.fixture(autouse=True)

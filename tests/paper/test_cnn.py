@@ -16,14 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import pictures
 from pictures import TINY, raw, tiny
 from sensli import count_flops, find_sites, measure
-from sensli.paper import cnn, convnets, data, files, machine, pipeline, runner, training
-from sensli.paper.config import Network, Options, parse, plan
-from sensli.paper.data import FACTS
-from sensli.paper.engines import Job, engine
+from sensli.paper import data
+from sensli.paper.data import FACTS, pipeline
+from sensli.paper.engines import cnn, convnets, training
+from sensli.paper.engines.engine import Job, engine
 from sensli.paper.errors import BadExperiment
-from sensli.paper.machine import Machine
-from sensli.paper.seeds import generator, run_seed
-from sensli.paper.store import Store
+from sensli.paper.plans import machine
+from sensli.paper.plans.config import Network, Options, parse, plan
+from sensli.paper.plans.machine import Machine
+from sensli.paper.plans.seeds import generator, run_seed
+from sensli.paper.running import files, runner
+from sensli.paper.running.store import Store
 
 CIFAR = FACTS["cifar10"]
 CNN = Network("cnn", (500, 500), channels=(64, 128, 256))
@@ -85,7 +88,7 @@ def test_flops_of_the_paper():
 
 
 def engine_plan(name):
-    from sensli.paper import catalog
+    from sensli.paper.plans import catalog
 
     return catalog.find(name)
 
@@ -213,10 +216,11 @@ sys.path[:0] = {paths!r}
 import torch
 from pathlib import Path
 from pictures import TINY, raw
-from sensli.paper import data, runner
-from sensli.paper.config import Options, parse, plan
-from sensli.paper.engines import Job
-from sensli.paper.store import Store
+from sensli.paper import data
+from sensli.paper.running import runner
+from sensli.paper.plans.config import Options, parse, plan
+from sensli.paper.engines.engine import Job
+from sensli.paper.running.store import Store
 torch.set_num_threads(1)
 data._LOADERS["cifar10"] = lambda folder: raw()
 Job.__init__.__defaults__ = (*Job.__init__.__defaults__[:-1], 0.0)
@@ -300,8 +304,8 @@ def test_what_cannot_be_trained_is_refused(settings, text):
 
 
 def test_presets_are_settings_of_their_own():
-    from sensli.paper import catalog
-    from sensli.paper.config import digest
+    from sensli.paper.plans import catalog
+    from sensli.paper.plans.config import digest
 
     names = ("paper", "day", "laptop", "smoke")
     sizes = [plan(catalog.find("1"), "trains", Options(preset=name)) for name in names]

@@ -9,12 +9,15 @@ import torch
 
 from pictures import raw, tiny
 from sensli.cli.main import main
-from sensli.paper import cnn, cnnevidence, costs, data, evidence, runner, tables
-from sensli.paper.cnnevidence import SamePlace, Separation
-from sensli.paper.config import Options, parse, plan
-from sensli.paper.evidence import NOT_LEARNT, Cheaper, NewGradient, Smaller, Threshold
-from sensli.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED
-from sensli.paper.store import Store
+from sensli.paper import data
+from sensli.paper.engines import cnn
+from sensli.paper.plans.config import Options, parse, plan
+from sensli.paper.report import cnnevidence, costs, evidence, tables
+from sensli.paper.report.cnnevidence import SamePlace, Separation
+from sensli.paper.report.evidence import NOT_LEARNT, Cheaper, NewGradient, Smaller, Threshold
+from sensli.paper.report.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED
+from sensli.paper.running import runner
+from sensli.paper.running.store import Store
 
 
 class Stored:

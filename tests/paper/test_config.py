@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from experiments import GOOD
-from sensli.paper import catalog, networks, tables
-from sensli.paper.config import Data, Network, Optimizer, Options, Schedule, Settings, digest, parse, plan
-from sensli.paper.engines import engine
+from sensli.paper.engines import networks
+from sensli.paper.engines.engine import engine
 from sensli.paper.errors import BadExperiment
+from sensli.paper.plans import catalog
+from sensli.paper.plans.config import Data, Network, Optimizer, Options, Schedule, Settings, digest, parse, plan
+from sensli.paper.report import tables
 
 
 def changed(path: str, value: object) -> dict:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sensli.paper import catalog
-from sensli.paper.claims import CLAIMS, WAKE
-from sensli.paper.config import Options, Plan, plan
-from sensli.paper.evidence import AWAITING, Cheaper, Evidence, NewGradient, Smaller, Threshold
-from sensli.paper.report import verdict
-from sensli.paper.store import Result, Store
+from sensli.paper.plans import catalog
+from sensli.paper.plans.config import Options, Plan, plan
+from sensli.paper.report.claims import CLAIMS, WAKE
+from sensli.paper.report.evidence import AWAITING, Cheaper, Evidence, NewGradient, Smaller, Threshold
+from sensli.paper.report.report import verdict
+from sensli.paper.running.store import Result, Store
 
 RUNS = 6
 

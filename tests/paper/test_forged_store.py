@@ -9,11 +9,12 @@ import pytest
 
 from experiments import make_plan
 from forging import JSON_VALUES, RAN, VALUES, Trap, altered, damaged
-from sensli.paper import runner, tables
-from sensli.paper.engines import Job
+from sensli.paper.engines.engine import Job
 from sensli.paper.errors import PaperError
-from sensli.paper.files import read_json, read_tensors, write_json, write_tensors
-from sensli.paper.store import Store
+from sensli.paper.report import tables
+from sensli.paper.running import runner
+from sensli.paper.running.files import read_json, read_tensors, write_json, write_tensors
+from sensli.paper.running.store import Store
 
 
 @pytest.fixture(scope="module")

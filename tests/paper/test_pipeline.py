@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from pictures import raw
-from sensli.paper import pipeline
-from sensli.paper.config import Data
-from sensli.paper.data import FACTS
-from sensli.paper.pipeline import PADDING
+from sensli.paper.data import FACTS, pipeline
+from sensli.paper.data.pipeline import PADDING
+from sensli.paper.plans.config import Data
 
 
 def make(**wanted):

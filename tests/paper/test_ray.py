@@ -22,15 +22,16 @@ from experiments import GOOD
 from pictures import TINY, raw, tiny
 from sensli import __version__
 from sensli.cli.main import main
-from sensli.paper import data, runner
-from sensli.paper.config import Options, parse, plan
+from sensli.paper import data
 from sensli.paper.data import DataError
-from sensli.paper.engines import Job
+from sensli.paper.engines.engine import Job
 from sensli.paper.errors import PaperError
-from sensli.paper.machine import Machine
-from sensli.paper.on_ray import ray_place
-from sensli.paper.ray_worker import packed, work
-from sensli.paper.store import Store
+from sensli.paper.plans.config import Options, parse, plan
+from sensli.paper.plans.machine import Machine
+from sensli.paper.running import runner
+from sensli.paper.running.on_ray import ray_place
+from sensli.paper.running.ray_worker import packed, work
+from sensli.paper.running.store import Store
 
 ray = pytest.importorskip("ray", reason="Ray is missing. Get it with: pip install 'sensli[ray]'")
 
@@ -61,7 +62,7 @@ class Held(type(Path())):
 
 
 def _hold(folder):
-    from sensli.paper import pieces, ray_worker
+    from sensli.paper.running import pieces, ray_worker
 
     def train(job):
         def save_and_wait(state):

@@ -9,10 +9,11 @@ from torch.nn.functional import cross_entropy
 import reference
 from experiments import settings
 from sensli import Grower, count_flops, triggers
-from sensli.paper import networks, spirals, stacked
-from sensli.paper.config import Network, Settings
-from sensli.paper.engines import Job
-from sensli.paper.seeds import run_seed
+from sensli.paper.data import spirals
+from sensli.paper.engines import networks, stacked
+from sensli.paper.engines.engine import Job
+from sensli.paper.plans.config import Network, Settings
+from sensli.paper.plans.seeds import run_seed
 
 RUNS = (0, 1, 4)
 CASES = {

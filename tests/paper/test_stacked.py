@@ -9,10 +9,11 @@ import torch
 
 import reference
 from experiments import settings
-from sensli.paper import networks, spirals, stacked
-from sensli.paper.config import Data, Network, Optimizer
-from sensli.paper.engines import Job
-from sensli.paper.stack import Stack
+from sensli.paper.data import spirals
+from sensli.paper.engines import networks, stacked
+from sensli.paper.engines.engine import Job
+from sensli.paper.engines.stack import Stack
+from sensli.paper.plans.config import Data, Network, Optimizer
 
 RUNS = (0, 1, 2, 5)
 

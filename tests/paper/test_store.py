@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from experiments import GOOD, make_plan
-from sensli.paper import runner, stacked
-from sensli.paper.config import Options, parse, plan
-from sensli.paper.engines import Job
+from sensli.paper.engines import stacked
+from sensli.paper.engines.engine import Job
 from sensli.paper.errors import NoResults, StoreError
-from sensli.paper.store import Store
+from sensli.paper.plans.config import Options, parse, plan
+from sensli.paper.running import runner
+from sensli.paper.running.store import Store
 
 
 @pytest.fixture

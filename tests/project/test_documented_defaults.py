@@ -13,7 +13,7 @@ import pytest
 
 import sensli
 from sensli import norms, page, triggers
-from sensli.paper import config
+from sensli.paper.plans import config
 from sensli.surgery.history import record
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -16,9 +16,14 @@ TESTS = ROOT / "tests"
 ROOMS = (
     "errors", "text", "modules", "moves", "merits", "surgery", "growing", "page", "integrations", "paper", "cli",
 )  # fmt: skip
-# Inside of a room too: engines build on the rest of modules, the trace knows nothing of moves, and the records and what follows a
-# change know nothing of the change itself.
-INNER = (("modules", "modules.engines"), ("moves.trace", "moves"), ("surgery.state", "surgery.history", "surgery"))
+# Inside of a room too: engines build on the rest of modules, the trace knows nothing of moves, the records and what follows a
+# change know nothing of the change itself, and what trains the paper's networks knows nothing of folders and reports.
+INNER = (
+    ("modules", "modules.engines"),
+    ("moves.trace", "moves"),
+    ("surgery.state", "surgery.history", "surgery"),
+    ("paper.errors", "paper.plans", "paper.data", "paper.engines", "paper.running", "paper.report", "paper"),
+)
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -24,7 +24,7 @@ from sensli.growing import storage
 from sensli.integrations import hf_folder
 from sensli.page import page_data, write_page
 from sensli.paper.errors import StoreError
-from sensli.paper.files import write_json, write_tensors
+from sensli.paper.running.files import write_json, write_tensors
 from sensli.surgery.history.record import Look, Record
 from sensli.text.writing import ABANDONED, check_writable, replacing, write_bytes
 

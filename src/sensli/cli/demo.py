@@ -16,7 +16,7 @@ from sensli.growing.terminal import Reach, paint_decision, progress, require_plo
 from sensli.modules.flops import count_flops
 from sensli.moves.finding import find_sites
 from sensli.page import Curve, Film, page_data, write_page
-from sensli.paper import spirals
+from sensli.paper.data import spirals
 from sensli.surgery.history.history import History
 from sensli.text.strict_json import dumps as strict_json
 from sensli.text.tables import text_table

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from sensli.errors import MissingExtra
-from sensli.paper import catalog, runner, tables
-from sensli.paper.config import Experiment, Options, Plan, plan
-from sensli.paper.document import Table
-from sensli.paper.engines import engine
+from sensli.paper.engines.engine import engine
 from sensli.paper.errors import BadExperiment, NoResults
-from sensli.paper.machine import DEVICES, Machine
-from sensli.paper.presets import PRESETS
-from sensli.paper.store import Store, readable
+from sensli.paper.plans import catalog
+from sensli.paper.plans.config import Experiment, Options, Plan, plan
+from sensli.paper.plans.machine import DEVICES, Machine
+from sensli.paper.plans.presets import PRESETS
+from sensli.paper.report import tables
+from sensli.paper.report.document import Table
+from sensli.paper.running import runner
+from sensli.paper.running.store import Store, readable
 
 RESULTS = Path("results")
 
@@ -180,7 +182,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _place(args: argparse.Namespace) -> runner.Place:
     if args.on == "ray":
-        from sensli.paper.on_ray import ray_place
+        from sensli.paper.running.on_ray import ray_place
 
         return ray_place(args.ray_address, args.ray_cpus)
     for name in ("ray_address", "ray_cpus"):
@@ -195,7 +197,7 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def _show_plans(plans: list[Plan], store: Store) -> None:
-    from sensli.paper import figures
+    from sensli.paper.report import figures
 
     shown = 0
     missing: NoResults | None = None
@@ -222,7 +224,7 @@ def _show_plans(plans: list[Plan], store: Store) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from sensli.paper import report
+    from sensli.paper.report import report
 
     folder = args.to or args.out / "report"
     for path in report.write(readable(args.out), _options(args), folder):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sensli.paper import convnets
-from sensli.paper.config import Plan
 from sensli.paper.data import FACTS
-from sensli.paper.statistics import Interval, interval, number
-from sensli.paper.store import Result
+from sensli.paper.engines import convnets
+from sensli.paper.plans.config import Plan
+from sensli.paper.report.statistics import Interval, interval, number
+from sensli.paper.running.store import Result
 
 
 @dataclass(frozen=True)

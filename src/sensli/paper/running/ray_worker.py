@@ -19,9 +19,9 @@ import torch
 
 from sensli import __version__
 from sensli.errors import SensliError
-from sensli.paper.engines import engine
+from sensli.paper.engines.engine import engine
 from sensli.paper.errors import PaperError
-from sensli.paper.pieces import train
+from sensli.paper.running.pieces import train
 
 TELL_EVERY = 0.5  # seconds
 News = tuple[str, Any]  # ("share", how much is done), ("state", packed), ("done", packed), ("failed", the error)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sensli.paper.config import Network
 from sensli.paper.data import Facts
+from sensli.paper.plans.config import Network
 
 
 def repeats(network: Network) -> list[int]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sensli.errors import MissingExtra
-from sensli.paper import presets
-from sensli.paper.config import Plan
 from sensli.paper.errors import StoreError
-from sensli.paper.statistics import band, smooth
-from sensli.paper.store import Result
+from sensli.paper.plans import presets
+from sensli.paper.plans.config import Plan
+from sensli.paper.report.statistics import band, smooth
+from sensli.paper.running.store import Result
 from sensli.text.writing import write_bytes
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def heatmaps(plan: Plan, results: Results) -> Figure:
 
 def _of_cnn(kind: str) -> Callable[[Plan, Results], Any]:
     def drawer(plan: Plan, results: Results) -> Any:
-        from sensli.paper import cnnfigures  # it builds on this file
+        from sensli.paper.report import cnnfigures  # it builds on this file
 
         return getattr(cnnfigures, kind)(plan, results)
 

@@ -13,13 +13,13 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from sensli.paper.config import Settings
 from sensli.paper.errors import BadExperiment
-from sensli.paper.machine import Machine
-from sensli.paper.reading import unknown
+from sensli.paper.plans.config import Settings
+from sensli.paper.plans.machine import Machine
+from sensli.paper.plans.reading import unknown
 
 SHOWN = 3  # iterations after an insertion whose gradient of the new weights is kept for the heatmaps
-ENGINES = {"stacked": "sensli.paper.stacked", "cnn": "sensli.paper.cnn"}
+ENGINES = {"stacked": "sensli.paper.engines.stacked", "cnn": "sensli.paper.engines.cnn"}
 
 
 def _ignore(_: object) -> None:

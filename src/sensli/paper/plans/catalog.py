@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sensli.paper.config import Experiment, parse
 from sensli.paper.errors import BadExperiment
-from sensli.paper.reading import unknown
+from sensli.paper.plans.config import Experiment, parse
+from sensli.paper.plans.reading import unknown
 
 PAPER = tuple(str(number) for number in range(1, 15))
 
@@ -20,7 +20,7 @@ PAPER = tuple(str(number) for number in range(1, 15))
 @lru_cache
 def bundled() -> dict[str, Experiment]:
     """All experiments that come with the package, the paper's first, in the order of their numbers."""
-    folder = resources.files(__package__) / "experiments"
+    folder = resources.files("sensli.paper") / "experiments"
     texts = {entry.name: entry.read_text("utf-8") for entry in folder.iterdir() if entry.name.endswith(".json")}
     found = [parse(json.loads(text), name) for name, text in texts.items()]
     return {one.name: one for one in sorted(found, key=_position)}

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sensli.paper.config import Plan, Settings
-from sensli.paper.engines import Job, Outcome, engine
-from sensli.paper.machine import Machine
-from sensli.paper.origin import origin
-from sensli.paper.store import Store
+from sensli.paper.engines.engine import Job, Outcome, engine
+from sensli.paper.plans.config import Plan, Settings
+from sensli.paper.plans.machine import Machine
+from sensli.paper.running.origin import origin
+from sensli.paper.running.store import Store
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sensli.paper import catalog
-from sensli.paper.config import Options, Plan, plan
-from sensli.paper.costs import ratios
-from sensli.paper.engines import engine
+from sensli.paper.engines.engine import engine
 from sensli.paper.errors import BadExperiment, NoResults
-from sensli.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED, OPPOSITE, Paired, interval, number, paired
-from sensli.paper.store import Result, Store
+from sensli.paper.plans import catalog
+from sensli.paper.plans.config import Options, Plan, plan
+from sensli.paper.report.costs import ratios
+from sensli.paper.report.statistics import (
+    AWAITING,
+    CONFIRMED,
+    NOT_CONFIRMED,
+    OPPOSITE,
+    Paired,
+    interval,
+    number,
+    paired,
+)
+from sensli.paper.running.store import Result, Store
 
 ONE_RUN = "inconclusive: one run"
 NOT_LEARNT = "inconclusive: the network did not learn"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sensli.paper import data
-from sensli.paper.config import Data
 from sensli.paper.data import Facts, Raw
+from sensli.paper.plans.config import Data
 
 PADDING = 4
 

@@ -16,15 +16,15 @@ from typing import Any
 from sensli import __version__
 from sensli.errors import SensliError
 from sensli.growing.terminal import Reach
-from sensli.paper.cluster import RayError, connected
-from sensli.paper.config import Settings
-from sensli.paper.engines import Job, engine
+from sensli.paper.engines.engine import Job, engine
 from sensli.paper.errors import BadExperiment, PaperError
-from sensli.paper.machine import Machine
-from sensli.paper.pieces import Piece, job_of, keep
-from sensli.paper.ray_worker import News, one_line, packed, unpacked, work
-from sensli.paper.runner import Compute, Place
-from sensli.paper.store import Store
+from sensli.paper.plans.config import Settings
+from sensli.paper.plans.machine import Machine
+from sensli.paper.running.cluster import RayError, connected
+from sensli.paper.running.pieces import Piece, job_of, keep
+from sensli.paper.running.ray_worker import News, one_line, packed, unpacked, work
+from sensli.paper.running.runner import Compute, Place
+from sensli.paper.running.store import Store
 
 LOSSES = 3  # how often the worker of one piece may be lost
 SAVE_EVERY = 20.0  # seconds; a state is sent over the network, so less often than to a disk

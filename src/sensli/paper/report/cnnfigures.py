@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sensli.merits.norms import NORMS
-from sensli.paper.config import Plan
-from sensli.paper.costs import pair, ratios
-from sensli.paper.figures import COLOURS, DPI, Results, _cycle, _spans_orders, _title, open_axes
-from sensli.paper.statistics import number
-from sensli.paper.store import Result
+from sensli.paper.plans.config import Plan
+from sensli.paper.report.costs import pair, ratios
+from sensli.paper.report.figures import COLOURS, DPI, Results, _cycle, _spans_orders, _title, open_axes
+from sensli.paper.report.statistics import number
+from sensli.paper.running.store import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

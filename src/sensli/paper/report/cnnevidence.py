@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sensli.merits.norms import NORMS
-from sensli.paper.config import Plan
-from sensli.paper.evidence import ONE_RUN, Check, Finding, named
-from sensli.paper.statistics import CONFIRMED, NOT_CONFIRMED, number
-from sensli.paper.store import Result
+from sensli.paper.plans.config import Plan
+from sensli.paper.report.evidence import ONE_RUN, Check, Finding, named
+from sensli.paper.report.statistics import CONFIRMED, NOT_CONFIRMED, number
+from sensli.paper.running.store import Result
 
 SEPARATE = "operator"
 

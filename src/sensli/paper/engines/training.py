@@ -17,12 +17,12 @@ from sensli.growing.triggers import At
 from sensli.merits.norms import NORMS
 from sensli.merits.sensitivity import Catch
 from sensli.moves.finding import find_sites
-from sensli.paper import convnets, pipeline
-from sensli.paper.config import Settings
-from sensli.paper.data import FACTS
-from sensli.paper.engines import Job
-from sensli.paper.logbook import Logbook
-from sensli.paper.seeds import run_seed
+from sensli.paper.data import FACTS, pipeline
+from sensli.paper.engines import convnets
+from sensli.paper.engines.engine import Job
+from sensli.paper.engines.logbook import Logbook
+from sensli.paper.plans.config import Settings
+from sensli.paper.plans.seeds import run_seed
 from sensli.surgery.history.history import Growth, History
 from sensli.surgery.replaying import replay
 

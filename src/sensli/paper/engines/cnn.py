@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from sensli.paper import convnets, pipeline
-from sensli.paper.config import Data, Settings
-from sensli.paper.data import FACTS
-from sensli.paper.engines import Counts, Job, Outcome
+from sensli.paper.data import FACTS, pipeline
+from sensli.paper.engines import convnets
+from sensli.paper.engines.engine import Counts, Job, Outcome
+from sensli.paper.engines.logbook import Logbook
+from sensli.paper.engines.restoring import check_count, restoring
+from sensli.paper.engines.training import Training, float_type, wait_for
 from sensli.paper.errors import BadExperiment
-from sensli.paper.logbook import Logbook
-from sensli.paper.machine import Machine, has_bf16
-from sensli.paper.reading import nearest, unknown
-from sensli.paper.restoring import check_count, restoring
-from sensli.paper.seeds import generator
-from sensli.paper.training import Training, float_type, wait_for
+from sensli.paper.plans.config import Data, Settings
+from sensli.paper.plans.machine import Machine, has_bf16
+from sensli.paper.plans.reading import nearest, unknown
+from sensli.paper.plans.seeds import generator
 
 AT_ONCE: int | None = 1
 LOOK_BATCH = (

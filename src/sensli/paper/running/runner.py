@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from sensli.growing.terminal import Reach, progress
-from sensli.paper.config import Plan
-from sensli.paper.engines import engine
-from sensli.paper.machine import Machine
-from sensli.paper.pieces import Piece, job_of, keep, pieces, train
-from sensli.paper.store import Store
+from sensli.paper.engines.engine import engine
+from sensli.paper.plans.config import Plan
+from sensli.paper.plans.machine import Machine
+from sensli.paper.running.pieces import Piece, job_of, keep, pieces, train
+from sensli.paper.running.store import Store
 
 Compute = Callable[[Store, Reach], None]
 # Where the work is done: checks that it can be done there, and gives the function that does it.

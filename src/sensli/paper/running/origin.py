@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from sensli import __version__
-from sensli.paper.config import Settings
-from sensli.paper.machine import Machine
+from sensli.paper.plans.config import Settings
+from sensli.paper.plans.machine import Machine
 
 
 def origin(settings: Settings, machine: Machine) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def provenance() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of the checkout this package runs from, marked where files differ from it; None if installed."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str:
         call = ["git", "-C", str(here), *arguments]

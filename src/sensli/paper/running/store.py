@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from sensli.errors import brief
-from sensli.paper.config import RESULT_FORMAT, Plan, Settings, digest
-from sensli.paper.engines import Outcome, engine
+from sensli.paper.engines.engine import Outcome, engine
 from sensli.paper.errors import NoResults, StoreError
-from sensli.paper.files import Damaged, read_json, read_tensors, write_json, write_tensors
-from sensli.paper.seeds import run_seed
+from sensli.paper.plans.config import RESULT_FORMAT, Plan, Settings, digest
+from sensli.paper.plans.seeds import run_seed
+from sensli.paper.running.files import Damaged, read_json, read_tensors, write_json, write_tensors
 from sensli.text.writing import check_writable
 
 

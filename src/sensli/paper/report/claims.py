@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sensli.paper.cnnevidence import SamePlace, Separation
-from sensli.paper.evidence import BestTime, Cheaper, Check, NewGradient, Smaller, Threshold
+from sensli.paper.report.cnnevidence import SamePlace, Separation
+from sensli.paper.report.evidence import BestTime, Cheaper, Check, NewGradient, Smaller, Threshold
 
 LOSS = ("train_loss",)
 EARLY = (10, 50, 150, 450)

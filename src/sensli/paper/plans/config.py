@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensli.merits.ranking import SELECTIONS
-from sensli.paper import presets
 from sensli.paper.errors import BadExperiment
-from sensli.paper.reading import check_keys, merged, read, unknown
+from sensli.paper.plans import presets
+from sensli.paper.plans.reading import check_keys, merged, read, unknown
 
 RESULT_FORMAT = 1  # part of every digest: results of another format are never mixed in
 

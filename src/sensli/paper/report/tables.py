@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sensli.paper import costs
-from sensli.paper.config import Options, Plan
-from sensli.paper.config import plan as make_plan
-from sensli.paper.document import Table
-from sensli.paper.engines import engine
-from sensli.paper.evidence import at_chance
-from sensli.paper.statistics import interval, number
-from sensli.paper.store import Result
+from sensli.paper.engines.engine import engine
+from sensli.paper.plans.config import Options, Plan
+from sensli.paper.plans.config import plan as make_plan
+from sensli.paper.report import costs
+from sensli.paper.report.document import Table
+from sensli.paper.report.evidence import at_chance
+from sensli.paper.report.statistics import interval, number
+from sensli.paper.running.store import Result
 from sensli.text.tables import text_table
 
 # What the paper prints: (experiment, arm) -> FLOPs per training sample in total, of which measuring.

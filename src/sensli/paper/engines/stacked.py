@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from sensli.merits.ranking import SELECTIONS
-from sensli.paper import networks
-from sensli.paper.config import Settings
-from sensli.paper.engines import SHOWN, Counts, Job, Outcome
+from sensli.paper.data.spirals import CLASSES, POINTS, split
+from sensli.paper.engines import networks
+from sensli.paper.engines.engine import SHOWN, Counts, Job, Outcome
+from sensli.paper.engines.restoring import check_alike, check_count, restoring
+from sensli.paper.engines.stack import Looks, Pass, Stack
 from sensli.paper.errors import BadExperiment
-from sensli.paper.machine import Machine
-from sensli.paper.restoring import check_alike, check_count, restoring
-from sensli.paper.seeds import ORDER_BLOCK, generator, order_block, run_seed
-from sensli.paper.spirals import CLASSES, POINTS, split
-from sensli.paper.stack import Looks, Pass, Stack
+from sensli.paper.plans.config import Settings
+from sensli.paper.plans.machine import Machine
+from sensli.paper.plans.seeds import ORDER_BLOCK, generator, order_block, run_seed
 
 AT_ONCE: int | None = None
 

@@ -11,10 +11,10 @@ from torch.nn.functional import adaptive_max_pool2d
 
 from sensli.merits.merits import Merits
 from sensli.merits.norms import NORMS
-from sensli.paper import convnets
-from sensli.paper.config import Settings
-from sensli.paper.engines import SHOWN, Outcome
-from sensli.paper.restoring import check_alike, check_count
+from sensli.paper.engines import convnets
+from sensli.paper.engines.engine import SHOWN, Outcome
+from sensli.paper.engines.restoring import check_alike, check_count
+from sensli.paper.plans.config import Settings
 from sensli.surgery.history.history import Growth
 
 NAN = float("nan")

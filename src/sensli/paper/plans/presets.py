@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sensli.paper.errors import BadExperiment
-from sensli.paper.reading import unknown
+from sensli.paper.plans.reading import unknown
 
 if TYPE_CHECKING:
-    from sensli.paper.config import Settings
+    from sensli.paper.plans.config import Settings
 
 SHORTEST_PATIENCE = 2  # of a schedule, in epochs: the error of a small test set moves up and down by itself
 

@@ -14,7 +14,7 @@ from typing import Any
 from sensli.errors import MissingExtra
 from sensli.growing.terminal import how_to_get
 from sensli.paper.errors import PaperError
-from sensli.paper.ray_worker import one_line
+from sensli.paper.running.ray_worker import one_line
 
 PATIENCE = 10.0  # seconds for a machine to answer
 _LOCAL = {"RAY_USAGE_STATS_ENABLED": "0"}

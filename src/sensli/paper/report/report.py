@@ -6,15 +6,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sensli.paper import catalog, claims, costs, figures, tables
-from sensli.paper.claims import Claim, Question
-from sensli.paper.config import Options, Plan
-from sensli.paper.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
-from sensli.paper.engines import engine
+from sensli.paper.engines.engine import engine
 from sensli.paper.errors import NoResults, StoreError
-from sensli.paper.evidence import CNN, UNDECIDED, Evidence, Finding
-from sensli.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, Interval, interval, overall
-from sensli.paper.store import Result, Store
+from sensli.paper.plans import catalog
+from sensli.paper.plans.config import Options, Plan
+from sensli.paper.report import claims, costs, figures, tables
+from sensli.paper.report.claims import Claim, Question
+from sensli.paper.report.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
+from sensli.paper.report.evidence import CNN, UNDECIDED, Evidence, Finding
+from sensli.paper.report.statistics import AWAITING, CONFIRMED, OPPOSITE, Interval, interval, overall
+from sensli.paper.running.store import Result, Store
 from sensli.text.strict_json import dumps as strict_json
 from sensli.text.writing import write_bytes
 

@@ -10,8 +10,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from sensli.paper.config import Network, Settings
-from sensli.paper.spirals import CLASSES, FEATURES
+from sensli.paper.data.spirals import CLASSES, FEATURES
+from sensli.paper.plans.config import Network, Settings
 
 
 class ResidualBlock(nn.Module):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sensli.paper.networks import ResidualBlock
+from sensli.paper.engines.networks import ResidualBlock
 
 _relu_backward = torch.ops.aten.threshold_backward
 _tanh_backward = torch.ops.aten.tanh_backward
