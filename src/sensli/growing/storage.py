@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sensli.errors import CheckpointError
+from sensli.errors import CheckpointError, SensliError
 from sensli.text.writing import replacing
 
 FORMAT = 1
@@ -54,11 +54,26 @@ class _Hashed:
         self._file.flush()
 
 
+class Unusable(Exception):
+    """What is wrong with a file, as the rest of a sentence that begins with its path; and what to do about a checkpoint."""
+
+    def __init__(self, reason: str, remedy: str = "Use an intact copy, or an earlier checkpoint.") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write the file: a kill at any moment leaves the old or the new one."""
+    """Write a checkpoint: a kill at any moment leaves the old or the new one."""
     content = {name: check_plain(value, name) for name, value in content.items()}
-    with replacing(path, CheckpointError) as file:
-        file.write(MAGIC + b" " * _ROOM + b"\n")
+    write_tensors(path, content, MAGIC, CheckpointError)
+
+
+def write_tensors(
+    path: str | os.PathLike[str], content: Mapping[str, Any], magic: bytes, failure: type[SensliError]
+) -> str:
+    """Write tensors and plain data after a line that says what they are; returns the checksum. Raises ``failure`` if it cannot."""
+    with replacing(path, failure) as file:
+        file.write(magic + b" " * _ROOM + b"\n")
         body = _Hashed(file)
         try:
             torch.save(content, body)  # type: ignore[arg-type]
@@ -70,8 +85,9 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         if body.failure is not None:
             raise body.failure
         header = json.dumps({"format": FORMAT, "length": body.length, "sha256": body.digest.hexdigest()})
-        file.seek(len(MAGIC))
+        file.seek(len(magic))
         file.write(header.ljust(_ROOM).encode())
+    return body.digest.hexdigest()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -79,49 +95,49 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         if os.path.isdir(path):
             path = os.path.join(path, FILE)
-        with open(path, "rb") as file:
-            magic, header, body = file.read(len(MAGIC)), file.read(_ROOM + 1), file.read()
+        return read_tensors(path, MAGIC)[0]
     except (OSError, ValueError) as error:  # a path may hold a character that none can
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}.") from error
-    if magic != MAGIC:
-        short = MAGIC.startswith(magic)
-        what = "is cut short" if short else "is not a sensli checkpoint: it does not begin like one"
-        raise CheckpointError(f"{path} {what}. Give a file that save_checkpoint wrote, or an earlier intact one.")
+    except Unusable as error:
+        raise CheckpointError(f"{path} {error} {error.remedy}".rstrip()) from error.__cause__
+
+
+def read_tensors(path: str | os.PathLike[str], magic: bytes) -> tuple[dict[str, Any], str]:
+    """Read and check what `write_tensors` wrote: the content and its checksum. Raises `Unusable`, or an OSError."""
+    with open(path, "rb") as file:
+        begin, header, body = file.read(len(magic)), file.read(_ROOM + 1), file.read()
+    what = magic.decode().strip()
+    if begin != magic:
+        wrong = "is cut short" if magic.startswith(begin) else f"is not a {what}: it does not begin like one"
+        raise Unusable(f"{wrong}.", "Give a file that save_checkpoint wrote, or an earlier intact one.")
     try:
         facts = json.loads(header)
         version, length, digest = facts["format"], facts.get("length", -1), facts.get("sha256")
         if type(version) is not int or version < 1 or type(length) is not int:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path} is cut short or altered: its header cannot be read. {_REMEDY}") from None
+        raise Unusable("is cut short or altered: its header cannot be read.") from None
     if version > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {version}, newer than {FORMAT}, the newest known here. Update sensli to read it."
+        raise Unusable(
+            f"has format {version}, newer than {FORMAT}, the newest known here.", "Update sensli to read it."
         )
     if len(body) != length:
-        raise CheckpointError(
-            f"{path} is {'cut short' if len(body) < length else 'too long'}: {len(body):,} of {length:,} bytes. {_REMEDY}"
-        )
-    if hashlib.sha256(body).hexdigest() != digest:
-        raise CheckpointError(f"{path} was altered after it was written: its checksum does not match. {_REMEDY}")
+        cut = "cut short" if len(body) < length else "too long"
+        raise Unusable(f"is {cut}: {len(body):,} of {length:,} bytes.")
+    found = hashlib.sha256(body).hexdigest()
+    if found != digest:
+        raise Unusable("was altered after it was written: its checksum does not match.")
     try:
         content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} holds more than tensors and plain data, and was not loaded because that could run code: {told(error)}"
+        raise Unusable(
+            f"holds more than tensors and plain data, and was not loaded because that could run code: {told(error)}", ""
         ) from error
-    except Exception as error:  # what torch raises for bytes that are no archive is not a short list
-        raise CheckpointError(
-            f"{path} does not hold what torch.save wrote: {type(error).__name__}: {told(error)} {_REMEDY}"
-        ) from error
+    except Exception as error:  # what torch raises for bytes that are not an archive is not a short list
+        raise Unusable(f"does not hold what torch.save wrote: {type(error).__name__}: {told(error)}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__} instead of the parts of a checkpoint. {_REMEDY}"
-        )
-    return content
-
-
-_REMEDY = "Use an intact copy, or an earlier checkpoint."
+        raise Unusable(f"holds a {type(content).__name__} instead of named parts.")
+    return content, found
 
 
 def told(error: Exception) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from sensli.growing.by_name import load_optimizer, names_in
 from sensli.growing.grower import Grower
 from sensli.growing.triggers import At
 from sensli.merits.norms import NORMS
@@ -138,16 +139,12 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Optimizer state by name: by position it would come back to the wrong tensors of a grown network."""
-        moments = {
-            name: dict(self.optimizer.state[parameter])
-            for name, parameter in self.model.named_parameters()
-            if parameter in self.optimizer.state
-        }
-        groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
         return {
             "model": self.model.state_dict(),
-            "moments": moments,
-            "groups": groups,
+            "optimizer": {
+                "names": names_in(self.optimizer, self.model),
+                "state": self.optimizer.state_dict(),
+            },
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "grower": self.grower.state_dict() if self.grower is not None else None,
         }
@@ -160,15 +157,7 @@ class Training:
             assert self.grower is not None
             self.grower.load_state_dict(state["grower"])
         self.model.load_state_dict(state["model"])
-        for name, parameter in self.model.named_parameters():
-            if name in state["moments"]:
-                own = state["moments"][name].items()
-                self.optimizer.state[parameter] = {
-                    key: value.to(self.device) if isinstance(value, Tensor) and value.ndim else value
-                    for key, value in own
-                }
-        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update(saved)
+        load_optimizer(self.optimizer, state["optimizer"], self.model, state["model"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
 

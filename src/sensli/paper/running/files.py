@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from sensli.growing import storage
 from sensli.paper.errors import StoreError
 from sensli.text.writing import write_bytes
 
-_MAGIC = b"sensli tensors 1 "
+_MAGIC = b"file of sensli results\n"
 
 
 class Damaged(Exception):
@@ -22,31 +20,20 @@ class Damaged(Exception):
 
 def write_tensors(path: Path, content: dict[str, Any]) -> str:
     """Store tensors and plain values; returns the checksum of what was written."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    payload = buffer.getvalue()
-    checksum = hashlib.sha256(payload).hexdigest()
-    write_bytes(path, _MAGIC + checksum.encode() + b"\n" + payload, StoreError)
-    return checksum
+    return storage.write_tensors(path, content, _MAGIC, StoreError)
 
 
 def read_tensors(path: Path, checksum: str | None = None) -> dict[str, Any]:
     """Read what `write_tensors` wrote, or raise Damaged; nothing in the file is executed."""
     try:
-        content = path.read_bytes()
+        content, found = storage.read_tensors(path, _MAGIC)
     except OSError as error:
-        raise Damaged(f"it cannot be read ({error.strerror})") from None
-    head, _, payload = content.partition(b"\n")
-    found = hashlib.sha256(payload).hexdigest()
-    if head != _MAGIC + found.encode() or (checksum is not None and checksum != found):
-        raise Damaged("the checksum does not match")
-    try:
-        loaded = torch.load(io.BytesIO(payload), weights_only=True)
-    except Exception as error:  # torch raises many kinds of errors for bytes that are not an archive
-        raise Damaged(f"cannot be read as tensors: {type(error).__name__}") from None
-    if not isinstance(loaded, dict):
-        raise Damaged(f"it contains a {type(loaded).__name__}")
-    return loaded
+        raise Damaged(f"cannot be read ({error.strerror})") from None
+    except storage.Unusable as error:
+        raise Damaged(str(error)) from None
+    if checksum not in (None, found):
+        raise Damaged("is not the file that was written with its facts: the checksum does not match")
+    return content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
