@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sensli.paper.engines.engine import Job
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.plans.config import Options, parse, plan
 from sensli.paper.running import runner
+from sensli.paper.running.files import read_json, read_tensors
 from sensli.paper.running.store import Store
 
 
@@ -159,3 +161,10 @@ def test_an_arm_that_another_experiment_has_computed_is_not_computed_again(tmp_p
     for arm in second.arms:
         mine, theirs = store.load(second, arm).runs["train_loss"], store.load(first, arm).runs["train_loss"]
         assert len(mine) == len(theirs) + 1 and torch.equal(mine[: len(theirs)], theirs)
+
+
+def test_the_results_that_come_with_the_report_can_be_read() -> None:
+    stored = sorted((Path(__file__).parents[2] / "docs" / "replication" / "results").rglob("runs-*.json"))
+    assert stored
+    for path in stored:
+        assert read_tensors(path.with_suffix(".pt"), read_json(path)["tensors"])["runs"]

@@ -1,4 +1,4 @@
-"""The state of an optimizer by the names of its parameters: one built anew holds them in another order than one that followed."""
+"""The state of an optimizer by the names of its parameters: a rebuilt one holds them in another order than one that followed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names_in(optimizer: Optimizer, network: nn.Module) -> list[list[str]]:
 
 
 def add_own_groups(history: Iterable[Growth], optimizer: Any, scheduler: Any) -> None:
-    """Give optimizers that were built anew, and their schedulers, the groups of layers that have a rate of their own (`own_rate`)."""
+    """Give rebuilt optimizers, and their schedulers, the groups of layers that have a separate rate (`own_rate`)."""
     for growth in history:
         if growth.own_rate is not None:
             growth.own_rate.add(optimizer, scheduler)

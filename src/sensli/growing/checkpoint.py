@@ -1,4 +1,4 @@
-"""`save_checkpoint` and `load_checkpoint`: a grown network comes back from the user's own factory, and training goes on to the bit.
+"""`save_checkpoint` and `load_checkpoint`: a grown network comes back from the user's own factory, and training continues to the bit.
 
 The file (of a sharded model: the folder) holds no code and no module: the factory builds the small network, the history is replayed on
 it, then the tensors go in.

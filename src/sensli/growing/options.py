@@ -21,7 +21,7 @@ from sensli.surgery.state.optim import Optimizers, check_group, check_needed, ch
 from sensli.surgery.state.own_rate import check_own_factor, check_own_rate
 from sensli.surgery.state.rates import Schedulers, check_factor, plan_rate_scaling
 
-# What a rank may have of its own. What a trigger says is compared when it says it, and so is a choice that hangs on the seed.
+# What may differ between ranks. What a trigger says is compared when it says it, and so is a choice that depends on the seed.
 _OWN = ("trigger", "group", "seed", "log")
 
 

@@ -151,7 +151,7 @@ class _Either(_Pair):
         return any(self._fired)
 
     def looked(self) -> None:
-        # The side that did not fire goes on counting.
+        # The side that did not fire continues to count.
         for fired, side in zip(self._fired, (self.left, self.right), strict=True):
             if fired:
                 side.looked()

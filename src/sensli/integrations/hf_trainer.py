@@ -142,7 +142,7 @@ def loss_step(trainer: Trainer) -> Callable[..., Any]:
 
     def step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 2 or not isinstance(args[1], Inputs):
-            # Without accelerate's autocast around it: sites are compared with a model built anew, which has none.
+            # Without accelerate's autocast around it: sites are compared with a rebuilt model, which has none.
             return getattr(module, "_original_forward", module.forward)(*args, **kwargs)
         given = args[1]
         with trainer.compute_loss_context_manager():

@@ -38,7 +38,7 @@ class StandIn:
 
 @contextmanager
 def standing_in(module: nn.Module, step: Callable[..., Any], **others: Any) -> Iterator[None]:
-    """Calling the module runs ``step(module, ...)``; ``others`` are methods that something else stands in for meanwhile."""
+    """Calling the module runs ``step(module, ...)``; ``others`` are methods that are replaced meanwhile."""
     own = module.__dict__
     kept = {name: own[name] for name in ("forward", *others) if name in own}
     try:

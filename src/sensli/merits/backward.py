@@ -33,7 +33,7 @@ def backward(
     # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
     wanted = virtual + (trained + catch.leaves if catch.weights else list(catch.watched))
     if catch.weights and loss.grad_fn is not None and (index == 0 or catch.others):
-        # A model or its input may hold tensors that ask for a gradient and are no parameters. Unless they are asked for too,
+        # A model or its input may hold tensors that require a gradient and are not parameters. Unless they are asked for too,
         # autograd leaves out the way to them, and the sites on that way would seem worthless.
         known = {id(tensor) for tensor in wanted}
         others = [leaf for leaf in leaves(loss.grad_fn) if id(leaf) not in known]

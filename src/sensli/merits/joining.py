@@ -51,7 +51,7 @@ def joined(together: Together, caught: Caught, device: Any, *, last: bool = True
 
 
 def same_values(together: Together, values: list[float], mean: float | None) -> tuple[list[float], float | None]:
-    """Rank 0's numbers on all ranks: machines of different make may differ in the last bit, and a decision hangs on it."""
+    """Rank 0's numbers on all ranks: machines of different make may differ in the last bit, and a decision depends on it."""
     first: tuple[list[float], float | None] = together.agree((values, mean))[0]
     return first
 

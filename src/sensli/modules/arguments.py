@@ -14,7 +14,7 @@ _PLAIN = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torc
 
 
 def value_slot(args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Tensor) -> Slot | None:
-    """Where the value stands that a block maps into its own space: the first tensor shaped and typed like what it returns."""
+    """Where the value is that a block maps into its own space: the first tensor shaped and typed like what it returns."""
     slots: list[tuple[Slot, Any]] = [*enumerate(args), *kwargs.items()]
     for slot, value in slots:
         if isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype:

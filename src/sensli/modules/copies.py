@@ -65,7 +65,7 @@ def _enlargement(weight: Tensor) -> float:
 def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: bool = False) -> nn.Module:
     """A copy of one block that carries none of the user's hooks and no mark of a growth.
 
-    What the block has in common with modules around it in the model ``outside`` (a configuration, a table) it goes on having in common.
+    What the block has in common with modules around it in the model ``outside`` (a configuration, a table) it keeps having in common.
     ``share``: the parameters too are the block's own, not copies of them: a twin to be measured costs no memory.
     """
     memo = _without_graphs(block)

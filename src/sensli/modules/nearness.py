@@ -21,7 +21,7 @@ def moved(old: Tensor, new: Tensor, *, exact: bool = False) -> float:
         return 0.0
     if not (old.is_floating_point() or old.is_complex()):
         return float("inf")
-    same = (old == new) | ((old != old) & (new != new))  # infinite or not a number before and after is no change
+    same = (old == new) | ((old != old) & (new != new))  # infinite or not a number before and after is not a change
     wide = torch.complex128 if old.is_complex() else torch.float64
     difference = torch.nan_to_num((new.to(wide) - old.to(wide))[~same].abs(), nan=float("inf")).max().item()
     size = torch.nan_to_num(old.to(wide).abs(), nan=0.0, posinf=0.0).max().item()

@@ -94,7 +94,7 @@ def forked_random_state(model: nn.Module) -> Iterator[None]:
 
 
 def undrawn(module: nn.Module) -> list[Any]:
-    """Hooks after which the random numbers that a module draws are given back: nobody behind it gets others than without it."""
+    """Hooks after which the random numbers that a module draws are given back: nobody after it gets others than without it."""
     states: list[tuple[Tensor, Tensor | None]] = []
 
     def before(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Insertion into an nn.ModuleList: the blocks behind are renumbered, and what counts or numbers the blocks stays true.
+"""Insertion into an nn.ModuleList: the blocks after it are renumbered, and what counts or numbers the blocks stays true.
 
 Which attributes those are is found by trial in `counting`; here they are plain data, so that `undo` and `replay` need no trial.
 """

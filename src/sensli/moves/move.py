@@ -98,7 +98,7 @@ class Edit:
         """Allocate what is new; with sharded models all ranks come here."""
 
     def prepared(self) -> None:
-        """What was added is now like what stands around it: sharding has replaced its parameters by parts of them."""
+        """What was added is now like what is around it: sharding has replaced its parameters by parts of them."""
 
     def apply(self) -> None:
         """Make the change."""

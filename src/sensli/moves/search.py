@@ -73,7 +73,7 @@ class Search:
         self.found: list[_Candidate] = []
         self.taken: set[Any] = set()  # graph nodes of points that have a site
         self.skipped: dict[str, str] = {}
-        # Forms that stand anywhere an activation does look into blocks too; the others respect them as units.
+        # Forms that go wherever an activation does look into blocks too; the others respect them as units.
         blocks = request.layer in ("auto", "residual", "twin")
         self.stacks = find_stacks(flow, added=added and request.layer != "residual") if blocks else []
         self.around = Surroundings(flow, self.stacks)

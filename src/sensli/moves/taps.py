@@ -1,4 +1,4 @@
-"""Where a value is caught as it passes a point: what the module gave or will be given is handed on as a view of its own.
+"""Where a value is caught as it passes a point: what the module gave or will be given is handed on as a separate view.
 
 Only what goes through that view counts. The same tensor may be read elsewhere too (an in-place activation returns its input, a skip
 connection reads it again), and what is sent back from there would not come to a layer at the point.

@@ -96,7 +96,7 @@ class Trial:
             gradients = None if wrong else _gradients(output, [*outputs, *(each.given for each in new)])
         verdict = Verdict(wrong) if wrong else self._compared(False, output, new)
         if verdict.good and gradients is not None:
-            # Units that are off behind a ReLU are left out: another new layer behind them, with a ReLU of its own, gives them nothing back.
+            # Units that a ReLU turned off are left out: another new layer after them, with its own ReLU, gives them nothing back.
             on = [None if o is None else o.detach() != 0 for o in outputs]
             verdict.wrong = self._other_gradients(sites, gradients[: len(new)], gradients[len(new) :], on)
         return verdict
@@ -201,12 +201,12 @@ class Trial:
         return wrong
 
     def _in_own_loop(self, site: Site) -> bool:
-        """Whether the model itself goes through the container that the layer stands in."""
+        """Whether the model itself goes through the container that the layer is in."""
         container = self.model.get_submodule(site.path.rpartition(".")[0])
         return site.point.place is not None or (not site.point.chained and isinstance(container, nn.Sequential))
 
     def _recorded(self, sites: Sequence[Site]) -> list[Tensor | None]:
-        """The gradients of the run that found the sites: of all uses of a value, which nearly always are the uses behind the site."""
+        """The gradients of the run that found the sites: of all uses of a value, which nearly always are the uses after the site."""
         seen = [self._seen.get((site.path, site.side)) for site in sites]
         values = [None if s is None or s.overwritten else s.tensor for s in seen]
         unknown = {id(v): v for v in values if v is not None and id(v) not in self._cotangents}
@@ -216,7 +216,7 @@ class Trial:
         return [None if v is None else self._cotangents[id(v)] for v in values]
 
     def _tapped(self, sites: Sequence[Site]) -> list[Tensor | None] | None:
-        """What a measurement would catch, in a run of its own."""
+        """What a measurement would catch, in a separate run."""
         caught: list[Tensor | None] = [None] * len(sites)
 
         def watcher(index: int) -> Callable[..., Tensor]:
@@ -263,7 +263,7 @@ class Trial:
                 take_out(self.model, each.cut.path, each.cut.place)
 
     def _layer(self, site: Site, anchor: nn.Module, real: bool, number: int) -> nn.Module:
-        """The layer for a site, the first time built, then used again; ``number``: how many of them stand there already."""
+        """The layer for a site, the first time built, then used again; ``number``: how many of them are there already."""
         # Of equal twins in one container some will do: that the others are identities too follows, here it is about their places.
         real = real or site.path not in self._returns_tensor
         if (site, real, number) not in self._layers:

@@ -54,7 +54,7 @@ class Outputs:
         try:
             now = _run(model, self.given, layer)
             distance = _moved(self.plain, now, allowed)
-            # A model that draws in a loop over its blocks (LayerDrop) draws once more now, and every mask behind is another one. Only where
+            # A model that draws in a loop over its blocks (LayerDrop) draws once more now, and every later mask is another one. Only where
             # the numbers drawn were the same is a difference the layer's doing.
             other_masks = not random_state.same(self.plain.drawn, now.drawn)
             if distance and other_masks and self.without_dropout is not None:

@@ -1,6 +1,6 @@
 """The one way in which a file is written: complete or not at all, also when it is interrupted or several processes write it at once.
 
-Each writer fills a file under a name of its own beside the target, forces it to the disk and renames it. A reader sees the old file or a
+Each writer fills a file under a separate name beside the target, forces it to the disk and renames it. A reader sees the old file or a
 new one, never a part.
 """
 

@@ -143,7 +143,7 @@ class Layer(Inserts):
         return LayerGauge([(site.point, anchor)], shape=(1, *site.shape), layer=self, anchor=anchor)
 
     def module_at(self, model: nn.Module, site: Site, anchor: nn.Module) -> nn.Module:
-        """The layer with the type, device, memory layout and mode of what stands around its place."""
+        """The layer with the type, device, memory layout and mode of what is around its place."""
         neighbours = [module for _, module in site.point.around(model)]
         like = example_parameter(model, [*neighbours, anchor])
         layer = self.build(dtype=None if like is None else like.dtype, device=None if like is None else like.device)
@@ -224,7 +224,7 @@ class Layer(Inserts):
         """
         features, g = x, cotangent.to(x.dtype)
         if self.form == "relu" and self.leading:
-            features = x.relu()  # the model's own ReLU behind the place has put its zeros into g already
+            features = x.relu()  # the model's own ReLU after the place has put its zeros into g already
         elif self.form == "relu":
             g = torch.ops.aten.threshold_backward(g, x, 0)
         elif self.form == "residual":

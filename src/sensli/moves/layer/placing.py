@@ -45,9 +45,9 @@ class Placing:
             yield from layer.ways(Site(point, layer))
 
     def before_activation(self, call: Call, activation: Activation, inner: Any) -> Iterator[Site]:
-        """A layer behind the module whose output goes into a functional activation, where behind the activation there is no module.
+        """A layer after the module whose output goes into a functional activation, where no module comes after the activation.
 
-        ``inner`` is the activation's graph node. ``relu(W relu(x))`` is what the layer behind the ReLU would be.
+        ``inner`` is the activation's graph node. ``relu(W relu(x))`` is what the layer after the ReLU would be.
         """
         assert call.output is not None
         self.search.check(call, "after", call.output, block=False)
@@ -68,9 +68,9 @@ class Placing:
         if self.layer == "auto":
             return "relu" if from_relu and not behind_batch_norm(seen.node) else "residual"
         if self.layer == "relu" and not from_relu:
-            behind = activation.name if activation else "this"
+            source = activation.name if activation else "this"
             raise Refused(
-                f'is not idempotent: an identity layer + ReLU after {behind} would change the function; use layer="residual"'
+                f'is not idempotent: an identity layer + ReLU after {source} would change the function; use layer="residual"'
             )
         return self.layer
 

@@ -48,9 +48,7 @@ class Call:
     module: nn.Module
     began: int
     inputs: list[Seen]
-    positional: (
-        bool  # the first of the inputs is the first argument itself, so that a layer can stand before the module
-    )
+    positional: bool  # the first of the inputs is the first argument itself, so that a layer can go before the module
     ended: int = -1
     output: Seen | None = None  # None if it did not return a single tensor
     returned: Any = None
@@ -212,7 +210,7 @@ def _note_output(call: Call, output: Any) -> None:
 
 
 def fresh(example: Any, *, nodes: bool = False) -> Any:
-    """A copy of an example that does not share memory with the user's, and has graph nodes of its own where they are wanted."""
+    """A copy of an example that does not share memory with the user's, and has separate graph nodes where they are wanted."""
 
     def copied(tensor: Tensor) -> Tensor:
         new = tensor.detach().clone()

@@ -136,7 +136,7 @@ def _of_product(node: Any, shape: tuple[int, ...], depth: int, seen: dict[Any, C
 
 
 def is_score(node: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a matrix is a product of activations whose columns are no features, such as the scores of attention."""
+    """Whether a matrix is a product of activations whose columns are not features, such as the scores of attention."""
     while node is not None and operation(node) in _KEEPS_DIMS:
         node = next((source for source, _ in node.next_functions if source is not None), None)
     return node is not None and operation(node) in _PRODUCTS and channels(node, shape) is None
@@ -163,7 +163,7 @@ def is_weight(node: Any, limit: int = 64) -> bool:
 
 
 def _through(node: Any, name: str, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
-    """Where dimension ``dim`` of an operation's input stands in its output."""
+    """Which dimension of its output dimension ``dim`` of an operation's input becomes."""
     if name == "Permute":
         order = [d % len(before) for d in node._saved_dims]
         return order.index(dim)
@@ -172,7 +172,7 @@ def _through(node: Any, name: str, before: tuple[int, ...], after: tuple[int, ..
         return swap.get(dim, dim)
     if len(before) == len(after) and name in _KEEPS_DIMS:
         return dim
-    # views, squeezes and the like: the dimension survives where its size and what lies before or behind it agree
+    # views, squeezes and the like: the dimension survives where its size and what lies before or after it agree
     for candidate in range(len(after)):
         same_size = after[candidate] == before[dim]
         if same_size and _product(after[:candidate]) == _product(before[:dim]):

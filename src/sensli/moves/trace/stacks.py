@@ -36,7 +36,7 @@ class Stack:
     container: str
     blocks: tuple[Call, ...]
     residual: bool  # the blocks have skip connections
-    row: int  # how many blocks of the same class stand in a row there, equal or not
+    row: int  # how many blocks of the same class are in a row there, equal or not
     added: bool = False  # not the blocks but the loop around them adds what came in: x = x + block(x)
 
     def boundaries(self) -> Iterator[tuple[Call, str, Seen]]:
@@ -56,13 +56,13 @@ def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
 
     ``added``: also runs whose loop adds the skip.
 
-    Where a stack stands inside a block of another, one of the two counts: see `_inner_counts`. Blocks that stand in no container come last.
+    Where a stack is inside a block of another, one of the two counts: see `_inner_counts`. Blocks that are in no container come last.
     """
     found: list[Stack] = _find_added(flow) if added else []
     modules = dict(flow.model.named_modules())
     for path, container in modules.items():
         inner = path != "" and isinstance(modules.get(parent_of(path)), _CONTAINERS)
-        # The parts of a chain that stands in a container were seen as members of that one.
+        # The parts of a chain in a container were seen as members of that one.
         if isinstance(container, _CONTAINERS) and not (inner and isinstance(container, Chain)):
             calls = [_as_block(flow, member) for member in _members(path, container)]
             for row in _runs(calls, lambda module: type(module)):

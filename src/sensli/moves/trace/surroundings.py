@@ -1,4 +1,4 @@
-"""What stands around a place in the data flow: its neighbours, the activation it comes from, who else works on its values."""
+"""What is around a place in the data flow: its neighbours, the activation it comes from, who else works on its values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Surroundings:
     def __init__(self, flow: Flow, stacks: list[Stack]) -> None:
         self.flow = flow
         self.blocks = Paths(block.path for stack in stacks for block in stack.blocks)
-        # What stands among blocks is a block too, if not an equal one: a stage begins with one that changes the size.
+        # What is among blocks is a block too, if not an equal one: a stage begins with one that changes the size.
         for stack in stacks:
             container = flow.model.get_submodule(stack.container)
             if stack.residual and stack.container and isinstance(container, (nn.Sequential, nn.ModuleList)):

@@ -1,6 +1,6 @@
 """What counts and numbers the blocks of a list, found by trial on a copy, so that an insertion can make it true.
 
-A model that is built from a configuration object is the strictest judge: built anew from the changed configuration it must have exactly
+A model that is built from a configuration object is the strictest judge: rebuilt from the changed configuration it must have exactly
 the parameters, and inside its modules the numbers and names, of the model that has grown. Other lists are judged by a run of the example:
 the new block is called once and the output stays.
 """
@@ -244,7 +244,7 @@ class _Anew:
             grown_alike(built, self._module),
         ):
             found = differences(self._module, built)
-        # Without any there is no need to know those that are there anyway.
+        # Without any, those that are there anyway need not be known.
         return built if not found or found <= self._quiet else None
 
     def _build(self, key: object, configuration: Any) -> nn.Module | None:

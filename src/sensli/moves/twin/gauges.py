@@ -96,7 +96,7 @@ class AddedTwin(_TwinGauge):
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """The twin stands in its list as long as the context lasts."""
+        """The twin is in its list as long as the context lasts."""
         found = self._point.anchor.find(model)
         assert found is not None
         cut = plan_cut(model, self._point, found[0], takes_call=True)

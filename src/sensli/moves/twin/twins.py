@@ -156,7 +156,9 @@ class _StandIn(nn.Module):
 
 def _freshen(twin: nn.Module) -> None:
     """New matrices with the spread of the old ones, the same at every place so that merits compare; norms and biases stay."""
-    generator = torch.Generator().manual_seed(0)  # of its own: building a layer leaves the global random state alone
+    generator = torch.Generator().manual_seed(
+        0
+    )  # a separate one: building a layer leaves the global random state alone
     for parameter in list(twin.parameters()):
         if parameter.ndim >= 2 and parameter.is_floating_point():
             drawn = torch.randn(parameter.shape, generator=generator) * parameter.detach().float().std().cpu()

@@ -110,7 +110,7 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         self._make_general(generator)
         value = seen.tensor.detach()[:few]
-        stretched = value * _uniform(value, generator, 0.5, 1.5)  # keeps every sign, so a value behind a ReLU stays one
+        stretched = value * _uniform(value, generator, 0.5, 1.5)  # keeps every sign, so the value of a ReLU stays one
         self.inputs = [value, stretched]
         if not never_negative(seen):
             self.inputs.append(-value)  # nothing proves that values here are never negative, so these must pass too
@@ -295,7 +295,7 @@ class _Trial:
         return zeroed
 
     def _replace_greedily(self, candidates: list[str], zeroed: list[str]) -> list[str]:
-        """Put identities for the modules that still stand between the input and the output."""
+        """Put identities for the modules that are still between the input and the output."""
         replaced: list[str] = []
         now = self.run(self.inputs[0])
         for path in candidates:

@@ -1,4 +1,4 @@
-"""Whether widths hold, found by widening a copy of the model: what it returns must stay, and must not hang on the new rows at all."""
+"""Whether widths hold, found by widening a copy of the model: what it returns must stay, and must not depend on the new rows at all."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Trial:
             if max((moved(old, new) for old, new in zip(base, first, strict=True)), default=0.0) > TOLERANCE:
                 return "what the model returns changes with more of them"
             if not all(torch.equal(one, other) for one, other in zip(first, second, strict=True)):
-                return "what the model returns hangs on units whose columns are zero"
+                return "what the model returns depends on units whose columns are zero"
         return ""
 
     def _baseline(self, training: bool) -> list[Tensor] | None:

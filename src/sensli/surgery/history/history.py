@@ -86,7 +86,7 @@ class Growth:
     renames: Mapping[str, str] = field(default_factory=dict)  # old to new, for names that the container could not keep
     beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the neighbours' parameters
     rates: RateScaling | None = None  # what the learning-rate factor changed
-    own_rate: OwnRate | None = None  # the groups of its own
+    own_rate: OwnRate | None = None  # its separate groups
     frozen: tuple[str, ...] = ()  # names of the parameters that were trained before and rest since
     details: Mapping[str, Any] = field(default_factory=dict)  # why it was chosen: epoch, merit, ratio, ...
 

@@ -36,7 +36,7 @@ class Unit:
 def outline(model: nn.Module, limit: int = LIMIT) -> tuple[Unit, ...]:
     """The model's layers in the order they were registered, opened level by level as long as there are at most ``limit``.
 
-    A layer that was inserted or widened is always a box of its own; where there are still too many, neighbours share a box.
+    A layer that was inserted or widened always has its own box; where there are still too many, neighbours share a box.
     """
     boxes: list[tuple[str, nn.Module]] = list(model.named_children()) if _opens(model) else [("", model)]
     opened = True
@@ -88,7 +88,7 @@ def _grew(unit: Unit) -> bool:
 
 
 def _opens(module: nn.Module) -> bool:
-    """Whether a box is better shown as its parts: a leaf, an inserted layer and a module with weights of its own are not."""
+    """Whether a box is better shown as its parts: a leaf, an inserted layer and a module that itself has weights are not."""
     return (
         new_in(module) is None
         and any(True for _ in module.children())

@@ -141,7 +141,7 @@ def check_group(group: int | Group) -> int | Group:
 
 
 def unwrapped(given: Any) -> Optimizer:
-    # Look inside first: the wrappers pass for instances of Optimizer themselves. A scheduler holds one, but is no wrapper of it.
+    # Look inside first: the wrappers pass for instances of Optimizer themselves. A scheduler holds one, but is not a wrapper of it.
     names = () if isinstance(given, LRScheduler) else ("optimizer", "_optimizer")
     for name in names:
         inner = getattr(given, name, None)

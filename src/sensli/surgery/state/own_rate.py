@@ -1,4 +1,4 @@
-"""A learning rate of its own for a new layer: a new group in the optimizer, and one more entry in everything a scheduler keeps per group.
+"""A separate learning rate for a new layer: a new group in the optimizer, and one more entry in everything a scheduler keeps per group.
 
 The new group is its neighbour's, with all rates times a factor, so it follows the neighbour's schedule at its own height. A floor that a
 scheduler keeps once for all groups (`eta_min`) stays the floor of all. First a plan that checks everything, then the change.
@@ -53,7 +53,7 @@ class OwnRate:
                 )
 
     def add(self, optimizers: Optimizers, schedulers: Schedulers) -> None:
-        """Add the groups, empty, to optimizers that were built anew, and to their schedulers; where they are already, do nothing."""
+        """Add the groups, empty, to rebuilt optimizers, and to their schedulers; where they are already, do nothing."""
         known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
         for (number, index), source in zip(self.groups, self.sources, strict=True):
             if number < len(known) and index == len(known[number].param_groups):
