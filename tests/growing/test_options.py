@@ -15,6 +15,7 @@ import torch
 from models import batches, deep, fnn, loss_fn, points, untouched
 from sensli import Grower, Merits, Site, Sites, find_sites, measure
 from sensli.growing.options import Options
+from sensli.growing.strategies import STRATEGIES
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import At, Budget, Every, Moment
 from sensli.merits.merits import Merit
@@ -48,7 +49,7 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
         "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
         "grow": "both", "units": 3, "start": "random", "per": "flops",
         "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": None, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
-        "log": print, "recycle": True,
+        "log": print, "recycle": True, "strategy": Backwards(),
     }  # fmt: skip
     model = deep()
     made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)
@@ -215,8 +216,8 @@ class Backwards(Strategy):
 def test_a_strategy_says_where_what_it_is_worth_and_what_is_taken() -> None:
     model = deep()
     last = find_sites(model, points(2))[-1]
-    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    growing._strategy = strategy = Backwards()
+    strategy = Backwards()
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
     growth = growing.step(DATA, loss_fn)
     assert growth is not None and growth.site == last and len(growing.last_merits or ()) == 2
     assert growing.history.record.looks[0].reason == "Backwards chose 1 of 2 sites"
@@ -227,3 +228,20 @@ def test_a_strategy_says_where_what_it_is_worth_and_what_is_taken() -> None:
     with untouched(model, *growing.optimizers), pytest.raises(ZeroDivisionError):
         growing.step(DATA, loss_fn)
     assert growing.state_dict() == before and strategy.asked == 1
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_registered_strategy_is_made_by_its_name(name: str) -> None:
+    growing = grower(deep(), strategy=name)
+    assert isinstance(growing._strategy, Strategy) and growing.options.common["strategy"] == name
+    assert type(growing._strategy).__module__ == f"sensli.growing.strategies.{STRATEGIES[name][0]}"
+
+
+def test_a_strategy_that_is_not_registered_is_refused_with_those_that_are() -> None:
+    with pytest.raises(
+        ValueError, match=f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, or a Strategy object, got 'x'"
+    ):
+        grower(deep(), strategy="x")
+    with pytest.raises(ValueError, match=r"got the class Backwards. Call it: strategy=Backwards\(\.\.\.\)\."):
+        grower(deep(), strategy=Backwards)
+    assert Options(trigger=Every(1), strategy=Backwards()).common["strategy"] == "Backwards"

@@ -40,6 +40,7 @@ from sensli import (
     undo,
 )
 from sensli.growing.options import Options
+from sensli.growing.strategies.sensli import Sensli
 from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
 from sensli.merits.norms import choose, squared_norm
 from sensli.merits.ranking import compare_choices
@@ -335,6 +336,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "seed"): ("a", 1.5, True, None, [0], -1, 2**64, NAN),
     ("Grower", "log"): (5, "print", True, [print], Writer),
     ("Grower", "recycle"): NOT_A_FLAG,
+    ("Grower", "strategy"): (*NOT_A_NAME, None, Of("a class", lambda s: Sensli, "Call it: strategy=Sensli(...)")),
     ("Grower without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),

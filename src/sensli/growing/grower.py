@@ -20,7 +20,7 @@ from sensli.growing.room import Room
 from sensli.growing.searching import trained
 from sensli.growing.sizes import Sizes
 from sensli.growing.state import load, read, remember
-from sensli.growing.strategies.sensli import Sensli
+from sensli.growing.strategies import strategy_of
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import Moment, Trigger
 from sensli.merits.backward import LossFunction
@@ -55,6 +55,9 @@ class Grower:
         optimizer: The optimizer or optimizers that train the model. Without one nothing trains the new layers.
         example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
         trigger: When to look, one of `sensli.growing.triggers`, for example ``Every(10) & AtMost(3)``.
+        strategy: What is proposed at a look, how it is scored and what is taken: a name that is registered, or a `Strategy` object. The
+            options that say where, what and by which merit to grow are those of ``"sensli"``; another strategy uses those that it
+            has a use for (default: "sensli").
         tau: The threshold: insert only if the merit is at least this many times the mean over the existing weights
             (default: 1.0).
         norm: The norm of the gradient, as in `measure` (default: "auto").
@@ -100,6 +103,7 @@ class Grower:
         *,
         example: Any,
         trigger: Trigger,
+        strategy: str | Strategy = "sensli",
         tau: float = 1.0,
         norm: str = "auto",
         select: str | Selection = "largest",
@@ -132,7 +136,7 @@ class Grower:
         self.last_merits: Merits | None = None  # of the last look, also where nothing was inserted
         self.calls = 0
         self._example = example
-        self._strategy: Strategy = Sensli(self.options)
+        self._strategy: Strategy = strategy_of(self.options)
         self._recycling = Recycling(self._followers)
         self._said_too_large = False
         if not self.optimizers:

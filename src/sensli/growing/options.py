@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from sensli.growing.logs import Log, check_log
+from sensli.growing.strategies import STRATEGIES
+from sensli.growing.strategies.strategy import Strategy, check_strategy
 from sensli.growing.triggers import Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.merits import check_per
@@ -30,6 +32,7 @@ class Options:
     """What `Grower` documents, without the model and what belongs to a run of it. Numbers of numpy and torch become Python's."""
 
     trigger: Trigger
+    strategy: str | Strategy = "sensli"
     tau: float = 1.0
     norm: str = "auto"
     select: str | Selection = "largest"
@@ -54,6 +57,7 @@ class Options:
     def __post_init__(self) -> None:
         what = "one of sensli.growing.triggers (for example triggers.Every(10) & triggers.AtMost(3))"
         checks.instance("trigger", self.trigger, Trigger, what)
+        check_strategy(self.strategy, STRATEGIES)
         self._become(tau=checks.at_least("tau", self.tau, 0, 1.0), count=checks.whole("count", self.count, 1))
         check_selection(self.select)
         if self.confidence is not None and (self.select != "largest" or self.count != 1):
@@ -110,7 +114,8 @@ class Options:
         """What all ranks must have in common, as plain data. What a function says is compared when it says it."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OWN}
         named = {name: "a function" if callable(value) else value for name, value in own.items()}
-        return {**named, "select": self.selection}
+        strategy = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
+        return {**named, "select": self.selection, "strategy": strategy}
 
 
 def _factor(value: float | None) -> float | None:

@@ -1,1 +1,28 @@
-"""What `Grower` could do at a look, one file each: what is proposed, how it is scored, what is taken. None of them changes the model."""
+"""What `Grower` could do at a look, one file each: what is proposed, how it is scored, what is taken. None of them changes the model.
+
+The registry has names only, and the file of a strategy is imported when it is asked for: strategies read the options of `Grower`, which
+know the names.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sensli.growing.options import Options
+    from sensli.growing.strategies.strategy import Strategy
+
+# The name for Grower(strategy=...) -> the file here, and the class in it.
+STRATEGIES: dict[str, tuple[str, str]] = {
+    "sensli": ("sensli", "Sensli"),
+}
+
+
+def strategy_of(options: Options) -> Strategy:
+    """The strategy that the options name, or the object that they hold."""
+    if not isinstance(options.strategy, str):
+        return options.strategy
+    file, name = STRATEGIES[options.strategy]
+    made: Strategy = getattr(import_module(f"{__name__}.{file}"), name).made(options)
+    return made

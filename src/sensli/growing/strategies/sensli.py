@@ -34,6 +34,10 @@ class Sensli(Strategy):
         # Not the global random state, which growing leaves alone.
         self._generator = torch.Generator().manual_seed(options.seed)
 
+    @classmethod
+    def made(cls, options: Options) -> Sensli:
+        return cls(options)
+
     def propose(self, model: nn.Module, example: Any) -> Sites:
         return self._search.sites(model, example)
 

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from sensli.errors import WrongType
 from sensli.growing.triggers import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
+from sensli.modules import checks
 from sensli.moves.sites import Site, Sites
 
+if TYPE_CHECKING:  # the options know the names of strategies
+    from sensli.growing.options import Options
 
+
+@runtime_checkable
 class Strategy(Protocol):
     """Where a model could grow, what each site is worth, and which of them to take. Reads the model and never changes it.
 
     With several processes each of them asks its own strategy, and all must get the same answers. One that remembers nothing
     inherits what follows the three questions.
     """
+
+    @classmethod
+    def made(cls, options: Options) -> Strategy:
+        """The strategy as ``Grower(strategy="its name")`` makes it, with what it takes from the other options."""
+        return cls()
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
         """The sites in question. Those that nothing would train, or that exceed a limit, are left out by `Grower`."""
@@ -44,3 +55,12 @@ class Strategy(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; ``state`` may hold more than that. Raises if it is damaged, and has changed nothing then."""
+
+
+def check_strategy(strategy: str | Strategy, known: Iterable[str]) -> None:
+    """Refuse what is neither registered nor a strategy."""
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        hint = f"Call it: strategy={strategy.__name__}(...)."
+        checks.refuse("strategy", "a Strategy object, or the name of one", strategy, WrongType, hint)
+    if not isinstance(strategy, Strategy):
+        checks.one_of("strategy", strategy, known, other="a Strategy object")
