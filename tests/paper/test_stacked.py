@@ -128,11 +128,28 @@ def test_waking_dead_units_keeps_the_function_on_the_data():
     assert alive[2].any()
 
 
+def test_recycling_dead_units_keeps_the_function_on_the_data_and_they_learn_again():
+    x = spirals.split(dtype=torch.float64).train_x.T.expand(3, -1, -1)
+    stack = Stack.of([networks.build(Network("fnn", (5, 5)), seed, torch.float64) for seed in range(3)])
+    stack.layers[0].bias[1, 2] = -9.0
+    stack.layers[1].bias[1, 4] = -9.0
+    before, untouched = stack.logits(x), stack.layers[0].weight[0].clone()
+    count = stack.recycle(x, [torch.Generator().manual_seed(run) for run in range(3)])
+    torch.testing.assert_close(stack.logits(x), before)
+    assert count[1] >= 2 and (count[0] or torch.equal(stack.layers[0].weight[0], untouched))
+    hidden = stack.layers[0].forward(x)[0][1]
+    assert hidden[2].any() and stack.layers[1].forward(hidden.expand(3, -1, -1))[0][1][4].any()
+    assert not stack.layers[2].weight[1, :, 4].any()
+    case = settings(network=Network("fnn", (4,)), insert_at=(6,), recycle_at=(6,))
+    assert stacked.train(Job(case, 0, RUNS)).runs["recycled"].shape == (len(RUNS), 1)
+
+
 def test_refused_settings_say_why():
     for changes, text in (
         ({"optimizer": Optimizer(lr=0.1, momentum=0.9)}, "must be 'sgd' without momentum"),
         ({"tau": 1.0}, "tau"),
         ({"network": Network("resnet", (3, 3)), "wake": True}, "ReLU"),
+        ({"network": Network("resnet", (3, 3)), "recycle_at": (3,)}, "ReLU"),
         ({"data": Data(name="cifar10")}, "spirals"),
     ):
         with pytest.raises(stacked.BadExperiment, match=text):

@@ -56,8 +56,9 @@ def check(settings: Settings) -> None:
         raise BadExperiment(f"optimizer, name: {unknown('optimizer', optimizer.name, OPTIMIZERS)}")
     if optimizer.name == "adam" and optimizer.momentum:
         raise BadExperiment(f"optimizer, momentum must be 0 for 'adam', which has its own, got {optimizer.momentum}.")
-    if settings.wake:
-        raise BadExperiment("wake is a setting of the engine 'stacked', not of 'cnn'.")
+    for name in ("wake", "recycle_at"):
+        if getattr(settings, name):
+            raise BadExperiment(f"{name} is a setting of the engine 'stacked', not of 'cnn'.")
 
 
 def ready(settings: Settings, machine: Machine) -> None:

@@ -78,7 +78,8 @@ def places(network: Network, grown: int = 0, *, printed: bool = False) -> int:
 def training_flops(settings: Settings, *, printed: bool = False) -> tuple[int, int]:
     """FLOPs per training sample over all epochs, and the part spent on measuring.
 
-    A training step costs three forward passes; a measurement three of the network with a layer at every place.
+    A training step costs three forward passes; a measurement three of the network with a layer at every place; looking for dead
+    units one of the network.
     """
     network = settings.network
     ends = (*settings.insert_at, settings.epochs)
@@ -90,5 +91,5 @@ def training_flops(settings: Settings, *, printed: bool = False) -> tuple[int, i
     measuring = sum(
         3 * forward_flops(network, grown + places(network, grown, printed=printed))
         for grown in range(len(settings.insert_at))
-    )
+    ) + sum(forward_flops(network, sum(at <= time for at in settings.insert_at)) for time in settings.recycle_at)
     return training + measuring, measuring

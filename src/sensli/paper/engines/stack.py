@@ -216,6 +216,28 @@ class Stack:
             grown.append(new.replaced(tensors))
         self.layers = [first, *grown, last]
 
+    def recycle(self, x: Tensor, sources: Sequence[torch.Generator]) -> Tensor:
+        """Give all units that are zero on ``x`` new rows and no outgoing weights; returns how many those were in each run.
+
+        Their new rows are drawn as `nn.Linear` draws its own. What reads them ignores them, so the function on ``x`` stays.
+        """
+        counts = torch.zeros(x.shape[0], dtype=torch.long)
+        for layer, reader in zip(self.layers, self.layers[1:], strict=False):
+            assert isinstance(layer, Affine) and isinstance(reader, Affine) and layer.bias is not None
+            dead = (layer.forward(x)[0] == 0).all(2, keepdim=True)  # [R, units, 1]
+            shape = (layer.weight.shape[1], layer.weight.shape[2] + 1)
+            drawn = torch.stack([torch.rand(shape, dtype=x.dtype, generator=source) for source in sources])
+            rows = (2 * drawn - 1) * layer.weight.shape[2] ** -0.5
+            for _ in range(2):  # rows that are dead again are replaced by their opposite, which is not
+                layer.weight = torch.where(dead, rows[:, :, :-1], layer.weight)
+                layer.bias = torch.where(dead, rows[:, :, -1:], layer.bias)
+                given, _ = layer.forward(x)
+                rows = torch.where((given == 0).all(2, keepdim=True), -rows, rows)
+            reader.weight = reader.weight.masked_fill(dead.transpose(1, 2), 0.0)
+            counts += dead.sum((1, 2))
+            x = given
+        return counts
+
     def wake(self, places: Tensor, dead: Tensor, incoming: Tensor) -> None:
         """Give the dead units of the layers just inserted random incoming weights and no outgoing ones.
 

@@ -55,8 +55,9 @@ def check(settings: Settings) -> None:
         raise BadExperiment(
             "bfloat16, data.validation and data.test are settings of the engine 'cnn', not of 'stacked'."
         )
-    if settings.wake and settings.network.kind != "fnn":
-        raise BadExperiment("wake is for ReLU layers (network kind 'fnn'): a residual layer has no dead units.")
+    for name in ("wake", "recycle_at"):
+        if getattr(settings, name) and settings.network.kind != "fnn":
+            raise BadExperiment(f"{name} is for ReLU layers (network kind 'fnn'): a residual layer has no dead units.")
 
 
 def ready(settings: Settings, machine: Machine) -> None:
@@ -140,6 +141,8 @@ class _Training:
             records["ratios"] = torch.full((times, runs, most), nan)
             records["dead"] = torch.zeros(times, runs, dtype=torch.long)
             records["new_gradient"] = torch.full((times, SHOWN, runs, weights, width, width), nan)
+        if settings.recycle_at:
+            records["recycled"] = torch.zeros(len(settings.recycle_at), runs, dtype=torch.long)
         if settings.record_gradients:
             layers = len(settings.network.widths) + 1 + times
             records["gradient_norm"] = torch.full((settings.epochs, layers, runs), nan)
@@ -158,6 +161,8 @@ class _Training:
             self.epoch += 1
             if self.epoch in self.settings.insert_at:
                 self._grow(self.settings.insert_at.index(self.epoch))
+            if self.epoch in self.settings.recycle_at:
+                self._recycle(self.settings.recycle_at.index(self.epoch))
         self._evaluate()
         if self.full:
             self.records["train_loss"][self.epoch] = self._train_loss()
@@ -252,6 +257,11 @@ class _Training:
             return torch.cat([torch.randint(count, (1,), generator=source) for source in sources])
         order, unused = SELECTIONS[select], torch.Generator()
         return torch.tensor([order(own, 1, unused)[0] for own in merits.tolist()])
+
+    def _recycle(self, index: int) -> None:
+        """Give the units that are zero on the whole training set new rows, as PyTorch draws them, and no outgoing weights."""
+        sources = [generator(self.job.seed, run, f"recycle {index}") for run in self.job.runs]
+        self.records["recycled"][index] = self.stack.recycle(self.train_x, sources)
 
     def _incoming(self, index: int) -> Tensor:
         """Random weights as PyTorch draws them for a linear layer of this width."""

@@ -135,6 +135,9 @@ class Settings:
     select: str = "largest"
     lr_scale: float = 1.0  # factor on the learning rate at each insertion
     tau: float = 0.0
+    recycle_at: tuple[
+        int, ...
+    ] = ()  # after how many epochs dead ReLU units get new rows, after an insertion there (not in the paper)
     wake: bool = False  # give the dead units of a new ReLU layer random incoming weights (not in the paper)
     dtype: str = "float32"
     record_gradients: bool = False
@@ -154,8 +157,11 @@ class Settings:
         _need(self.dtype in DTYPES, unknown("dtype", self.dtype, DTYPES))
         _need(self.lr_scale > 0, f"lr_scale must be positive, got {self.lr_scale}.")
         _need(self.tau >= 0, f"tau must be at least 0, got {self.tau}.")
-        times = list(self.insert_at)
-        _need(times == sorted(set(times)), f"insert_at must increase, got {times}.")
+        for name in ("insert_at", "recycle_at"):
+            times = list(getattr(self, name))
+            _need(times == sorted(set(times)), f"{name} must increase, got {times}.")
+            inside = all(0 < time < self.epochs for time in times)
+            _need(inside, f"{name} must be between 1 and {self.epochs - 1} (epochs - 1), got {times}.")
         level = self.confidence is None or 0 < self.confidence < 1
         _need(level, f"confidence must be between 0 and 1 (for example 0.99), got {self.confidence}.")
         largest = self.confidence is None or self.select == "largest"
@@ -164,8 +170,6 @@ class Settings:
         _need(self.tolerance == 0 or self.confidence is not None, "tolerance needs a confidence (for example 0.99).")
         held_out = self.schedule is None or self.schedule.metric == "test" or self.data.validation > 0
         _need(held_out, "the schedule needs validation images: set data.validation to at least 1.")
-        inside = all(0 < time < self.epochs for time in times)
-        _need(inside, f"insert_at must be between 1 and {self.epochs - 1} (epochs - 1), got {times}.")
 
 
 @dataclass(frozen=True)

@@ -292,4 +292,34 @@ WAKE = Claim(
     ),
 )
 
+RECYCLE = Claim(
+    "Recycling dead units",
+    "Giving all dead units new rows when the network grows lowers the loss. (Not in the paper. Units that are zero on all data get "
+    "the rows of a fresh layer and zero outgoing weights, in the new layer and in the old ones: the function on the data stays.)",
+    (Smaller("recycle", "LI recycled", "LI", LOSS),),
+    (
+        Question(
+            "Does the grown network reach the extended one then (the comparison that claim C2 is about)?",
+            (Smaller("recycle", "LI recycled", "FNN2", LOSS),),
+            "Yes, in every setting.",
+            "In some settings.",
+            "No.",
+        ),
+        Question(
+            "Does it need the growth, or does recycling alone help the small network?",
+            (Smaller("recycle", "FNN1 recycled", "FNN1", LOSS),),
+            "Recycling alone helps the small network in every setting.",
+            "Recycling alone helps the small network in some settings.",
+            "Recycling alone does not help the small network.",
+        ),
+        Question(
+            "And the extended network, at the same time and equal in everything else?",
+            (Smaller("recycle", "FNN2 recycled", "FNN2", LOSS),),
+            "It helps there too, so it is not growing that makes the difference.",
+            "It helps there in some settings.",
+            "It does not help there.",
+        ),
+    ),
+)
+
 CLAIMS = (C1, C2, C3, C4, C5, C6, C7, C8, C9)

@@ -35,7 +35,7 @@ def write(store: Store, options: Options, folder: Path) -> list[Path]:
         raise NoResults(
             f"{store.root}: no results are stored for these options. Compute them with: sensli paper run spirals further"
         )
-    weighed = [(claim, _weigh(claim, evidence)) for claim in (*claims.CLAIMS, claims.WAKE)]
+    weighed = [(claim, _weigh(claim, evidence)) for claim in (*claims.CLAIMS, claims.WAKE, claims.RECYCLE)]
     blocks = [
         *_opening(stored),
         *_summary(weighed, evidence),
