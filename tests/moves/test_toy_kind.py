@@ -15,7 +15,7 @@ import sensli
 from sensli.moves.geometry import Geometry
 from sensli.moves.kinds import KINDS
 from sensli.moves.move import Cost, Edit, Gauge, New
-from sensli.moves.point import Point, Ref
+from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 
@@ -51,6 +51,9 @@ class Bias:
 
     def joining(self, model: nn.Module, site: Site) -> list[New]:
         return [New("bias", nn.Parameter(torch.empty(self.units, device="meta")), (site.find(model)[1].weight,))]
+
+    def bound(self, bind: Bind) -> Bias:
+        return self
 
     def by_path(self) -> Bias:
         return self

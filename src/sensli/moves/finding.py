@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from sensli.modules import checks
 from sensli.modules.wrappers import bare
 from sensli.moves.kinds import asked_for
 from sensli.moves.layer.forms import FORMS
+from sensli.moves.point import Ref
 from sensli.moves.search import Request, Search
 from sensli.moves.sites import Site, Sites, Skipped
 from sensli.moves.trace.flow import record
@@ -95,7 +97,8 @@ def find_sites(
     model = bare(model)
     checks.example("example", example)
     with torch.inference_mode(False):
-        sites, skipped = _search(model, example, Request(layer, kernel_size, init, grow, units, start))
+        found, skipped = _search(model, example, Request(layer, kernel_size, init, grow, units, start))
+    sites = [replace(site, _root=Ref.to("", model)) for site in found]
     if callable(where):
         chosen = where
         sites = [site for site in sites if chosen(site)]

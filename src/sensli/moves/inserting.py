@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sensli.errors import MovedSite, UnsupportedModel
 from sensli.moves.cutting import apply_cut, join, plan_cut, renames_of, take_out
 from sensli.moves.move import Edit, New
-from sensli.moves.point import Point, Ref
+from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import units_made
 
 if TYPE_CHECKING:
@@ -73,8 +73,11 @@ class Inserts:
         """Names and shapes of the new parameters that decide which optimizer groups they join."""
         raise NotImplementedError
 
-    def by_path(self: _Same) -> _Same:
+    def bound(self: _Same, bind: Bind) -> _Same:
         return self  # it names no module
+
+    def by_path(self: _Same) -> _Same:
+        return self
 
     def plan(self, model: nn.Module, site: Site) -> Insertion:
         return Insertion(model, site)

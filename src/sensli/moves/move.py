@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from sensli.moves.geometry import Geometry
-from sensli.moves.point import Point
+from sensli.moves.point import Bind, Point
 from sensli.moves.stretching import Resize
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ class Move(Protocol):
 
     def joining(self, model: nn.Module, site: Site) -> Sequence[New]:
         """The new parameters with shapes alone, to see which optimizer groups they would join. Builds nothing."""
+
+    def bound(self, bind: Bind) -> Move:
+        """The same, measured values included, with every module that it names taken from elsewhere."""
 
     def by_path(self) -> Move:
         """The same, with all modules that it names known by their paths alone."""

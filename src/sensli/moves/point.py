@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -49,12 +50,20 @@ class Ref:
 
     def find_module(self) -> nn.Module:
         """The module itself, of a reference that is bound to one."""
-        module = None if self._module is None else self._module()
+        module = self.module
         assert module is not None
         return module
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The module itself; None if it is known by its path alone, or is gone."""
+        return None if self._module is None else self._module()
+
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "_module": None}
+
+
+Bind: TypeAlias = Callable[[Ref], Ref]  # the same module of another model, or known in another way
 
 
 def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
@@ -116,10 +125,13 @@ class Point:
         by_path = tuple(Ref(ref.path) for ref in self.neighbours)
         return replace(self, anchor=Ref(self.path if path is None else path), neighbours=by_path, makes=())
 
+    def bound(self, bind: Bind) -> Point:
+        """The same point with every module that it names taken from elsewhere."""
+        return replace(self, anchor=bind(self.anchor), neighbours=tuple(map(bind, self.neighbours)))
+
     def on(self, model: nn.Module) -> Point:
         """The same point of another model, bound to its modules; the paths must be there."""
-        refs = tuple(Ref.to(ref.path, model.get_submodule(ref.path)) for ref in self.neighbours)
-        return replace(self, anchor=Ref.to(self.path, model.get_submodule(self.path)), neighbours=refs)
+        return self.bound(lambda ref: Ref.to(ref.path, model.get_submodule(ref.path)))
 
     def check(self) -> None:
         """Refuse values that no point has: a file may have been altered."""

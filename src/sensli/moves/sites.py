@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from torch import nn
 
 from sensli.errors import UnknownSite
+from sensli.modules.equality import first_difference
+from sensli.modules.wrappers import bare
 from sensli.moves.move import Cost, Move
-from sensli.moves.point import Point
+from sensli.moves.point import Point, Ref
 from sensli.text.html_tables import html_table
 
 
@@ -25,6 +27,7 @@ class Site:
 
     point: Point
     move: Move
+    _root: Ref | None = field(default=None, repr=False, compare=False)  # the model that it was found in
 
     def __str__(self) -> str:
         return self.move.line(self.point)
@@ -90,6 +93,39 @@ class Site:
                 "It belongs to another model or was removed or replaced since. Call find_sites on this model again."
             )
         return found
+
+    def on(self, other: nn.Module) -> Site:
+        """The same site of an equal model: of a deep copy, or of one that was built and grown in the same way.
+
+        What was measured stays with the site: new units of a width start with the same rows. If the model that the site was found
+        in is gone, or the site comes from a file, only the modules that it names are looked for.
+
+        Args:
+            other: The equal model, or its wrapper. Its values, types of numbers and devices may differ.
+
+        Returns:
+            The site of the other model.
+
+        Raises:
+            UnknownSite: If the other model is not equal; the message names the first difference.
+        """
+        network, own = bare(other, "other"), None if self._root is None else self._root.module
+        if own is not None:
+            self.find(own)  # refuses a place that is gone
+            difference = first_difference(own, network)
+            if difference:
+                raise UnknownSite(
+                    f"other must be equal to the {type(own).__name__} that '{self}' was found in, but {difference}. Give a deep copy, "
+                    "or a model that was built and grown in the same way."
+                )
+
+        def bind(ref: Ref) -> Ref:
+            place = Ref(ref.path).find(network) if own is None else ref.find(own)
+            return ref if place is None else Ref.to(place[0], network.get_submodule(place[0]))
+
+        site = Site(self.point.bound(bind), self.move.bound(bind), Ref.to("", network))
+        site.find(network)
+        return site
 
     def by_path(self) -> Site:
         """The same site known by paths alone, as another model of the same architecture has it."""

@@ -112,7 +112,7 @@ def find_dead(
         if move is Narrow and len(dead) == site.move.units:
             dead = dead[1:]
         if dead:
-            sites.append(Site(site.point, move(site.move, tuple(dead))))
+            sites.append(replace(site, move=move(site.move, tuple(dead))))
     return Found(sites, first)
 
 
@@ -127,7 +127,7 @@ def renew(model: nn.Module, site: Site, *, optimizer: Optimizers, check: Any) ->
         return growth
     try:
         with Together(model, f"look for {site} once more") as together:
-            again = find_dead(model, [Site(site.point, move.width)], check[0], None, together)
+            again = find_dead(model, [replace(site, move=move.width)], check[0], None, together)
             together.agree()
     except BaseException:
         undo(model, growth, optimizer=optimizer)

@@ -19,7 +19,7 @@ from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.marks import count_growths
 from sensli.moves.dead.memory import forget, recall, remember
 from sensli.moves.move import Cost, Edit, New
-from sensli.moves.point import Point, Ref
+from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import role_of
 from sensli.moves.stretching import Exchange, Resize, like_layout
 from sensli.moves.width.widening import change_sizes, put, resizes
@@ -73,6 +73,9 @@ class _Dead:
 
     def joining(self, model: nn.Module, site: Site) -> Sequence[New]:
         return ()
+
+    def bound(self, bind: Bind) -> Self:
+        return replace(self, width=self.width.bound(bind))
 
     def on(self, model: nn.Module) -> Self:
         """The same bound to the modules of a model, with their paths of today."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sensli.errors import UnknownSite, one_of
 from sensli.moves.move import Cost, Edit, Gauge, New
-from sensli.moves.point import Point, Ref
+from sensli.moves.point import Bind, Point, Ref
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
@@ -162,17 +162,18 @@ class Width:
         if any(name.startswith("__") or not name.isidentifier() for name in names):
             raise ValueError(f"{names} are not names of parameters and sizes")
 
+    def bound(self, bind: Bind) -> Width:
+        axes = tuple(replace(axis, module=bind(axis.module)) for axis in self.axes)
+        sizes = tuple(replace(size, module=bind(size.module)) for size in self.sizes)
+        return replace(self, axes=axes, sizes=sizes)
+
     def on(self, model: nn.Module) -> Width:
         """The same bound to the modules of a model, with their paths of today."""
-        axes = tuple(replace(axis, module=Ref.to(*found(model, axis.module))) for axis in self.axes)
-        sizes = tuple(replace(size, module=Ref.to(*found(model, size.module))) for size in self.sizes)
-        return replace(self, axes=axes, sizes=sizes)
+        return self.bound(lambda ref: Ref.to(*found(model, ref)))
 
     def by_path(self) -> Width:
         """The same known by paths alone, as another model of the same architecture has it."""
-        axes = tuple(replace(axis, module=Ref(axis.module.path)) for axis in self.axes)
-        sizes = tuple(replace(size, module=Ref(size.module.path)) for size in self.sizes)
-        return replace(self, axes=axes, sizes=sizes, _rows=None)
+        return replace(self.bound(lambda ref: Ref(ref.path)), _rows=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Rows are values, and values are in a state dict."""
