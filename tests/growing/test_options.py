@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from models import batches, deep, fnn, loss_fn, points, untouched
-from sensli import Grower, Merits, Site, Sites, find_sites, measure
+from models import batches, cnn, deep, fnn, images, loss_fn, points, residual, untouched
+from sensli import Grower, Merits, Site, Sites, find_sites, measure, undo
 from sensli.growing.options import Options
 from sensli.growing.strategies import STRATEGIES
 from sensli.growing.strategies.strategy import Strategy
@@ -49,7 +49,7 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
         "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
         "grow": "both", "units": 3, "start": "random", "per": "flops",
         "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": None, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
-        "log": print, "recycle": True, "strategy": Backwards(),
+        "log": print, "recycle": True, "strategy": Backwards(), "kernel_size": 5, "init": "fresh", "freeze_rest": False,
     }  # fmt: skip
     model = deep()
     made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)
@@ -245,3 +245,34 @@ def test_a_strategy_that_is_not_registered_is_refused_with_those_that_are() -> N
     with pytest.raises(ValueError, match=r"got the class Backwards. Call it: strategy=Backwards\(\.\.\.\)\."):
         grower(deep(), strategy=Backwards)
     assert Options(trigger=Every(1), strategy=Backwards()).common["strategy"] == "Backwards"
+
+
+def test_what_find_sites_and_insert_take_reaches_them() -> None:
+    """The kernel of new convolutions, the start of twins, and the rest that rests."""
+    model = cnn()
+    made = Grower(model, torch.optim.SGD(model.parameters()), example=images(2), trigger=At(1), kernel_size=1)
+    assert [str(site) for site in made.sites()] == [str(site) for site in find_sites(model, images(2), kernel_size=1)]
+    assert str(made.sites()) != str(find_sites(model, images(2)))
+
+    stack = residual(3)
+    for init in ("copy", "fresh"):
+        made = Grower(stack, torch.optim.SGD(stack.parameters()), example=points(2), trigger=At(1), init=init)
+        assert list(made.sites()) == list(find_sites(stack, points(2), init=init))
+
+
+def test_only_the_newest_layers_train_after_a_growth_that_freezes_the_rest() -> None:
+    model, data = deep(4), batches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = Grower(
+        model, optimizer, example=points(2), trigger=At(1, 2), tau=0.0, count=2, freeze_rest=True, max_factor=None
+    )
+    for call in (1, 2):
+        made.step(data, loss_fn)
+        newest = {name for growth in made.history[2 * call - 2 :] for name in growth.parameters}
+        assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == newest
+        assert len(made.history) == 2 * call
+    for _ in range(4):
+        undo(model, optimizer=optimizer)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="freeze_rest must be False with grow='both', got True"):
+        Grower(model, optimizer, example=points(2), trigger=At(1), freeze_rest=True, grow="both")

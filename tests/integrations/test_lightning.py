@@ -96,10 +96,10 @@ def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
         torch.testing.assert_close(theirs[name], value, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("own_rate", [None, 0.5])
-def test_resume_from_a_checkpoint_is_the_same_run_to_the_bit(own_rate: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [{}, {"own_rate": 0.5}, {"freeze_rest": True}], ids=str)
+def test_resume_from_a_checkpoint_is_the_same_run_to_the_bit(own: dict[str, Any], tmp_path: Path) -> None:
     # Without dropout: Lightning does not save the random state.
-    options: dict[str, Any] = {"tau": 0.0, "select": "random", "own_rate": own_rate}
+    options: dict[str, Any] = {"tau": 0.0, "select": "random", **own}
     whole, _ = fit(tmp_path / "a", 7, GrowthCallback(triggers.Every(2), **options), dropout=0.0)
     _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), **options), dropout=0.0)
     trainer.save_checkpoint(tmp_path / "at5.ckpt")

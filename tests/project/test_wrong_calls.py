@@ -213,7 +213,8 @@ NOT_SITES = (
     Of("the model", lambda s: s.model, "a Linear"), Of("a site and a path", lambda s: [s.sites[0], "2"], "'2'"),
 )  # fmt: skip
 NOT_A_SITE = (
-    None, 3, "2", nn.ReLU, {"path": "2"}, Of("all sites", lambda s: s.sites, "Sites"), Of("all merits", lambda s: s.merits, "Merits"),
+    None, 3, "nowhere", "", nn.ReLU, {"path": "2"},
+    Of("all sites", lambda s: s.sites, "Sites"), Of("all merits", lambda s: s.merits, "Merits"),
     Of("a module", lambda s: s.model[1], "ReLU"), Of("a growth", lambda s: s.growth, "Growth"),
 )  # fmt: skip
 ANOTHER_MODELS_SITE = Of("of another model", lambda s: s.alien, "another model")
@@ -244,7 +245,7 @@ NOT_A_HISTORY = (
     Of("its dicts", lambda s: [s.growth.to_dict()], "dict"),
 )  # fmt: skip
 NOT_A_GROWTH = (
-    None, 3, "grown1", {}, [], nn.ReLU, Of("a history", lambda s: s.grower.history, "History"),
+    3, "grown1", {}, [], nn.ReLU, Of("a history", lambda s: s.grower.history, "History"),
     Of("a site", lambda s: s.sites[0], "Site"), Of("its dict", lambda s: s.growth.to_dict(), "dict"),
 )  # fmt: skip
 NOT_DATA = (None, 3, "text", [], {}, nn.ReLU, {"format": 1})
@@ -324,12 +325,15 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "units"): (*NOT_A_NUMBER, None, 0, -1, 1.5, INF),
     ("Grower", "start"): (*NOT_A_NAME, None),
     ("Grower", "per"): NOT_A_NAME,
-    ("Grower", "where"): (5, True, [], "nonsense", ""),
+    ("Grower", "where"): (5, True, [], "nonsense", "", ["conv", 5], Of("no such path", lambda s: ["0", "head.*"], "'head.*'")),
+    ("Grower", "kernel_size"): ("3", 2.5, True, [3], (3, 3), NAN, INF, 0, -1, -3, 2, 4, torch.ones(2)),
+    ("Grower", "init"): (*NOT_A_NAME, None),
     ("Grower", "confidence"): (*NOT_A_NUMBER, 0, 1, -0.1, 2, INF),
     ("Grower", "tolerance"): (*NOT_A_NUMBER, None, 1, -0.1, INF, 0.5),
     ("Grower", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
     ("Grower", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
     ("Grower", "group"): (99, -1, True, 0.0, "0", {"params": []}, [0]),
+    ("Grower", "freeze_rest"): NOT_A_FLAG,
     ("Grower", "max_factor"): (*NOT_A_NUMBER, 1, 0, -2),
     ("Grower", "floor"): (*NOT_A_NUMBER, None, 1, -0.1, INF),
     ("Grower", "averaged"): (3, "ema", [None], nn.ReLU, {"a": 1}),
@@ -349,6 +353,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Plateau", "patience"): (*NOT_WHOLE, None, 0, -1),
     ("Plateau", "mode"): (*NOT_A_NAME, None),
     ("Plateau", "threshold"): (*NOT_A_NUMBER, None, -1, INF),
+    ("Plateau", "min_delta"): (*NOT_A_NUMBER, None, -1, INF),
     ("AtMost", "growths"): (*NOT_WHOLE, None, 0, -1),
     ("Budget", "parameters"): (*NOT_A_NUMBER, Of("none", lambda s: None, "needs a limit"), 0, -1, INF),
     ("Budget", "flops"): (*NOT_A_NUMBER, 0, -1, INF),
@@ -364,7 +369,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("compare_choices", "count"): (*NOT_WHOLE, None, 0, -1),
     ("History", "growths"): (None, 3, "h.json", {"growths": []}, [1], [None], Of("one growth", lambda s: s.growth, "Growth")),
     ("History", "record"): (3, "x", {}, []),
-    ("History.append", "growth"): NOT_A_GROWTH,
+    ("History.append", "growth"): (*NOT_A_GROWTH, None),
     ("History.from_dict", "data"): NOT_DATA,
     ("History.from_json", "text"): (None, 3, [], {}, nn.ReLU),
     ("History.save", "path"): NOT_A_PATH,
@@ -453,6 +458,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "averaged": TABLE["Grower", "averaged"],
     **{field.name: TABLE["Grower", field.name] for field in dataclasses.fields(Options)},
     "group": (-1, True, 0.0, "0", [0]),  # whether the optimizer has such a group is seen when there is one
+    "where": (5, True, [], "", ["conv", 5]),  # and whether the model has such a path when there is one
     "optimizer": (Of("one", lambda s: s.optimizer, "belongs to the trainer"),),
     "scheduler": (Of("one", lambda s: s.scheduler, "belongs to the trainer"),),
     "model": (Of("one", lambda s: s.model, "belongs to the trainer"),),

@@ -62,7 +62,11 @@ def test_a_history_prints_as_what_happened():
         "growth 1: Linear(4, 4) + ReLU after 1, as grown1 (epoch 3, merit 5.00e-01, 1.25 x mean)",
         "growth 2: Linear(4, 4) + ReLU after 3, as grown2 (epoch 3, merit 5.00e-01, 1.25 x mean)",
     ]
-    assert (str(History()), repr(history), len(history[:1])) == ("no growth yet", "History(2 growths)", 1)
+    assert (str(History()), repr(History()), len(history[:1])) == ("no growth yet", "History(0 growths)", 1)
+    assert repr(history) == "History(2 growths, the last one: Linear(4, 4) + ReLU after 3, as grown2)"
+    assert (
+        repr(history[0]) == "Growth(1: Linear(4, 4) + ReLU after 1, as grown1 (epoch 3, merit 5.00e-01, 1.25 x mean))"
+    )
     last = history[-1]
     assert history.pop() is last and len(history) == 1
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from sensli import __version__
 from sensli.errors import SensliError
 from sensli.merits.merits import PER
-from sensli.moves.finding import GROW, WHERE, check_units
+from sensli.moves.choosing import KINDS
+from sensli.moves.finding import GROW, check_units
 from sensli.moves.layer.forms import FORMS
 from sensli.paper import cli as paper
 from sensli.text.commands import run_command
@@ -116,7 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="the form of the new layer (default: %(default)s)",
     )
-    sites.add_argument("--where", choices=WHERE, help="only sites of this kind")
+    sites.add_argument(
+        "--where",
+        action="append",
+        metavar="WHAT",
+        help=f"only sites of this kind ({', '.join(KINDS)}), or in modules of this path or pattern ('head.*'); may be repeated",
+    )
     sites.add_argument(
         "--grow",
         choices=GROW,
@@ -185,6 +191,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _sites(args: argparse.Namespace) -> None:
     from sensli.cli.loading import load_model, parse_input
+    from sensli.moves.choosing import check_where
     from sensli.moves.finding import find_sites
 
     if args.count < 1 or args.length < 1:
@@ -194,6 +201,10 @@ def _sites(args: argparse.Namespace) -> None:
     if args.per and args.input:
         raise SensliError("--per ranks merits, which need data: give --batch or --text instead of --input.")
     model = load_model(args.model)
+    try:
+        check_where(args.where, model)
+    except ValueError as error:
+        raise SensliError(f"--{error}") from error
     asked = {
         "layer": args.layer,
         "where": args.where,

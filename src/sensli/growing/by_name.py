@@ -29,6 +29,19 @@ def names_in(optimizer: Optimizer, network: nn.Module) -> list[list[str]]:
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
+def frozen_in(network: nn.Module) -> list[str]:
+    """The names of the parameters that do not train."""
+    return [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
+
+
+def freeze(network: nn.Module, names: Iterable[str]) -> None:
+    """The parameters of these names do not train from now on."""
+    parameters = dict(network.named_parameters())
+    for name in names:
+        if name in parameters:
+            parameters[name].requires_grad_(False)
+
+
 def add_own_groups(history: Iterable[Growth], optimizer: Any, scheduler: Any) -> None:
     """Give rebuilt optimizers, and their schedulers, the groups of layers that have a separate rate (`own_rate`)."""
     for growth in history:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from sensli.errors import CheckpointError, WrongType, brief
 from sensli.growing import shards
-from sensli.growing.by_name import names_in
+from sensli.growing.by_name import frozen_in, names_in
 from sensli.growing.grower import Grower
 from sensli.modules import checks
 from sensli.modules.engines.fsdp import reshard
@@ -32,7 +32,7 @@ def content_of(
         "history": history.to_dict(),
         "model": dict(network.state_dict()),
         "evaluating": [name for name, module in network.named_modules() if not module.training],
-        "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
+        "frozen": frozen_in(network),
         "optimizers": [
             {"names": names_in(each, network), "state": each.state_dict()} for each in as_optimizers(optimizer)
         ],

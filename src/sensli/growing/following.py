@@ -39,13 +39,13 @@ class Followers:
         return as_optimizers(self.optimizer)
 
     def insert(
-        self, model: nn.Module, merit: Merit, history: History, options: Options, *, call: int, lr_scale: float
+        self, model: nn.Module, merit: Merit, history: History, options: Options, *, call: int, first: bool
     ) -> Growth:
-        """Insert the layer, and let everything follow."""
+        """Insert the layer, and let everything follow. What concerns the rest of the model is done once per look, with the ``first``."""
         check_alike(model, self.averaged)
         growth = grow(
-            model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=lr_scale,
-            own_rate=options.own_rate, group=options.group,
+            model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=options.lr_scale if first else 1.0,
+            own_rate=options.own_rate, group=options.group, freeze_rest=options.freeze_rest and first,
         )  # fmt: skip
         growth = replace(growth, details={"epoch": call, "merit": merit.value, "ratio": merit.ratio})
         history.append(growth)  # at once: what is in the history is taken back if anything fails from here on

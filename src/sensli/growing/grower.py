@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +30,14 @@ from sensli.modules import checks
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.wrappers import bare
+from sensli.moves.choosing import Where, check_where
 from sensli.moves.sites import Site, Sites
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history.history import Growth, History
 from sensli.surgery.history.outline import outline
 from sensli.surgery.state.optim import Optimizers
 from sensli.surgery.state.rates import Schedulers
+from sensli.text.tables import short_number
 
 NO_OPTIMIZER = (
     "this Grower has no optimizer, so nothing will train the layers that it inserts. Give Grower(model, optimizer, ...), or add the "
@@ -66,7 +68,10 @@ class Grower:
             `Merits` that returns one of them (default: "largest").
         count: The largest number of layers to insert at once (default: 1).
         layer: The form of the new layers, as in `find_sites` (default: "auto").
-        where: Which sites to consider, as in `find_sites`. None considers all of them.
+        where: Which sites to consider, as in `find_sites`: a kind, a path or a pattern of paths, a list of these, or a function.
+            None considers all of them.
+        kernel_size: The kernel size of new convolutions, as in `find_sites`. None takes the neighbour's if it is odd, otherwise 3.
+        init: How a twin gets the weights that need not be zero, as in `find_sites` (default: "copy").
         grow: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more
             (default: "layers").
         units: How many units a layer gets at a growth: a number, or a share of those it has (default: 0.25).
@@ -81,6 +86,8 @@ class Grower:
             with ``grow="layers"``: new units are parts of parameters that exist.
         group: The parameter group that new parameters join if their neighbours are in none, as in `insert`. Without it such
             places (a frozen part that the optimizer does not hold) are skipped.
+        freeze_rest: Whether after a growth only the newest layers train, as in `insert` (default: False). Only with
+            ``grow="layers"``.
         max_factor: A layer that would bring the model to more than this many times its parameters is left out. None allows
             every layer (default: 2.0).
         floor: Stops growth on a solved problem: once the loss has fallen to a thousandth of the largest one measured so far, a
@@ -109,7 +116,9 @@ class Grower:
         select: str | Selection = "largest",
         count: int = 1,
         layer: str = "auto",
-        where: str | Callable[[Site], bool] | None = None,
+        where: Where = None,
+        kernel_size: int | None = None,
+        init: str = "copy",
         grow: str = "layers",
         units: int | float = 0.25,
         start: str = "sensitive",
@@ -120,6 +129,7 @@ class Grower:
         lr_scale: float = 1.0,
         own_rate: float | None = None,
         group: int | dict[str, Any] | None = None,
+        freeze_rest: bool = False,
         max_factor: float | None = 2.0,
         floor: float = 1e-7,
         scheduler: Schedulers = None,
@@ -131,6 +141,7 @@ class Grower:
         checks.example("example", example)
         self._followers = Followers(optimizer, scheduler, averaged)
         self._followers.check(model, self.options)
+        check_where(where, bare(model))
         self.model = model
         self.history = History()
         self.last_merits: Merits | None = None  # of the last look, also where nothing was inserted
@@ -141,6 +152,14 @@ class Grower:
         self._said_too_large = False
         if not self.optimizers:
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
+
+    def __repr__(self) -> str:
+        network, grown = bare(self.model), len(self.history)
+        size = short_number(sum(parameter.numel() for parameter in network.parameters()))
+        return (
+            f"Grower({type(network).__name__} with {size} parameters, trigger={self.options.trigger!r}, "
+            f"{grown} {'growth' if grown == 1 else 'growths'} in {self.calls} {'call' if self.calls == 1 else 'calls'})"
+        )
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -234,13 +253,12 @@ class Grower:
         for merit in chosen:
             if len(grown) == options.count:
                 break
-            rate = 1.0 if grown else options.lr_scale  # once per look
             site = self._still_fitting(merit.site) if grown else merit.site
             if site is None or not options.trigger.allows(site, self._moment(metric)):
                 continue
             merit_now = replace(merit, site=site)
             growth = self._followers.insert(
-                self.model, merit_now, self.history, options, call=self.calls, lr_scale=rate
+                self.model, merit_now, self.history, options, call=self.calls, first=not grown
             )
             grown.append((merit, growth))
         if grown:

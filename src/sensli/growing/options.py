@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,8 +17,8 @@ from sensli.merits.merits import check_per
 from sensli.merits.norms import choose
 from sensli.merits.ranking import Selection, check_selection
 from sensli.modules import checks
+from sensli.moves.choosing import Where, check_where
 from sensli.moves.finding import check_growth, check_request, check_units
-from sensli.moves.sites import Site
 from sensli.surgery.state.optim import Optimizers, check_group, check_needed, check_optimizers
 from sensli.surgery.state.own_rate import check_own_factor, check_own_rate
 from sensli.surgery.state.rates import Schedulers, check_factor, plan_rate_scaling
@@ -38,7 +38,9 @@ class Options:
     select: str | Selection = "largest"
     count: int = 1
     layer: str = "auto"
-    where: str | Callable[[Site], bool] | None = None
+    where: Where = None
+    kernel_size: int | None = None
+    init: str = "copy"
     grow: str = "layers"
     units: int | float = 0.25
     start: str = "sensitive"
@@ -49,6 +51,7 @@ class Options:
     lr_scale: float = 1.0
     own_rate: float | None = None
     group: int | dict[str, Any] | None = None
+    freeze_rest: bool = False
     max_factor: float | None = 2.0
     floor: float = 1e-7
     seed: int = 0
@@ -76,12 +79,18 @@ class Options:
             seed=checks.whole("seed", self.seed, 0, least=0, below=2**64),
         )
         choose(self.norm, ())
-        check_request(self.layer, self.where)
+        self._become(kernel_size=check_request(self.layer, self.kernel_size, self.init))
+        check_where(self.where)
         check_growth(self.grow, self.start)
         if self.own_rate is not None and self.grow != "layers":
             raise ValueError(
                 f"own_rate must be None with grow={self.grow!r}, got {self.own_rate}: new units are part of existing parameters, "
                 "which cannot have a separate learning rate. Leave it out, or use grow='layers'."
+            )
+        if checks.flag("freeze_rest", self.freeze_rest) and self.grow != "layers":
+            raise ValueError(
+                f"freeze_rest must be False with grow={self.grow!r}, got True: new units are part of existing parameters, which cannot "
+                "train alone. Leave it out, or use grow='layers'."
             )
         self._become(units=check_units(self.units), recycle=checks.flag("recycle", self.recycle))
         check_per(self.per)

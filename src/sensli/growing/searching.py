@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -13,8 +12,9 @@ from sensli.errors import OptimizerError
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.wrappers import bare
+from sensli.moves.choosing import Where, chosen
 from sensli.moves.finding import find_sites
-from sensli.moves.sites import Site, Sites, Skipped
+from sensli.moves.sites import Sites, Skipped
 from sensli.surgery.insertion import check_joining
 from sensli.surgery.state.optim import Optimizers
 
@@ -25,11 +25,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 class Search:
     """The sites of a model, remembered for as long as the model is the same."""
 
-    def __init__(self, *, where: str | Callable[[Site], bool] | None, **request: Any) -> None:
+    def __init__(self, *, where: Where, **request: Any) -> None:
         self._request = request  # as `find_sites` takes it
-        # A function is asked at every look: what it says may depend on more than the model.
-        self._kind: str | None = None if callable(where) else where
-        self._filter: Callable[[Site], bool] | None = where if callable(where) else None
+        self._where = where
         self._seen: list[Any] | None = None
         self._found = Sites(())
 
@@ -43,10 +41,10 @@ class Search:
                 known = all(together.agree(known))
         if not known:
             self._seen = None
-            self._found = find_sites(model, example, where=self._kind, **self._request)
+            self._found = find_sites(model, example, **self._request)
             self._seen = now
-        kept = [site for site in self._found if self._filter is None or self._filter(site)]
-        return Sites(kept, self._found.skipped, model_name=type(network).__name__)
+        # Asked at every look: what a function says may depend on more than the model.
+        return Sites(chosen(self._found, self._where), self._found.skipped, model_name=type(network).__name__)
 
 
 def trained(network: nn.Module, sites: Sites, optimizer: Optimizers, group: int | dict[str, Any] | None) -> Sites:

@@ -206,12 +206,17 @@ class Plateau(Trigger):
         patience: The number of calls without an improvement (default: 10).
         mode: Whether a smaller metric is better (``"min"``) or a larger one (``"max"``) (default: "min").
         threshold: The smallest relative change that counts as an improvement (default: 1e-4).
+        min_delta: The smallest change that counts as an improvement, in units of the metric (default: 0.0). A change must be large
+            enough by both measures.
     """
 
-    def __init__(self, patience: int = 10, *, mode: str = "min", threshold: float = 1e-4) -> None:
+    def __init__(
+        self, patience: int = 10, *, mode: str = "min", threshold: float = 1e-4, min_delta: float = 0.0
+    ) -> None:
         self.patience = checks.whole("patience", patience, 10)
         self.mode = checks.one_of("mode", mode, ("min", "max"))
         self.threshold = checks.at_least("threshold", threshold, 0, 1e-4)
+        self.min_delta = checks.at_least("min_delta", min_delta, 0, 0.01)
         self.best: float | None = None
         self.waited = 0
 
@@ -219,7 +224,7 @@ class Plateau(Trigger):
         if moment.metric is None:
             raise ValueError("Plateau needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")
         value = moment.metric if self.mode == "min" else -moment.metric
-        margin = self.threshold * abs(self.best) if self.best is not None else 0.0
+        margin = max(self.threshold * abs(self.best), self.min_delta) if self.best is not None else 0.0
         if math.isfinite(value) and (self.best is None or value < self.best - margin):
             self.best, self.waited = value, 0
         else:
@@ -243,7 +248,8 @@ class Plateau(Trigger):
         self.best, self.waited = best, waited
 
     def __repr__(self) -> str:
-        return f"Plateau(patience={self.patience}, mode={self.mode!r})"
+        delta = f", min_delta={self.min_delta:g}" if self.min_delta else ""
+        return f"Plateau(patience={self.patience}, mode={self.mode!r}{delta})"
 
 
 class AtMost(Trigger):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sensli.errors import SensliError, UnsupportedModel
-from sensli.growing.by_name import add_own_groups, arrange, names_in
+from sensli.growing.by_name import add_own_groups, arrange, freeze, frozen_in, names_in
 from sensli.growing.grower import Grower
 from sensli.integrations import missing
 from sensli.integrations.callback import GrowingCallback
@@ -83,6 +83,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
             add_own_groups(history, trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
             for optimizer, names in zip(trainer.optimizers, self._loaded["names"], strict=True):
                 arrange(optimizer, names, pl_module)
+            freeze(pl_module, self._loaded.get("frozen", ()))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._example is None:
@@ -127,7 +128,8 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         if self.grower is None:
             return self._loaded or {"grower": None, "names": []}
         network, optimizers = bare(self.grower.model), self.grower.optimizers
-        return {"grower": self.grower.state_dict(), "names": [names_in(each, network) for each in optimizers]}
+        names = [names_in(each, network) for each in optimizers]
+        return {"grower": self.grower.state_dict(), "names": names, "frozen": frozen_in(network)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict

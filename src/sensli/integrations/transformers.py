@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel
-from sensli.growing.by_name import add_own_groups, arrange, names_in
+from sensli.growing.by_name import add_own_groups, arrange, freeze, frozen_in, names_in
 from sensli.integrations import missing
 from sensli.integrations.callback import GrowingCallback
 from sensli.integrations.looking import Facts, standing_in
@@ -115,6 +115,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         if self._loaded is not None:
             self.grower.load_state_dict(self._loaded["grower"])
             self._history = self.grower.history
+            freeze(network, self._loaded.get("frozen", ()))
             self._loaded = None
         with standing_in(network, hf_trainer.loss_step(trainer)):
             self.grower.sites()  # a model without a place to grow should fail before it is trained
@@ -249,7 +250,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             return self._loaded or {"grower": None, "names": []}
         optimizers = self.grower.optimizers if self._history else ()
         names = [names_in(each, network) for each in optimizers]
-        return {"grower": self.grower.state_dict(), "names": names}
+        return {"grower": self.grower.state_dict(), "names": names, "frozen": frozen_in(network)}
 
     def _rewind(self, state: dict[str, Any] | None) -> None:
         """Give the model the layers that the weights to be loaded belong to."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.merits.sensitivity import Catch
-from sensli.modules.running import describe, device_of, run, tensors, to_device
+from sensli.modules.running import describe, device_of, run, taken_by, tensors, to_device
 from sensli.moves.trace.graph import leaves
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -20,7 +20,7 @@ def backward(
     model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float
 ) -> tuple[int, float]:
     """One batch: its loss, weighted by its size, back through the model. Returns the size and the loss."""
-    given, target = split(batch, index)
+    given, target = split(batch, index, model if loss_fn is not None else None)
     device = device_of(model)
     given, target = to_device(given, device), to_device(target, device)
     size = _size(given, batch)
@@ -58,10 +58,20 @@ def backward(
     return size, float(loss.detach())
 
 
-def split(batch: Any, index: int) -> tuple[Any, Any]:
-    """What the model is called with, and the target."""
+def split(batch: Any, index: int, model: nn.Module | None) -> tuple[Any, Any]:
+    """What the model is called with, and the target: of a dict those keys that the model takes, and all of it.
+
+    Without a model, where nobody else has a use for the other keys, all of them go to it.
+    """
     if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return dict(batch), batch
+        keys = dict(batch)
+        given = taken_by(model, keys) if model is not None else keys
+        if keys and not given:
+            raise MeasurementError(
+                f"batch {index} has the keys {', '.join(map(repr, keys))}, but forward of {type(model).__name__} takes none of them. "
+                "Name the keys like its arguments, or give (input, target) pairs."
+            )
+        return given, batch
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     raise MeasurementError(

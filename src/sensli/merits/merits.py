@@ -6,13 +6,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import overload
+from typing import TYPE_CHECKING, Any, overload
 
 from sensli.errors import MeasurementError, WrongType, ZeroMerits
 from sensli.modules import checks
 from sensli.moves.sites import Site
+from sensli.text.extras import imported
 from sensli.text.html_tables import html_table
 from sensli.text.tables import short_number, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
 
@@ -43,6 +47,25 @@ class Merit:
     def __str__(self) -> str:
         ratio = f", {self.ratio:.3g} x the mean of the existing weights" if self.ratio is not None else ""
         return f"{self.site}: merit {self.value:.3e}{ratio}"
+
+    def __repr__(self) -> str:
+        return f"Merit({self})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: the site as it prints, the merit also per added parameter and per added FLOP, and the costs."""
+        site = self.site
+        return {
+            "site": str(site),
+            "path": site.path,
+            "side": site.side,
+            "kind": site.kind,
+            "merit": self.value,
+            **{f"merit {name}": worth_of(self, cost) for cost, name in PER.items()},
+            "ratio": self.ratio,
+            "parameters": site.parameters,
+            "flops": site.flops,
+            "dead": self.dead,
+        }
 
 
 def worth_of(merit: Merit, per: str | None) -> float:
@@ -158,8 +181,7 @@ class Merits(Sequence[Merit]):
 
     @property
     def _header(self) -> list[str]:
-        cost = [PER[self.compared]] if self.compared else []
-        return ["site", "merit", *cost, "ratio", "+parameters", "+FLOPs", "dead units"]
+        return ["site", "merit", *PER.values(), "ratio", "+parameters", "+FLOPs", "dead units"]
 
     @property
     def _rows(self) -> list[list[str]]:
@@ -167,7 +189,7 @@ class Merits(Sequence[Merit]):
             [
                 str(merit.site),
                 f"{merit.value:.3e}",
-                *([f"{self._worth(merit):.3e}"] if self.compared else []),
+                *(f"{worth_of(merit, cost):.3e}" for cost in PER),
                 "" if merit.ratio is None else f"{merit.ratio:.2f}",
                 short_number(merit.site.parameters),
                 short_number(merit.site.flops),
@@ -186,6 +208,46 @@ class Merits(Sequence[Merit]):
             text += f"; the best is {'clear' if self.clear else 'not clear'} at the level {self.confidence:g}"
             text += f", {self.tolerance:.0%} allowed" if self.tolerance else ""
         return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: how it was measured, and one entry for each site, best first."""
+        return {
+            "norm": self.norm,
+            "batches": self.batches,
+            "samples": self.samples,
+            "loss": self.loss,
+            "compared": self.compared,
+            "merits": [merit.to_dict() for merit in self.ranked],
+        }
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with one row for each site, best first.
+
+        Raises:
+            MissingExtra: If pandas is not installed.
+        """
+        return imported("pandas", "merits.to_pandas()").DataFrame([merit.to_dict() for merit in self.ranked])
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the merits as horizontal bars, best on top; compared per parameter or per FLOP if `per` says so.
+
+        Args:
+            ax: The axes of matplotlib to draw on. None makes a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            MissingExtra: If matplotlib is not installed.
+        """
+        pyplot = imported("matplotlib.pyplot", "merits.plot()", extra="plots")
+        if ax is None:
+            _, ax = pyplot.subplots(figsize=(8, 1 + 0.3 * len(self)), layout="constrained")
+        assert ax is not None
+        ax.barh([str(merit.site) for merit in self.ranked], [self._worth(merit) for merit in self.ranked])
+        ax.invert_yaxis()
+        ax.set(xlabel=f"merit {PER[self.compared]}" if self.compared else "merit", title=self._measured)
+        return ax
 
     def check(self) -> Merits:
         """The merits themselves, if they can carry a decision."""

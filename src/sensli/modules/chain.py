@@ -7,11 +7,9 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.arguments import Slot, first_tensor, value_at, with_first, with_value
-from sensli.modules.marks import CHANGED, NEW
+from sensli.modules.marks import ALL
 
-_OWN = frozenset(
-    {"slot", "takes_call", "training", NEW, CHANGED}
-)  # of the chain itself; torch's own start with an underscore
+_OWN = frozenset({"slot", "takes_call", "training", *ALL})  # of the chain itself; torch's own start with an underscore
 
 
 class Chain(nn.Module):

@@ -83,7 +83,7 @@ def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: b
         memo.update({id(p): p for p in block.parameters()})
     twin = copy.deepcopy(block, memo)
     for module in twin.modules():
-        for name in (marks.NEW, marks.CHANGED):
+        for name in marks.ALL:
             module.__dict__.pop(name, None)
     return twin
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 NEW = "sensli_growth"  # on a module that was not there before: the number of its growth
 CHANGED = "sensli_changes"  # on a module that was: the numbers of the growths that changed it
+RECORDS = "sensli_records"  # on either: the records of these growths, by number
+ALL = (NEW, CHANGED, RECORDS)
 
 
 def mark(module: nn.Module, number: int, *, new: bool) -> None:
@@ -19,15 +22,29 @@ def mark(module: nn.Module, number: int, *, new: bool) -> None:
 
 
 def unmark(module: nn.Module, number: int) -> None:
-    """The inverse of `mark`."""
+    """The inverse of `mark` and `tell`."""
+    _set(module, RECORDS, {key: value for key, value in module.__dict__.get(RECORDS, {}).items() if key != number})
     if module.__dict__.get(NEW) == number:
         delattr(module, NEW)
         return
-    others = tuple(each for each in module.__dict__.get(CHANGED, ()) if each != number)
-    if others:
-        setattr(module, CHANGED, others)
-    elif CHANGED in module.__dict__:
-        delattr(module, CHANGED)
+    _set(module, CHANGED, tuple(each for each in module.__dict__.get(CHANGED, ()) if each != number))
+
+
+def tell(module: nn.Module, number: int, record: Any) -> None:
+    """The record of a growth that the module is marked with: what takes it back."""
+    setattr(module, RECORDS, {**module.__dict__.get(RECORDS, {}), number: record})
+
+
+def told(module: nn.Module, number: int) -> Any:
+    """What `tell` was given for this growth, or None."""
+    return module.__dict__.get(RECORDS, {}).get(number)
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    if value:
+        setattr(module, name, value)
+    elif name in module.__dict__:
+        delattr(module, name)
 
 
 def new_in(module: nn.Module) -> int | None:

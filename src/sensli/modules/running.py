@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -23,6 +24,18 @@ def run(model: nn.Module, example: Any) -> Any:
     if isinstance(example, (tuple, list)):
         return model(*example)
     return model(example)
+
+
+def taken_by(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that ``forward`` takes; all of them where it takes any."""
+    try:
+        known = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # written in C, or says nothing of its arguments
+        return given
+    if any(each.kind is each.VAR_KEYWORD for each in known):
+        return given
+    names = {each.name for each in known if each.kind is not each.VAR_POSITIONAL}
+    return {name: value for name, value in given.items() if name in names}
 
 
 def describe(example: Any) -> str:

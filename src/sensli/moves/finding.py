@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,10 @@ from torch import nn
 
 from sensli.modules import checks
 from sensli.modules.wrappers import bare
+from sensli.moves.choosing import Where, check_where, chosen
 from sensli.moves.kinds import asked_for
 from sensli.moves.layer.forms import FORMS
+from sensli.moves.naming import remember
 from sensli.moves.point import Ref
 from sensli.moves.search import Request, Search
 from sensli.moves.sites import Site, Sites, Skipped
@@ -22,15 +23,16 @@ from sensli.moves.trial import Trial
 from sensli.moves.twin.twins import INITS
 from sensli.moves.width.width import STARTS
 
-WHERE = ("conv", "linear", "block", "units")
 GROW = ("layers", "units", "both")
 
 
-def check_request(layer: str, where: str | Callable[[Site], bool] | None) -> None:
-    """Raise if a layer or a kind of site is asked for that does not exist."""
+def check_request(layer: str, kernel_size: int | None, init: str) -> int | None:
+    """Raise if a layer is asked for that does not exist; the kernel size as a number."""
     checks.one_of("layer", layer, ("auto", *FORMS, "twin"))
-    if where is not None and not callable(where):
-        checks.one_of("where", where, WHERE, other="a function of a Site that returns True or False")
+    checks.one_of("init", init, INITS)
+    if kernel_size is None:
+        return None
+    return checks.odd("kernel_size", kernel_size, 3, "a new convolution must keep the size of its feature map")
 
 
 def check_growth(grow: str, start: str) -> None:
@@ -51,7 +53,7 @@ def find_sites(
     example: Any,
     *,
     layer: str = "auto",
-    where: str | Callable[[Site], bool] | None = None,
+    where: Where = None,
     kernel_size: int | None = None,
     init: str = "copy",
     grow: str = "layers",
@@ -67,8 +69,9 @@ def find_sites(
         example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
         layer: The form of the new layers: ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"``, or ``"auto"`` to choose
             what fits each place (default: "auto").
-        where: Which sites to keep: a kind (``"conv"``, ``"linear"``, ``"block"``, ``"units"``) or a function of a `Site` that returns
-            a bool. None keeps all of them.
+        where: Which sites to keep: a kind (``"conv"``, ``"linear"``, ``"block"``, ``"units"``), the path of a module (with all that
+            is in it) or a pattern such as ``"head.*"``, a list of these, or a function of a `Site` that returns a bool. None keeps
+            all of them.
         kernel_size: The kernel size of new convolutions, an odd number. None takes the neighbour's if it is odd, otherwise 3.
         init: How a twin gets the weights that need not be zero: ``"copy"`` takes those of its neighbour, ``"fresh"`` draws new
             ones with the same spread (default: "copy").
@@ -86,25 +89,17 @@ def find_sites(
         BadExample: If the example does not run through the model.
         UnsupportedModel: If the model as a whole cannot be read.
     """
-    check_request(layer, where)
-    checks.one_of("init", init, INITS)
-    if kernel_size is not None:
-        kernel_size = checks.odd(
-            "kernel_size", kernel_size, 3, "a new convolution must keep the size of its feature map"
-        )
+    kernel_size = check_request(layer, kernel_size, init)
     check_growth(grow, start)
     units = check_units(units)
     model = bare(model)
+    check_where(where, model)
     checks.example("example", example)
     with torch.inference_mode(False):
         found, skipped = _search(model, example, Request(layer, kernel_size, init, grow, units, start))
     sites = [replace(site, _root=Ref.to("", model)) for site in found]
-    if callable(where):
-        chosen = where
-        sites = [site for site in sites if chosen(site)]
-    elif where is not None:
-        sites = [site for site in sites if site.kind == where]
-    return Sites(sites, skipped, model_name=type(model).__name__)
+    remember(model, sites)
+    return Sites(chosen(sites, where), skipped, model_name=type(model).__name__)
 
 
 def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped]]:

@@ -97,7 +97,9 @@ def find_dead(
     spotting, first = Spotting(network, ordered), None
     with untouched(network), random_state.kept_of_loader(batches):
         pairs = (
-            (split(batch, index) for index, batch in enumerate(batches)) if batches is not None else [(example, None)]
+            (split(batch, index, network) for index, batch in enumerate(batches))
+            if batches is not None
+            else [(example, None)]
         )
         for given, _ in pairs:
             first = (given, None) if first is None else first

@@ -11,9 +11,10 @@ from sensli.errors import HistoryError, OptimizerError, UnsupportedSite
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Changing
-from sensli.modules.marks import grown, mark, unmark
+from sensli.modules.marks import grown, mark, tell, told, unmark
 from sensli.modules.wrappers import bare
 from sensli.moves.move import Edit
+from sensli.moves.naming import named
 from sensli.moves.sites import Site
 from sensli.surgery.history.history import Growth, Resized
 from sensli.surgery.same_output import Outputs
@@ -25,7 +26,7 @@ from sensli.surgery.state.resizing import Resizing, plan_resizing, plan_shrinkin
 
 def grow(
     model: nn.Module,
-    site: Site | Merit,
+    site: Site | Merit | str,
     *,
     optimizer: Optimizers = None,
     scheduler: Schedulers = None,
@@ -43,7 +44,8 @@ def grow(
 
     Args:
         model: The network, or its DistributedDataParallel wrapper.
-        site: The site to grow at, or a merit, which stands for its site.
+        site: The site to grow at; a merit, which stands for its site; or the name of a site that the last `find_sites` on this model
+            found: its line, its place (``"after features.1"``) or its path, if that is clear.
         optimizer: The optimizer or optimizers that train the model.
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
         lr_scale: Multiplies all learning rates from now on (default: 1.0).
@@ -60,13 +62,14 @@ def grow(
         The record of the growth, which `undo` and `replay` take.
 
     Raises:
-        UnknownSite: If the site belongs to another model, or its place is gone.
+        UnknownSite: If the site belongs to another model, its place is gone, or no single site has this name.
         UnsupportedSite: If the model cannot grow there without changing the function.
         OptimizerError: If the optimizer or the scheduler cannot follow.
         FunctionChanged: If the output on ``check`` changed. Everything was put back.
     """
     with Changing(model, f"insert {site}") as together:
-        network, site = bare(model), as_site("site", site)
+        network = bare(model)
+        site = named(network, site) if isinstance(site, str) else as_site("site", site)
         checks.flag("freeze_rest", freeze_rest)
         lr_scale = check_factor(lr_scale)
         check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
@@ -78,7 +81,7 @@ def grow(
 
 def insert(
     model: nn.Module,
-    site: Site | Merit,
+    site: Site | Merit | str,
     *,
     optimizer: Optimizers = None,
     scheduler: Schedulers = None,
@@ -94,7 +97,8 @@ def insert(
 
     Args:
         model: The network, or its DistributedDataParallel wrapper.
-        site: The site to grow at, or a merit, which stands for its site.
+        site: The site to grow at; a merit, which stands for its site; or the name of a site that the last `find_sites` on this model
+            found: its line, its place (``"after features.1"``) or its path, if that is clear.
         optimizer: The optimizer or optimizers that train the model.
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
         lr_scale: Multiplies all learning rates from now on (default: 1.0).
@@ -107,7 +111,7 @@ def insert(
         The record of the insertion, which `undo` and `replay` take.
 
     Raises:
-        UnknownSite: If the site belongs to another model, or its place is gone.
+        UnknownSite: If the site belongs to another model, its place is gone, or no single site has this name.
         UnsupportedSite: If the layer cannot be inserted there without changing the function.
         OptimizerError: If the optimizer or the scheduler cannot follow.
         FunctionChanged: If the output on ``check`` changed. Everything was put back.
@@ -156,7 +160,7 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
         follow.resizing.give_up()
         raise
     groups = follow.apply()
-    return Growth(
+    growth = Growth(
         site=edit.site,
         number=number,
         name=edit.name,
@@ -168,6 +172,8 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
         own_rate=groups,
         frozen=_freeze(model, edit) if options.freeze_rest else (),
     )
+    tell(edit.module, number, growth)
+    return growth
 
 
 @dataclass(frozen=True)
@@ -231,7 +237,9 @@ def _freeze(model: nn.Module, edit: Edit) -> tuple[str, ...]:
     return tuple(frozen)
 
 
-def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> None:
+def undo(
+    model: nn.Module, growth: Growth | None = None, *, optimizer: Optimizers = None, scheduler: Schedulers = None
+) -> Growth:
     """Take the last growth back: remove its layer or its units, and what the optimizer keeps of them.
 
     If no training step was taken since, the model and the optimizer are to the bit what they were. Otherwise the function
@@ -240,28 +248,38 @@ def undo(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sche
 
     Args:
         model: The network that has grown, or its DistributedDataParallel wrapper.
-        growth: The last growth of the model.
+        growth: The last growth of the model. None takes the record that the model carries itself.
         optimizer: The optimizer or optimizers that followed the growth.
         scheduler: The scheduler or schedulers that followed the growth.
+
+    Returns:
+        The growth that was taken back. Remove it from the history that has it (``history.pop()``).
 
     Raises:
         HistoryError: If it is not the last growth of this model.
     """
-    with Changing(model, f"undo {getattr(growth, 'name', 'a growth')}") as together:
+    with Changing(model, f"undo {getattr(growth, 'name', 'the last growth')}") as together:
         network = bare(model)
-        checks.instance(
-            "growth", growth, Growth, "the Growth that grow or insert returned (for example grower.history[-1])"
-        )
-        _undo(network, growth, together, optimizer, scheduler)
+        if growth is not None:
+            checks.instance(
+                "growth",
+                growth,
+                Growth,
+                "the Growth that grow or insert returned (for example grower.history[-1]), or None",
+            )
+        return _undo(network, growth, together, optimizer, scheduler)
 
 
-def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optimizers, scheduler: Schedulers) -> None:
+def _undo(
+    model: nn.Module, growth: Growth | None, together: Changing, optimizer: Optimizers, scheduler: Schedulers
+) -> Growth:
     last = max(grown(model), key=lambda entry: entry[0], default=None)
     if last is None:
         raise HistoryError(
             f"nothing to undo: this {type(model).__name__} has not grown. Give the model that was grown."
         )
     number, path, module = last
+    growth = _told(model, module, number) if growth is None else growth
     if number != growth.number or path != growth.name:
         raise HistoryError(
             f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(model).__name__} is number "
@@ -288,6 +306,18 @@ def _undo(model: nn.Module, growth: Growth, together: Changing, optimizer: Optim
     leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.remove(optimizer, scheduler)
+    return growth
+
+
+def _told(model: nn.Module, module: nn.Module, number: int) -> Growth:
+    """The record of a growth that the model carries."""
+    record = told(module, number)
+    if not isinstance(record, Growth):
+        raise HistoryError(
+            f"growth is missing, and this {type(model).__name__} carries no record of its last growth (number {number}). Give the "
+            "Growth that grow or insert returned."
+        )
+    return record
 
 
 def check_joining(

@@ -9,7 +9,7 @@ from torch import nn
 from sensli.errors import HistoryError, SensliError
 from sensli.modules.copies import copied_model
 from sensli.modules.engines.distributed import Changing
-from sensli.modules.marks import grown
+from sensli.modules.marks import grown, tell
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import Growth, History, Resized, as_growths
 from sensli.surgery.insertion import grow, undo
@@ -62,6 +62,8 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
     except HistoryError:
         undo(model, again, optimizer=optimizer, scheduler=scheduler)
         raise
+    # What followed the growth the first time (rates, groups, frozen parameters) is known to the record of then alone.
+    tell(bare(model).get_submodule(again.name), again.number, growth)
     return again
 
 

@@ -13,7 +13,7 @@ from sensli.errors import BadExample, FunctionChanged
 from sensli.modules import random_state
 from sensli.modules.dropout import NoDropout
 from sensli.modules.nearness import moved
-from sensli.modules.running import describe, device_of, run, tensors, to_device, undrawn, untouched
+from sensli.modules.running import describe, device_of, run, taken_by, tensors, to_device, undrawn, untouched
 from sensli.moves.sites import Site
 
 
@@ -36,6 +36,9 @@ class Outputs:
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> Outputs:
         given = batch[0] if isinstance(batch, (tuple, list)) else batch
+        given = (
+            taken_by(model, given) if isinstance(given, dict) else given
+        )  # as in `measure`: the others are for the loss
         start = random_state.capture()
         try:
             plain = _run(model, given)

@@ -29,8 +29,9 @@ class Sensli(Strategy):
         self.options = options
         self.threshold = Threshold(options.tau, options.floor)
         self._search = Search(
-            layer=options.layer, where=options.where, grow=options.grow, units=options.units, start=options.start
-        )
+            layer=options.layer, where=options.where, kernel_size=options.kernel_size, init=options.init, grow=options.grow,
+            units=options.units, start=options.start,
+        )  # fmt: skip
         # Not the global random state, which growing leaves alone.
         self._generator = torch.Generator().manual_seed(options.seed)
 

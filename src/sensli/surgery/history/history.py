@@ -93,6 +93,9 @@ class Growth:
     def __str__(self) -> str:
         return f"growth {self.number}: {self._what}" + _because(self.details)
 
+    def __repr__(self) -> str:
+        return f"Growth({self.number}: {self._what}{_because(self.details)})"
+
     @property
     def _what(self) -> str:
         """The site, and the name of what is new; a module that only got more units keeps the name that the site says."""
@@ -198,7 +201,8 @@ class History(Sequence[Growth]):
     __hash__ = None  # type: ignore[assignment]  # it grows
 
     def __repr__(self) -> str:
-        return f"History({len(self)} growths)"
+        last = f", the last one: {self[-1]._what}" if self else ""
+        return f"History({len(self)} {'growth' if len(self) == 1 else 'growths'}{last})"
 
     def __str__(self) -> str:
         return "\n".join(str(growth) for growth in self) or "no growth yet"
@@ -216,7 +220,7 @@ class History(Sequence[Growth]):
             ]
             for growth in self
         ]
-        return html_table(header, rows, caption=repr(self))
+        return html_table(header, rows, caption=f"History({len(self)})")
 
     @property
     def additions(self) -> int:
