@@ -341,6 +341,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "log"): (5, "print", True, [print], Writer),
     ("Grower", "recycle"): NOT_A_FLAG,
     ("Grower", "strategy"): (*NOT_A_NAME, None, Of("a class", lambda s: Sensli, "Call it: strategy=Sensli(...)")),
+    ("Grower", "unit"): (*NOT_A_NAME, None),
     ("Grower without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),

@@ -8,14 +8,12 @@ import warnings
 from pathlib import Path
 
 import pytest
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from recorded import BATCHES, X, Y, grow, make_model
 from sensli import Grower, History, replay, triggers
 from sensli.errors import HistoryError
 from sensli.surgery.history import record as record_module
-from sensli.surgery.history.outline import outline
 from sensli.surgery.history.record import Look, Record
 
 
@@ -155,28 +153,20 @@ def test_a_log_that_fails_does_not_stop_the_training() -> None:
     assert len(grower.history) == 1 and grower.calls == 2
 
 
-def test_outline_shows_layers_or_blocks_and_always_the_new_one() -> None:
-    units = outline(grow(calls=2).model)
-    assert [unit.growth for unit in units].count(1) == 1
-    assert [unit.label for unit in units if unit.growth] == ["Linear(4, 4) + ReLU"]
-    for layer, label in (
-        ("residual", "Residual(Linear(4, 4), ReLU)"),
-        ("parametric", "Parametric(Linear(4, 4), ReLU)"),
-    ):
-        assert [unit.label for unit in outline(grow(calls=2, layer=layer).model) if unit.growth] == [label]
-    deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(30)))
-    assert [unit.label for unit in outline(deep)] == ["Sequential"] * 30
-    deep[3].add_module("new", nn.Linear(2, 2))
-    deep[3].get_submodule("new").sensli_growth = 1
-    assert len(outline(deep)) == 33
-    assert [unit.path for unit in outline(deep) if unit.growth] == ["3.new"]
-
-
-def test_outline_of_a_long_chain_stays_short() -> None:
-    chain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(200)))
-    chain[77].sensli_growth = 1
-    units = outline(chain)
-    assert len(units) <= 42
-    assert [unit.path for unit in units if unit.growth] == ["77"]
-    assert units[0].label == "Linear(2, 2) and 5 more"
-    assert sum(unit.parameters for unit in units) == sum(p.numel() for p in chain.parameters())
+def test_steps_are_called_steps(tmp_path: Path) -> None:
+    lines: list[str] = []
+    history = grow(unit="step", recycle=True, log=lambda look: lines.append(str(look))).history
+    assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
+    assert [growth.call for growth in history] == [growth.details["step"] for growth in history] == [2, 2, 4]
+    assert "(step 2, merit" in str(history) and "<th>step</th>" in history._repr_html_()
+    history.save(tmp_path / "history.json")
+    again = History.load(tmp_path / "history.json")
+    assert again.record.unit == "step" and str(again.record.looks[0]) == lines[0]
+    data = history.to_dict()
+    data["record"]["unit"] = "banana"
+    with pytest.raises(HistoryError, match="unit is 'banana'"):
+        History.from_dict(data)
+    for look in data["record"]["looks"]:  # as written before calls could be steps
+        del look["unit"]
+    del data["record"]["unit"], data["record"]["metric"]
+    assert str(History.from_dict(data).record.looks[0]).startswith("epoch 2: ")

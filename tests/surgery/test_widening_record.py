@@ -118,7 +118,7 @@ def test_a_box_knows_its_units_and_what_changed_it() -> None:
 def test_a_widened_layer_of_a_deep_model_stays_a_box() -> None:
     model = nn.Sequential(*(layer for _ in range(30) for layer in (nn.Linear(3, 3), nn.ReLU())), nn.Linear(3, 1))
     grow_at(model, find_sites(model, torch.randn(1, 3), grow="units", units=1)[7])
-    units = outline(model)
+    units = outline(model, 40)
     widened = [unit for unit in units if unit.changes]
     assert len(units) <= 40 and [(unit.label, unit.units) for unit in widened] == [("Linear(3, 4)", 4)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +40,14 @@ class Followers:
         return as_optimizers(self.optimizer)
 
     def insert(
-        self, model: nn.Module, merit: Merit, history: History, options: Options, *, call: int, first: bool
+        self,
+        model: nn.Module,
+        merit: Merit,
+        history: History,
+        options: Options,
+        *,
+        when: Mapping[str, int],
+        first: bool,
     ) -> Growth:
         """Insert the layer, and let everything follow. What concerns the rest of the model is done once per look, with the ``first``."""
         check_alike(model, self.averaged)
@@ -47,15 +55,15 @@ class Followers:
             model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=options.lr_scale if first else 1.0,
             own_rate=options.own_rate, group=options.group, freeze_rest=options.freeze_rest and first,
         )  # fmt: skip
-        growth = replace(growth, details={"epoch": call, "merit": merit.value, "ratio": merit.ratio})
+        growth = replace(growth, details={**when, "merit": merit.value, "ratio": merit.ratio})
         history.append(growth)  # at once: what is in the history is taken back if anything fails from here on
         follow(self.averaged, growth, model)
         return growth
 
-    def recycle(self, model: nn.Module, site: Site, history: History, *, call: int, check: Any) -> Growth:
+    def recycle(self, model: nn.Module, site: Site, history: History, *, when: Mapping[str, int], check: Any) -> Growth:
         """Give dead units a new start, and let everything follow."""
         check_alike(model, self.averaged)
-        growth = replace(renew(model, site, optimizer=self.optimizer, check=check), details={"epoch": call})
+        growth = replace(renew(model, site, optimizer=self.optimizer, check=check), details=dict(when))
         history.append(growth)
         follow(self.averaged, growth, model)
         return growth

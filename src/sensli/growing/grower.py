@@ -98,6 +98,7 @@ class Grower:
         seed: The random seed of ``select="random"`` (default: 0).
         log: Receives every decision, including those not to insert: a function of a `Look` (``print`` gives one line each), or a
             TensorBoard writer.
+        unit: What one call of `step` is called in the log, the history and the page: ``"epoch"`` or ``"step"`` (default: "epoch").
 
     Raises:
         ValueError: If an argument is wrong; the message names it. A wrong type raises `WrongType`, which is a ValueError too.
@@ -136,6 +137,7 @@ class Grower:
         averaged: Averaged = None,
         seed: int = 0,
         log: Log = None,
+        unit: str = "epoch",
     ) -> None:
         self.options = Options.among(locals())
         checks.example("example", example)
@@ -258,7 +260,7 @@ class Grower:
                 continue
             merit_now = replace(merit, site=site)
             growth = self._followers.insert(
-                self.model, merit_now, self.history, options, call=self.calls, first=not grown
+                self.model, merit_now, self.history, options, when=self._when, first=not grown
             )
             grown.append((merit, growth))
         if grown:
@@ -272,7 +274,7 @@ class Grower:
         if not self.options.recycle or (inside is not None and not inside):
             return 0
         return self._recycling.recycle(
-            self.model, self._example, batches, together, self.history, call=self.calls, inside=inside
+            self.model, self._example, batches, together, self.history, when=self._when, inside=inside
         )
 
     def _still_fitting(self, site: Site) -> Site | None:
@@ -281,6 +283,10 @@ class Grower:
             return site.move.plan(bare(self.model), site).site
         except MovedSite:
             return None
+
+    @property
+    def _when(self) -> dict[str, int]:
+        return {self.options.unit: self.calls}
 
     def _moment(self, metric: float | None) -> Moment:
         return Moment(

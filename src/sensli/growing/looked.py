@@ -47,6 +47,7 @@ class Looked:
             flops=None if flops is None else flops - sum(growth.site.flops for _, growth in self.grown),
             added=tuple(growth.site.parameters for _, growth in self.grown),
             per=options.per,
+            unit=options.unit,
         )
 
 
@@ -54,6 +55,7 @@ def keep(
     record: Record, options: Options, network: nn.Module, call: int, metric: float | None, look: Look | None
 ) -> None:
     """Record a call, and the look if there was one, which the log is told."""
+    record.unit = options.unit
     record.count(call, metric)
     if look is not None:
         record.looks.append(look)

@@ -19,6 +19,7 @@ from sensli.merits.ranking import Selection, check_selection
 from sensli.modules import checks
 from sensli.moves.choosing import Where, check_where
 from sensli.moves.finding import check_growth, check_request, check_units
+from sensli.surgery.history.record import UNITS
 from sensli.surgery.state.optim import Optimizers, check_group, check_needed, check_optimizers
 from sensli.surgery.state.own_rate import check_own_factor, check_own_rate
 from sensli.surgery.state.rates import Schedulers, check_factor, plan_rate_scaling
@@ -56,6 +57,7 @@ class Options:
     floor: float = 1e-7
     seed: int = 0
     log: Log = None
+    unit: str = "epoch"
 
     def __post_init__(self) -> None:
         what = "one of sensli.growing.triggers (for example triggers.Every(10) & triggers.AtMost(3))"
@@ -95,6 +97,7 @@ class Options:
         self._become(units=check_units(self.units), recycle=checks.flag("recycle", self.recycle))
         check_per(self.per)
         check_log(self.log)
+        checks.one_of("unit", self.unit, UNITS)
 
     def _become(self, **values: Any) -> None:
         for name, value in values.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -34,7 +34,7 @@ class Recycling:
         together: Together,
         history: History,
         *,
-        call: int,
+        when: Mapping[str, int],
         inside: Collection[int] | None = None,
     ) -> int:
         """Recycle the units that are zero on all batches; how many they were. ``inside``: only in the layers of these growths."""
@@ -46,7 +46,7 @@ class Recycling:
             return 0
         found = find_dead(model, kept, example, batches, together)
         for site in found.sites:
-            self._followers.recycle(model, site, history, call=call, check=found.check)
+            self._followers.recycle(model, site, history, when=when, check=found.check)
         return sum(len(site.move.which) for site in found.sites if isinstance(site.move, Recycle))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -11,10 +12,11 @@ from sensli.growing.grower import Grower
 from sensli.growing.options import Options
 from sensli.growing.triggers import Trigger
 from sensli.integrations.looking import Facts
+from sensli.merits.backward import LossFunction
 from sensli.modules import checks
 from sensli.surgery.averaging import networks
 
-_OF_THE_TRAINER = ("model", "optimizer", "scheduler")
+_OF_THE_TRAINER = ("model", "optimizer", "scheduler", "unit")  # a trainer's callback counts epochs
 _OF_THE_MODEL = ("example", "averaged")  # options of a Grower that are not among `Options`
 
 
@@ -54,9 +56,15 @@ class GrowingCallback:
         given = {"example": example, **self._given}
         return Grower(model, optimizer, scheduler=scheduler, **given, **vars(self.options))
 
+    def _step(self, batches: Iterable[Any], loss_fn: LossFunction, metric: float | None) -> None:
+        """One call of the Grower; its record learns what the metric is called."""
+        assert self.grower is not None
+        self.grower.history.record.metric = self._monitor
+        self.grower.step(batches, loss_fn, metric=metric)
+
 
 def _check_names(options: dict[str, Any]) -> None:
-    known = [*_OF_THE_MODEL, *(each.name for each in fields(Options) if each.name != "trigger")]
+    known = [*_OF_THE_MODEL, *(each.name for each in fields(Options) if each.name not in ("trigger", *_OF_THE_TRAINER))]
     for name in options:
         if name in _OF_THE_TRAINER:
             raise TypeError(f"{name}= belongs to the trainer: leave it out, the callback takes it from there.")

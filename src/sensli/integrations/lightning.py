@@ -99,7 +99,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         # What training_step logs meanwhile goes nowhere.
         looking = standing_in(pl_module, _training_step, log=_nothing, log_dict=_nothing)
         with looking, trainer.precision_plugin.train_step_context():
-            grower.step(batches, _loss, metric=metric)
+            self._step(batches, _loss, metric)
             if self._metrics:
                 facts = self._facts.of(grower, (self._example, 0))
         if facts:

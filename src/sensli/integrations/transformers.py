@@ -160,7 +160,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         network, facts = bare(grower.model), {}
         batches = hf_trainer.batches_of(trainer, loader, self._batches)
         with hf_trainer.aside(trainer), standing_in(network, hf_trainer.loss_step(trainer)):
-            grower.step(batches, _loss, metric=metric)
+            self._step(batches, _loss, metric)
             if self._metrics:
                 facts = self._facts.of(grower, self._example)
         if facts:

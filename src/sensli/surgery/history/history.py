@@ -12,7 +12,7 @@ from typing import Any, overload
 from sensli.errors import HistoryError, WrongType, brief
 from sensli.modules import checks
 from sensli.moves.sites import Site
-from sensli.surgery.history.record import Record
+from sensli.surgery.history.record import UNITS, Record
 from sensli.surgery.state.own_rate import OwnRate
 from sensli.surgery.state.rates import RateScaling
 from sensli.text.html_tables import html_table
@@ -75,7 +75,7 @@ class Growth:
         rates: What ``lr_scale`` changed, or None.
         own_rate: The separate parameter groups that were added, or None.
         frozen: The names of the parameters that were frozen by this growth.
-        details: Why it was chosen: epoch, merit, ratio.
+        details: When and why it was chosen: epoch (or step), merit, ratio.
     """
 
     site: Site  # with the path that the anchor had at that moment
@@ -88,7 +88,7 @@ class Growth:
     rates: RateScaling | None = None  # what the learning-rate factor changed
     own_rate: OwnRate | None = None  # its separate groups
     frozen: tuple[str, ...] = ()  # names of the parameters that were trained before and rest since
-    details: Mapping[str, Any] = field(default_factory=dict)  # why it was chosen: epoch, merit, ratio, ...
+    details: Mapping[str, Any] = field(default_factory=dict)  # when and why it was chosen: epoch or step, merit, ratio
 
     def __str__(self) -> str:
         return f"growth {self.number}: {self._what}" + _because(self.details)
@@ -100,6 +100,11 @@ class Growth:
     def _what(self) -> str:
         """The site, and the name of what is new; a module that only got more units keeps the name that the site says."""
         return f"{self.site}, as {self.name}" if self.parameters else str(self.site)
+
+    @property
+    def call(self) -> int | None:
+        """The call of `Grower.step` that it came with, or None."""
+        return next((self.details[unit] for unit in UNITS if unit in self.details), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -209,11 +214,11 @@ class History(Sequence[Growth]):
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        header = ["growth", "epoch", "merit", "ratio", "+parameters"]
+        header = ["growth", self.record.unit, "merit", "ratio", "+parameters"]
         rows = [
             [
                 f"{growth.number}: {growth._what}",
-                str(growth.details.get("epoch", "")),
+                str(growth.call or ""),
                 f"{growth.details['merit']:.3e}" if "merit" in growth.details else "",
                 f"{growth.details['ratio']:.2f}" if growth.details.get("ratio") is not None else "",
                 f"{growth.site.parameters:,}",
@@ -352,7 +357,7 @@ def _check_growth(growth: Growth) -> None:
     if own is not None and (len(own.groups) != len(own.sources) or min(sum(own.groups, own.sources), default=0) < 0):
         raise ValueError(f"{own} does not say which groups were added")
     check_types(
-        _Shown(**{name: growth.details[name] for name in ("epoch", "merit", "ratio") if name in growth.details}),
+        _Shown(**{name: growth.details[name] for name in (*UNITS, "merit", "ratio") if name in growth.details}),
         "details",
     )
 
@@ -362,6 +367,7 @@ class _Shown:
     """What is shown of the details of a growth, if it is there."""
 
     epoch: int = 0
+    step: int = 0
     merit: float = 0.0
     ratio: float | None = None
 
@@ -369,15 +375,16 @@ class _Shown:
 def _check_record(record: Record) -> None:
     if record.stride < 1 or record.calls < 0:
         raise ValueError(f"stride {record.stride} and calls {record.calls} cannot be negative")
+    for unit in (record.unit, *(look.unit for look in record.looks)):
+        if unit not in UNITS:
+            raise ValueError(f"unit is {unit!r}")
     for look in record.looks:
         if look.call < 0 or any(not 0 <= index < len(look.merits) for index in look.chosen):
             raise ValueError(f"the look at call {look.call} has chosen {look.chosen} of {len(look.merits)} merits")
 
 
 def _because(details: Mapping[str, Any]) -> str:
-    parts = []
-    if "epoch" in details:
-        parts.append(f"epoch {details['epoch']}")
+    parts = [f"{unit} {details[unit]}" for unit in UNITS if unit in details]
     if "merit" in details:
         parts.append(f"merit {details['merit']:.2e}")
     if details.get("ratio") is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from sensli.merits.merits import PER, Merit, Merits, worth_of
 from sensli.surgery.history.outline import Unit
 
+UNITS = ("epoch", "step")  # what one call of `Grower.step` may be called
 LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at every step costs no memory
 
 
@@ -74,6 +75,7 @@ class Look:
         flops: The FLOPs of the model before the look, per sample; counted only if it grew.
         added: The parameters that each of the growths added.
         per: What the merits were compared by: per added ``"parameters"`` or ``"flops"``; None if as they are.
+        unit: What a call is called: ``"epoch"`` or ``"step"``.
     """
 
     call: int
@@ -90,6 +92,7 @@ class Look:
     flops: int | None = None  # likewise, per sample, counted only where it grew
     added: tuple[int, ...] = ()  # parameters; of two widths at once the second may cost more than it would have alone
     per: str | None = None
+    unit: str = "epoch"
 
     @classmethod
     def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
@@ -114,7 +117,7 @@ class Look:
 
     def __str__(self) -> str:
         if not self.inserted:
-            return f"epoch {self.call}: nothing inserted | {self.reason}"
+            return f"{self.unit} {self.call}: nothing inserted | {self.reason}"
         lines, parameters = [], self.parameters
         taken = [self.merits[index] for index in self.chosen]
         for merit, added in zip(taken, self.added or [merit.parameters for merit in taken], strict=False):
@@ -126,7 +129,9 @@ class Look:
         ratio = f", {merit.ratio:.2g} x mean" if merit.ratio is not None else ""
         flops = f", +{merit.flops / self.flops:.0%} FLOPs".replace("%", " %") if self.flops else ""
         cost = f"+{added:,} parameters" if not parameters else factor_text(parameters, parameters + added)
-        return f"epoch {self.call}: +{merit.site.removeprefix('+')} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
+        return (
+            f"{self.unit} {self.call}: +{merit.site.removeprefix('+')} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -152,6 +157,8 @@ class Record:
         outlines: Pairs of call and the layers of the model from then on.
         stride: Every how many calls a metric is kept.
         calls: The number of calls so far.
+        unit: What a call is called: ``"epoch"`` or ``"step"``.
+        metric: What the metric is called, if that is known.
     """
 
     looks: list[Look] = field(default_factory=list)
@@ -159,6 +166,8 @@ class Record:
     outlines: list[tuple[int, tuple[Unit, ...]]] = field(default_factory=list)  # (call, layers from then on)
     stride: int = 1  # of the metrics kept
     calls: int = 0
+    unit: str = "epoch"
+    metric: str | None = None
 
     def __bool__(self) -> bool:
         return self.calls > 0
@@ -200,12 +209,14 @@ class Record:
             other: The record to take the content of.
         """
         self.looks[:], self.metrics, self.outlines[:] = other.looks, other.metrics, other.outlines
-        self.stride, self.calls = other.stride, other.calls
+        self.stride, self.calls, self.unit, self.metric = other.stride, other.calls, other.unit, other.metric
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
             "calls": self.calls,
+            "unit": self.unit,
+            "metric": self.metric,
             "stride": self.stride,
             "metrics": [list(entry) for entry in self.metrics],
             "outlines": [{"call": call, "units": [asdict(unit) for unit in units]} for call, units in self.outlines],
@@ -227,6 +238,8 @@ class Record:
             outlines=[(entry["call"], tuple(map(Unit.from_dict, entry["units"]))) for entry in data["outlines"]],
             stride=data["stride"],
             calls=data["calls"],
+            unit=data.get("unit", "epoch"),  # older files have neither
+            metric=data.get("metric"),
         )
 
 
