@@ -9,6 +9,7 @@ from typing import Any
 from sensli.errors import MeasurementError
 from sensli.merits.confidence import Estimate, estimate
 from sensli.merits.merits import Merit, Merits
+from sensli.merits.natural import NATURAL
 from sensli.merits.sensitivity import SiteCatch, WeightCatch
 from sensli.moves.sites import Site
 
@@ -21,16 +22,17 @@ def share_remaining(count: int, known: int | None) -> float:
 def estimate_of(caught: SiteCatch | WeightCatch, norm: str, sizes: Sequence[float], remaining: float) -> Estimate:
     total = sum(sizes)
     return estimate(
-        lambda without: caught.merit(norm, total - (0 if without is None else sizes[without]), without),
+        lambda without: caught.merit(norm, total - (0 if without is None else sizes[without]), without, total),
         sizes,
         remaining,
     )
 
 
 def value_of(caught: SiteCatch | WeightCatch, norm: str, sizes: Sequence[float], remaining: float) -> float:
-    """Exact where nothing remains, else without the share of the noise."""
+    """Exact where nothing remains, else without the share of the noise; never below zero, where less than the noise is left of it."""
     if remaining == 0:
-        return caught.merit(norm, sum(sizes))
+        merit = caught.merit(norm, sum(sizes))
+        return merit if math.isnan(merit) else max(0.0, merit)
     return max(0.0, estimate_of(caught, norm, sizes, remaining).value)
 
 
@@ -38,6 +40,8 @@ def mean_of_weights(
     weights: Sequence[WeightCatch], norm: str, sizes: Sequence[float], remaining: float
 ) -> float | None:
     """The mean over the existing weights of the squared norm of their gradient: the denominator of the threshold."""
+    if norm == NATURAL:
+        weights = [weight for weight in weights if weight.factored]
     if not weights:
         return None
     halves = [sum(sizes[0::2]), sum(sizes[1::2])]

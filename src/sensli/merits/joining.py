@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sensli.merits.sensitivity import SiteCatch, Sum, WeightCatch
 from sensli.modules.engines.distributed import Together
+from sensli.moves.factors import power_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def joined(together: Together, caught: Caught, device: Any, *, last: bool = True
         each.sums = {}
         for name in dict.fromkeys(name for _, _, _, forms, _ in told for name in forms[index][0]):
             its = [forms[index][0][name] for _, _, _, forms, _ in told if name in forms[index][0]]
-            each.sums[name] = _joined_sum(own[index].sums.get(name), its, caught.unit / common, device, together.group)
+            factor = (caught.unit / common) ** power_of(name) if caught.unit else 0.0
+            each.sums[name] = _joined_sum(own[index].sums.get(name), its, factor, device, together.group)
     sites = copies[: len(caught.sites)]
     totals = [sum(sizes[j] * unit / (common or 1.0) for unit, sizes, *_ in told) for j in range(len(caught.sizes))]
     loss = sum(its * unit / (common or 1.0) for unit, *_, its in told)

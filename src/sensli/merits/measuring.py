@@ -17,6 +17,7 @@ from sensli.merits.confidence import GROUPS, is_clear, next_look
 from sensli.merits.estimates import as_merits, estimate_of, mean_of_weights, share_remaining, value_of
 from sensli.merits.joining import Caught, joined, same_values
 from sensli.merits.merits import Merit, Merits, as_sites
+from sensli.merits.natural import NATURAL
 from sensli.merits.norms import choose
 from sensli.merits.sensitivity import Catch
 from sensli.modules import checks, random_state
@@ -85,7 +86,8 @@ def measure(
         request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance}
         ranks = len(together.agree_on({**request, **numbered("site", sites)}, last=False))
         model, places = _readable(model, sites)
-        catch = Catch(model, places, weights=ratio, groups=1 if confidence is None else GROUPS)
+        groups = 1 if confidence is None else GROUPS
+        catch = Catch(model, places, weights=ratio, groups=groups, natural=norm == NATURAL)
         # Without weights that train, only the activations at the sites are asked for.
         catch.keeps_activations = not catch.weights
         clear, remaining = None, 0.0

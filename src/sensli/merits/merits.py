@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from sensli.errors import MeasurementError, WrongType, ZeroMerits
+from sensli.merits.natural import NATURAL
 from sensli.modules import checks
 from sensli.moves.sites import Site
 from sensli.text.extras import imported
@@ -257,6 +258,11 @@ class Merits(Sequence[Merit]):
                     f"the merit of '{merit.site}' is {merit.value}: the gradient there is not finite although the loss is. "
                     "Lower the learning rate, clip gradients, or measure in a wider float type."
                 )
+        if all(merit.value == 0 for merit in self) and self.norm == NATURAL:
+            raise ZeroMerits(
+                f"all {len(self)} natural merits are zero: none is larger than noise alone would make it. Measure on more batches; "
+                "if that does not help, nothing is to be gained at any of the sites."
+            )
         if all(merit.value == 0 for merit in self):
             raise ZeroMerits(
                 f"all {len(self)} merits are zero: the loss does not change at any of the sites. Every unit before them is "

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sensli.merits.natural import NATURAL
 from sensli.modules import checks
 from sensli.moves.geometry import Geometry
 
@@ -77,7 +78,7 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
 
 def choose(norm: str, kinds: Iterable[str]) -> str:
     """The norm meant by a name: "auto" is the operator norm if every site is a convolution, else Frobenius for all."""
-    if checks.one_of("norm", norm, ("auto", *NORMS)) != "auto":
+    if checks.one_of("norm", norm, ("auto", *NORMS, NATURAL)) != "auto":
         return norm
     return "operator" if set(kinds) == {"conv"} else "frobenius"
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, WrongType
 from sensli.merits.affording import affordable
-from sensli.merits.estimates import as_merits, mean_of_weights
+from sensli.merits.estimates import as_merits, mean_of_weights, value_of
 from sensli.merits.joining import Caught, joined, same_values
 from sensli.merits.merits import Merit, Merits, as_sites
+from sensli.merits.natural import NATURAL
 from sensli.merits.norms import choose
 from sensli.merits.sensitivity import Catch
 from sensli.modules import checks
@@ -75,7 +76,7 @@ class Probe:
                 "measure(...)."
             )
         self._sites = sites
-        self._catch = Catch(self._model, sites, weights=ratio)
+        self._catch = Catch(self._model, sites, weights=ratio, natural=self._norm == NATURAL)
         self._open: ExitStack | None = None
         self._scaler = scaler
         if scaler is not None:
@@ -103,7 +104,7 @@ class Probe:
     def _arrived(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             # A copy: the tensor becomes the user's .grad, which the next backward pass or step may overwrite.
-            self._catch.weights[index].sum.add(self._catch.unscaled(gradient.clone()), 0)
+            self._catch.weights[index].add(self._catch.unscaled(gradient.clone()), 0)
 
         return hook
 
@@ -128,7 +129,7 @@ class Probe:
             caught = joined(together, own, device_of(self._model))
         ranks = 1 if together.group is None else dist.get_world_size(together.group)
         norm = affordable(self._asked, self._norm, caught.sites, caught.weights, caught.count / ranks)
-        values = [site.merit(norm, sum(caught.sizes)) for site in caught.sites]
+        values = [value_of(site, norm, caught.sizes, 0.0) for site in caught.sites]
         if self._scaler is not None and not all(map(math.isfinite, values)):
             raise MeasurementError(
                 f"the scaled gradients of the probed pass overflowed at the scale {self._scaler.get_scale():g}; the scaler skips such a "

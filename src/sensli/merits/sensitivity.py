@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
+from sensli.merits.natural import NATURAL, Metric, natural_merit
 from sensli.merits.norms import squared_norm
-from sensli.modules.running import widened
+from sensli.modules.running import tensors, widened
 from sensli.modules.wrappers import eager
+from sensli.moves.factors import factored, is_moment
 from sensli.moves.geometry import Geometry
 from sensli.moves.point import Point
 from sensli.moves.sites import Site
 from sensli.moves.taps import Watch, handed_on, tap
 from sensli.moves.trace.activations import CONVOLUTIONS
+from sensli.moves.trace.uses import Use, watch_uses
 
 
 class Sum:
@@ -45,7 +48,7 @@ class Sum:
             gradient = torch.view_as_real(gradient)
         if gradient.dtype in (torch.float16, torch.bfloat16):
             gradient = gradient.float()
-        for j in {group, len(self.groups) - 1}:
+        for j in {group % len(self), len(self.groups) - 1}:
             held = self.groups[j]
             if held is None:
                 self.groups[j] = gradient
@@ -60,7 +63,7 @@ class Sum:
 
     def total(self, without: int | None = None) -> Tensor | None:
         """The sum over all groups, or over all but one."""
-        if without is None:
+        if without is None or len(self.groups) == 1:
             return self.groups[-1]
         whole, part = self.groups[-1], self.groups[without]
         return whole if whole is None or part is None else whole - part
@@ -69,17 +72,18 @@ class Sum:
 class SiteCatch:
     """What was caught at one site: sums, as its move wants them."""
 
-    def __init__(self, site: Site, groups: int, model: nn.Module) -> None:
+    def __init__(self, site: Site, groups: int, model: nn.Module, natural: bool = False) -> None:
         self.site = site
         self.sums: dict[str, Sum] = {}
         self.gauge = site.move.gauge(site, model)
+        self.gauge.natural = natural
+        self._metrics: list[Metric] = []
         self.shape = self.gauge.shape
         self._groups = groups
 
     def add(self, values: dict[str, Tensor], group: int) -> None:
         """One pass."""
-        for name, value in values.items():
-            self.sums.setdefault(name, Sum(self._groups)).add(value, group)
+        _add(self.sums, values, group, self._groups)
         self.shape = self.gauge.shape
 
     @property
@@ -92,8 +96,12 @@ class SiteCatch:
         """The site as it was measured."""
         return self.gauge.settled(site, self._totals())
 
-    def merit(self, norm: str, samples: float, without: int | None = None) -> float:
-        """The squared norm of the mean gradient."""
+    def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
+        """The squared norm of the mean gradient; ``whole``: the number of samples with the group that is left out."""
+        if norm == NATURAL:
+            return natural_merit(
+                self.gauge.factored(self._totals(without)), samples / (whole or samples), self._metrics
+            )
         return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
 
     def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
@@ -102,8 +110,7 @@ class SiteCatch:
         return self.gauge.gradients(totals, self.shape) if totals else ()
 
     def _totals(self, without: int | None = None) -> dict[str, Tensor]:
-        totals = {name: each.total(without) for name, each in self.sums.items()}
-        return {name: total for name, total in totals.items() if total is not None}
+        return _totals(self.sums, without)
 
 
 class WeightCatch:
@@ -113,8 +120,10 @@ class WeightCatch:
         self.name = name
         self.parameter = parameter
         self.owner = owner
-        self.sum = Sum(groups)
-        self.sums = {"gradient": self.sum}
+        self.sums: dict[str, Sum] = {}
+        self._groups = groups
+        self._metrics: list[Metric] = []
+        self._use: Use | None = None  # where the weight was met last, for the natural merit
         self.shape: tuple[int, ...] = ()  # the spatial one of a convolution's input
 
     @property
@@ -124,21 +133,55 @@ class WeightCatch:
         conv = self.owner
         return Geometry(self.shape, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
 
-    def merit(self, norm: str, samples: float, without: int | None = None) -> float:
+    def add(self, gradient: Tensor, group: int) -> None:
+        """The gradient of one pass."""
+        name = "gradient"
+        if self._use is not None:
+            name, gradient = "map0", self._use.matrix(gradient)
+        _add(self.sums, {name: gradient}, group, self._groups)
+
+    def met(self, use: Use, cotangent: Tensor, samples: int, group: int) -> None:
+        """An operation with the weight in a backward pass; its gradient will follow."""
+        self._use = use
+        sums = use.sums(0, None, cotangent, samples)
+        _add(self.sums, sums, group, self._groups)
+
+    @property
+    def factored(self) -> bool:
+        """Whether it has a natural merit: an embedding, or a weight of a module that does something of its own with it, has none."""
+        return "map0" in self.sums
+
+    def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
+        if norm == NATURAL:
+            return natural_merit(factored(_totals(self.sums, without)), samples / (whole or samples), self._metrics)
         return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
 
     def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
-        total = self.sums["gradient"].total(without)
+        total = _totals(self.sums, without).get("gradient")
         return () if total is None else [(total, self.geometry)]
+
+
+def _add(sums: dict[str, Sum], values: dict[str, Tensor], group: int, groups: int) -> None:
+    for name, value in values.items():
+        # Gradients without one group of batches are measured by the moments of all.
+        sums.setdefault(name, Sum(1 if is_moment(name) else groups)).add(value, group)
+
+
+def _totals(sums: dict[str, Sum], without: int | None) -> dict[str, Tensor]:
+    totals = {name: each.total(without) for name, each in sums.items()}
+    return {name: total for name, total in totals.items() if total is not None}
 
 
 class Catch:
     """All that one measurement catches. Hooks live in `hooked` only, and none survives it, whatever happens inside."""
 
-    def __init__(self, model: nn.Module, sites: Sequence[Site], *, weights: bool, groups: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, sites: Sequence[Site], *, weights: bool, groups: int = 1, natural: bool = False
+    ) -> None:
         self.model = model
         self.groups = groups
-        self.sites = [SiteCatch(site, groups, model) for site in sites]
+        self.natural = natural  # the moments of the natural merit are caught too
+        self.sites = [SiteCatch(site, groups, model, natural) for site in sites]
         # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
         self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
         self.group = 0
@@ -159,10 +202,12 @@ class Catch:
             for catch in self.sites:
                 for index, (point, module) in enumerate(catch.gauge.points):
                     handles.append(tap(point, module, self._watcher(catch, index, point)))
-                handles += catch.gauge.hooks(self._arrived(catch))
+                handles += catch.gauge.hooks(self._arrived(catch), self.unscaled)
             for weight in self.weights:
                 if isinstance(weight.owner, CONVOLUTIONS):
                     handles.append(weight.owner.register_forward_pre_hook(_shape_for(weight)))
+            if self.natural and self.weights:
+                handles.append(self.model.register_forward_hook(self._watch_weights, with_kwargs=True))
             self.active = True
             with ExitStack() as stack:
                 stack.enter_context(eager())
@@ -188,10 +233,25 @@ class Catch:
         def add(values: dict[str, Tensor]) -> None:
             if self.active:
                 with torch.no_grad():
-                    catch.add({name: self.unscaled(value) for name, value in values.items()}, self.group)
+                    catch.add(values, self.group)
                 self.caught += 1
 
         return add
+
+    def _watch_weights(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Have what the natural merits of the existing weights need arrive with the backward pass."""
+        if not torch.is_grad_enabled():
+            return
+        samples = next((len(tensor) for tensor in tensors((args, kwargs)) if tensor.dim()), 1)
+        catches = {id(weight.parameter): weight for weight in self.weights}
+
+        def arrived(key: int, use: Use, cotangent: Tensor) -> None:
+            if self.active:
+                with torch.no_grad():
+                    catches[key].met(use, self.unscaled(cotangent), samples, self.group)
+
+        nodes = [tensor.grad_fn for tensor in tensors(output)]
+        watch_uses(nodes, {key: weight.parameter for key, weight in catches.items()}, arrived)
 
     @property
     def virtual(self) -> list[Tensor]:
@@ -244,7 +304,7 @@ class Catch:
         """Gradients of the existing weights of one batch, in the order of `weights`."""
         for weight, gradient in zip(self.weights, gradients, strict=True):
             if gradient is not None:
-                weight.sum.add(gradient, self.group % len(weight.sum))
+                weight.add(gradient, self.group)
 
 
 def _overwritten(site: Site) -> MeasurementError:

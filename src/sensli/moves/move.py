@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from sensli.moves.factors import Factored, factored
 from sensli.moves.geometry import Geometry
 from sensli.moves.point import Bind, Point
 from sensli.moves.stretching import Resize
@@ -132,6 +133,7 @@ class Gauge:
     shape: tuple[int, ...] = field(
         default=()
     )  # of the activation, with its batch; the geometry of a convolution needs it
+    natural: bool = False  # whether the moments of the natural merit are wanted, with the gradients as matrices
 
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,8 +141,11 @@ class Gauge:
         """What one pass adds to the sums: an activation, the cotangent that came back to it, the arguments of the module's call."""
         raise NotImplementedError
 
-    def hooks(self, add: Callable[[dict[str, Tensor]], None]) -> list[Any]:
-        """Set further hooks, and return their handles; ``add`` takes what goes to the sums."""
+    def hooks(self, add: Callable[[dict[str, Tensor]], None], unscaled: Callable[[Tensor], Tensor]) -> list[Any]:
+        """Set further hooks, and return their handles.
+
+        ``add`` takes what goes to the sums; ``unscaled`` turns a gradient into that of the loss itself.
+        """
         return []
 
     def inside(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -150,6 +155,10 @@ class Gauge:
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> Iterable[tuple[Tensor, Geometry]]:
         """The summed gradients of all measured weights, and how each weight acts."""
         raise NotImplementedError
+
+    def factored(self, sums: Mapping[str, Tensor]) -> list[Factored]:
+        """The same for the natural merit: gradients as matrices, with the moments of both sides."""
+        return factored(sums)
 
     def settled(self, site: Site, sums: Mapping[str, Tensor]) -> Site:
         """The site with what was measured: growing there makes exactly the network whose gradient it was."""

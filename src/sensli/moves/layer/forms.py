@@ -215,12 +215,11 @@ class Layer(Inserts):
                 module.get_parameter("bias").zero_()
         return module
 
-    def weight_gradient(self, x: Tensor, cotangent: Tensor, bend: nn.Module) -> Tensor:
-        """The gradient of the measured weight of a virtual layer at activation ``x`` with cotangent ``g``.
+    def sides(self, x: Tensor, cotangent: Tensor, bend: nn.Module) -> tuple[Tensor, Tensor]:
+        """What the measured weight of a virtual layer at activation ``x`` reads, and what comes back to its output.
 
-        Linear: x, g of shape (..., h); conv: (n, c, *map). Returns `weight_shape`. Every form is a linear map of some
-        features of x, so one product serves all: relu ``sum (g [x > 0]) x^T``, residual ``sum g s(0.8 x)^T``, parametric ``sum g x^T``.
-        ``bend`` is what `features` made: ``s``, with the norm before it where there is one.
+        Every form is a linear map of some features of x: relu has ``x`` and ``g [x > 0]``, residual ``s(0.8 x)`` and ``g``, parametric
+        ``x`` and ``g``. ``bend`` is what `features` made: ``s``, with the norm before it where there is one.
         """
         features, g = x, cotangent.to(x.dtype)
         if self.form == "relu" and self.leading:
@@ -229,6 +228,10 @@ class Layer(Inserts):
             g = torch.ops.aten.threshold_backward(g, x, 0)
         elif self.form == "residual":
             features = bend(RESIDUAL_SCALE * x)
+        return features, g
+
+    def weight_gradient(self, features: Tensor, g: Tensor) -> Tensor:
+        """The gradient of the measured weight, of `weight_shape`, from its `sides`; linear: of shape (..., h), conv: (n, c, *map)."""
         if self.kind == "linear":
             return g.reshape(-1, self.width).T @ features.reshape(-1, self.width)
         dims = len(self.kernel)

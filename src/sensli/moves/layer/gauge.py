@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from sensli.modules.running import widened
+from sensli.moves.factors import Rows, Windows, of_channels, of_features, of_windows, sums_of
 from sensli.moves.geometry import Geometry
 from sensli.moves.move import Gauge
 
@@ -39,7 +40,21 @@ class LayerGauge(Gauge):
         dim = 1 if self.layer.kind == "conv" else x.dim() - 1
         low, high = x.transpose(0, dim).flatten(1).aminmax(dim=1) if dim != 1 else _range(x)
         alive = ((low != 0) | (high != 0)).float()
-        return {"gradient": self.layer.weight_gradient(x, cotangent, self._bend), "alive": alive}
+        features, g = self.layer.sides(x, cotangent, self._bend)
+        gradient = self.layer.weight_gradient(features, g)
+        if not self.natural:
+            return {"gradient": gradient, "alive": alive}
+        inputs, outputs = self._rows(features, g)
+        groups = len(inputs.values)
+        matrix = gradient.reshape(groups, self.layer.width // groups, -1)
+        return {**sums_of(0, matrix, inputs, outputs, len(x)), "alive": alive}
+
+    def _rows(self, features: Tensor, g: Tensor) -> tuple[Rows, Rows]:
+        if self.layer.kind == "linear":
+            return of_features(features), of_features(g)
+        kernel, ones = self.layer.kernel, (1,) * len(self.layer.kernel)
+        windows = Windows(kernel, ones, [k // 2 for k in kernel], ones, self.layer.groups)
+        return of_windows(features, windows, g.shape[2:]), of_channels(g, self.layer.groups)
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> Iterable[tuple[Tensor, Geometry]]:
         return [(sums["gradient"], self.layer.geometry(shape))]

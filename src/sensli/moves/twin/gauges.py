@@ -16,6 +16,7 @@ from sensli.moves.cutting import apply_cut, plan_cut, take_out
 from sensli.moves.geometry import Geometry
 from sensli.moves.move import Gauge
 from sensli.moves.point import Point
+from sensli.moves.trace.uses import Use, watch_uses
 
 
 class _TwinGauge(Gauge):
@@ -26,11 +27,37 @@ class _TwinGauge(Gauge):
         self._point, self._block, self._module = point, block, module
         named = dict(module.named_parameters())
         self._maps = [named[name] for name in measured]
+        self._met: list[
+            tuple[int, Use, Tensor]
+        ] = []  # where maps were used in the pass that comes back, with the cotangents
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
         """The vector of all gradients cut into those of the single maps."""
         parts = sums["gradient"].split([weight.numel() for weight in self._maps])
         return [(part.view(weight.shape), Geometry()) for part, weight in zip(parts, self._maps, strict=True)]
+
+    def _watch(self, output: Tensor) -> None:
+        """Have the cotangents at all maps arrive with the backward pass from the twin's output."""
+        numbers = {id(weight): index for index, weight in enumerate(self._maps)}
+
+        def arrived(key: int, use: Use, cotangent: Tensor) -> None:
+            self._met.append((numbers[key], use, cotangent))
+
+        watch_uses([output.grad_fn], {id(weight): weight for weight in self._maps}, arrived)
+
+    def _natural_sums(self, gradients: Sequence[Tensor | None], samples: int) -> dict[str, Tensor]:
+        met, self._met = self._met, []
+        sums: dict[str, Tensor] = {}
+        for index, use, cotangent in met:
+            gradient = None if f"map{index}" in sums else gradients[index]
+            for name, value in use.sums(index, gradient, cotangent, samples).items():
+                sums[name] = sums[name] + value if name in sums else value
+        if not sums:
+            raise MeasurementError(
+                f"norm='natural' needs linear maps, convolutions or scales, but what is zero in a copy of the {type(self._block).__name__} "
+                "is none of them. Use another norm, for example norm='frobenius'."
+            )
+        return sums
 
 
 class VirtualTwin(_TwinGauge):
@@ -61,8 +88,12 @@ class VirtualTwin(_TwinGauge):
                     f"a copy of the {type(self._block).__name__} does not map its output of shape {tuple(x.shape)} to the same shape, as "
                     "it did for find_sites. Find the sites with an example like the training data."
                 )
+            if self.natural:
+                self._watch(output)
             gradients = torch.autograd.grad(output, self._maps, cotangent.to(output.dtype), allow_unused=True)
         pairs = zip(self._maps, gradients, strict=True)
+        if self.natural:
+            return self._natural_sums(gradients, len(x))
         return {"gradient": torch.cat([(torch.zeros_like(w) if g is None else g).flatten() for w, g in pairs])}
 
 
@@ -79,20 +110,50 @@ class AddedTwin(_TwinGauge):
             weight.requires_grad_()
         self.weights = self._maps
 
-    def hooks(self, add: Callable[[dict[str, Tensor]], None]) -> list[Any]:
+    def hooks(self, add: Callable[[dict[str, Tensor]], None], unscaled: Callable[[Tensor], Tensor]) -> list[Any]:
         """Hand on the gradients of all measured maps, as parts of one vector."""
         self._module.train(self._block.training)
+        if self.natural:
+            return [*undrawn(self._module), *self._natural_hooks(add, unscaled)]
         sizes = [weight.numel() for weight in self._maps]
 
         def hook(index: int) -> Callable[[Tensor], None]:
             def arrived(gradient: Tensor) -> None:
                 parts = [gradient.new_zeros(size) for size in sizes]
-                parts[index] = gradient.detach().flatten()
+                parts[index] = unscaled(gradient.detach()).flatten()
                 add({"gradient": torch.cat(parts)})
 
             return arrived
 
         return [*undrawn(self._module), *(w.register_hook(hook(index)) for index, w in enumerate(self._maps))]
+
+    def _natural_hooks(
+        self, add: Callable[[dict[str, Tensor]], None], unscaled: Callable[[Tensor], Tensor]
+    ) -> list[Any]:
+        """Each map's own sums as soon as its gradient arrives, which is after the cotangents of all its uses."""
+        samples: list[int] = []
+
+        def ran(module: nn.Module, args: Any, output: Any) -> None:
+            value = first_tensor(output)
+            if value is not None and value.grad_fn is not None:
+                samples[:] = [len(value)]
+                self._watch(value)
+
+        def hook(index: int) -> Callable[[Tensor], None]:
+            def arrived(gradient: Tensor) -> None:
+                mine = [(number, use, unscaled(g)) for number, use, g in self._met if number == index]
+                others, self._met = [each for each in self._met if each[0] != index], mine
+                gradients: list[Tensor | None] = [None] * len(self._maps)
+                gradients[index] = unscaled(gradient.detach())
+                add(self._natural_sums(gradients, samples[0]))
+                self._met = others
+
+            return arrived
+
+        return [
+            self._module.register_forward_hook(ran),
+            *(weight.register_hook(hook(index)) for index, weight in enumerate(self._maps)),
+        ]
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:

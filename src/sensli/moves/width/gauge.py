@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from sensli.modules.running import widened
+from sensli.moves.factors import Factored
 from sensli.moves.geometry import Geometry
 from sensli.moves.move import Gauge
 from sensli.moves.point import Point, Ref
 from sensli.moves.width.candidates import candidates, taken
+from sensli.moves.width.moments import chosen_part, moments
 from sensli.moves.width.replica import Replica, column_gradient
 from sensli.moves.width.width import Axis, Width
 
@@ -70,6 +72,8 @@ class WidthGauge(Gauge):
             channel = 1 if isinstance(axis.module.find_module(), nn.modules.conv._ConvNd) else read.dim() - 1
             values = self._by_unit(read.movedim(channel, 0).flatten(1), axis)
             sums["likeness"] = values @ values.T
+        if self.natural:
+            sums.update(moments(index, axis.module.find_module(), read, cotangent))
         return sums
 
     def _by_unit(self, entries: Tensor, axis: Axis) -> Tensor:
@@ -80,6 +84,10 @@ class WidthGauge(Gauge):
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
         chosen = self._chosen(sums)
         return [(sums[f"columns{index}"][chosen], Geometry()) for index in range(len(self._readers))]
+
+    def factored(self, sums: Mapping[str, Tensor]) -> list[Factored]:
+        readers = enumerate(self._readers) if sums else ()
+        return [chosen_part(sums, index, self._chosen(sums), axis) for index, axis in readers]
 
     def settled(self, site: Site, sums: Mapping[str, Tensor]) -> Site:
         assert isinstance(site.move, Width)

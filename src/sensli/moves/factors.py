@@ -1,0 +1,153 @@
+"""What the natural merit divides a gradient by: the second moments of what goes into a weight and of what comes back to its output.
+
+A map is seen as rows (samples, tokens, positions of a feature map) of inputs x and cotangents g. Its gradient is the sum of g x^T, and its
+Fisher matrix about the Kronecker product of two moments, those of x and of g. All of these are sums over rows, so they add up over batches
+and processes. A moment costs the square of its length for every row: of long rows an even sample is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_WORK = 2**28  # multiply-adds of one moment in one pass that are always afforded
+_LEAST = 256  # rows that are always taken
+_SHARE = 32  # of many rows every so many-th at least: a moment then costs less than the gradient itself
+
+
+@dataclass(frozen=True)
+class Factored:
+    """A gradient and the two moments of its map, in groups of separate channels."""
+
+    gradient: Tensor  # [groups, out, in]
+    inputs: Tensor  # [groups, in, in]
+    outputs: Tensor  # [groups, out, out]
+    counts: Tensor  # samples, rows, and of how many rows the moments are: of the inputs, of the outputs
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Values of one side of a map, [groups, rows, entries]: an even sample of all rows, and how many there are in all."""
+
+    values: Tensor
+    seen: int
+
+    @property
+    def used(self) -> int:
+        return int(self.values.shape[1])
+
+    def moment(self) -> Tensor:
+        """The sum of outer products, as large as if all rows had been taken."""
+        return self.values.mT @ self.values * (self.seen / max(self.used, 1))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a convolution meets its input."""
+
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int = 1
+
+
+def sums_of(index: int, gradient: Tensor, inputs: Rows, outputs: Rows, samples: int) -> dict[str, Tensor]:
+    """What one pass adds for one map; ``gradient`` is [groups, out, in]."""
+    positions = inputs.seen / samples
+    counts = torch.tensor([samples, inputs.seen, inputs.used, outputs.used], dtype=torch.float64)
+    return {
+        f"map{index}": gradient,
+        f"inputs{index}": inputs.moment(),
+        # A sample's gradient is a sum over its positions. If these are independent, its variance is as many times that of one.
+        f"outputs{index}": outputs.moment() / positions,
+        f"counts{index}": counts.to(gradient.device),
+    }
+
+
+def factored(sums: Mapping[str, Tensor]) -> list[Factored]:
+    """The maps that `sums_of` has summed."""
+    numbers = sorted(int(name.removeprefix("map")) for name in sums if name.startswith("map"))
+    return [Factored(*(sums[f"{part}{index}"] for part in ("map", *MOMENTS))) for index in numbers]
+
+
+MOMENTS = {
+    "inputs": 0,
+    "outputs": 2,
+    "counts": 0,
+}  # what is summed beside gradients, and by which power of the loss's scale it grows
+
+
+def power_of(name: str) -> int:
+    """By which power of the scale of the loss a sum grows."""
+    return MOMENTS.get(name.rstrip("0123456789"), 1)
+
+
+def is_moment(name: str) -> bool:
+    """Whether a sum is a measure for gradients, rather than one of them."""
+    return name.rstrip("0123456789") in MOMENTS
+
+
+# --- the rows of maps ---
+
+
+def of_features(x: Tensor, groups: int = 1) -> Rows:
+    """Every vector along the last dimension is a row."""
+    rows = x.reshape(-1, x.shape[-1])
+    every = _every(len(rows), rows.shape[1] // groups)
+    values = rows[every // 2 :: every]
+    return Rows(values.unflatten(1, (groups, -1)).transpose(0, 1), len(rows))
+
+
+def of_channels(x: Tensor, groups: int = 1) -> Rows:
+    """Every position of a map with its channels at dimension 1 is a row."""
+    return of_features(x.movedim(1, -1), groups)
+
+
+def of_windows(x: Tensor, windows: Windows, size: Sequence[int]) -> Rows:
+    """Every window that a convolution reads is a row, channel by channel; ``size``: of its output."""
+    entries = x.shape[1] // windows.groups * math.prod(windows.kernel)
+    seen = x.shape[0] * math.prod(size)
+    steps = _steps(size, _every(seen, entries))
+    first = [step // 2 for step in steps]
+    counts = [len(range(begin, length, step)) for begin, length, step in zip(first, size, steps, strict=True)]
+    x = pad(x, [side for padding in reversed(windows.padding) for side in (padding, padding)])
+    taps = []
+    for tap in product(*(range(length) for length in windows.kernel)):
+        part = x
+        for axis, offset in enumerate(tap):
+            begin = first[axis] * windows.stride[axis] + offset * windows.dilation[axis]
+            jump = steps[axis] * windows.stride[axis]
+            part = part.narrow(2 + axis, begin, (counts[axis] - 1) * jump + 1)
+            part = part[(slice(None),) * (2 + axis) + (slice(None, None, jump),)]
+        taps.append(part)
+    rows = torch.stack(taps, -1).movedim(1, -2)  # [samples, positions..., channels, taps]
+    return Rows(rows.reshape(-1, windows.groups, entries).transpose(0, 1), seen)
+
+
+def of_entries(x: Tensor, dims: Iterable[int]) -> Rows:
+    """For a scale of single entries: a group for each entry along ``dims``, whose rows are single numbers."""
+    dims = sorted(dim % x.dim() for dim in dims)
+    values = x.movedim(dims, list(range(len(dims)))).reshape(math.prod(x.shape[dim] for dim in dims), -1, 1)
+    return Rows(values, values.shape[1])
+
+
+def _every(seen: int, entries: int) -> int:
+    """Of so many rows with so many entries, every how many-th is taken."""
+    most = max(_LEAST, _WORK // max(entries, 1) ** 2, seen // _SHARE)
+    return max(1, math.ceil(seen / most))
+
+
+def _steps(size: Sequence[int], every: int) -> list[int]:
+    """About every so many-th position of a map, evenly in all directions."""
+    steps = [1] * len(size)
+    while math.prod(steps) < every and any(step < length for step, length in zip(steps, size, strict=True)):
+        axis = max(range(len(size)), key=lambda axis: size[axis] / steps[axis])
+        steps[axis] += 1
+    return steps
