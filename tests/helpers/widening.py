@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from sensli.moves.sites import Site
-from sensli.moves.stretching import Stretch
 from sensli.moves.width.widening import Widening
-from sensli.moves.width.width import Axis, Width
+from sensli.moves.width.width import Width
 
 
 def widened(model: nn.Module, site: Site) -> tuple[nn.Module, Widening]:
     """Really wider, with the rows that the site carries."""
     assert isinstance(site.move, Width)
     other = copy.deepcopy(model)
-    move = replace(site.move.by_path(), _rows=site.move._rows)
+    move = replace(site.move.by_path(), _entries=site.move._entries)
     edit = Widening(other, replace(site, point=site.point.by_path(), move=move))
     edit.build()
     edit.apply()
@@ -27,11 +26,16 @@ def widened(model: nn.Module, site: Site) -> tuple[nn.Module, Widening]:
 
 def column_gradients(edit: Widening) -> float:
     """The squared norm of the gradient of the columns that read the new units."""
+    return new_gradients(edit, "column")
+
+
+def new_gradients(edit: Widening, fill: str) -> float:
+    """The squared norm of the gradient of new rows or columns."""
     move, total = edit._move, 0.0
     for axis in move.axes:
-        if axis.fill == "column":
+        if axis.fill == fill:
             gradient = getattr(axis.module.find_module(), axis.name).grad
-            total += _stretch(axis, move).entries(gradient).square().sum().item()
+            total += move.stretch(axis).entries(gradient).square().sum().item()
     return total
 
 
@@ -40,10 +44,6 @@ def redrawn(edit: Widening, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for axis in edit._move.axes:
         if axis.fill == "row":
-            tensor, stretch = getattr(axis.module.find_module(), axis.name), _stretch(axis, edit._move)
+            tensor, stretch = getattr(axis.module.find_module(), axis.name), edit._move.stretch(axis)
             new = torch.randn(stretch.entries(tensor).shape, generator=generator, dtype=tensor.dtype)
             tensor.data = stretch.applied(stretch.reverted(tensor.data), new)
-
-
-def _stretch(axis: Axis, move: Width) -> Stretch:
-    return Stretch(axis.dim, move.units, move.more, axis.start, axis.outer, axis.inner)

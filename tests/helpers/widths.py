@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from sensli.moves.point import Point, Ref
 from sensli.moves.sites import Site
+from sensli.moves.width.entries import Entries
 from sensli.moves.width.width import Axis, Size, Width
 
 
@@ -18,6 +19,7 @@ def width_site(
     *,
     norm: str | None = None,
     rows: tuple[Tensor, ...] | None = None,
+    start: str = "sensitive",
 ) -> Site:
     """More units in one map, read by another; ``norm`` stands between them. Without ``rows`` they are drawn."""
     first, last = model.get_submodule(maker), model.get_submodule(reader)
@@ -35,7 +37,10 @@ def width_site(
         axes += [Axis(between, name, 0, fill) for name, fill in fills.items()]
         sizes.append(Size(between, "num_features"))
     added = more * (first.weight[0].numel() + 1 + last.weight[:, 0].numel())
-    move = Width(units, more, type(first).__name__, tuple(axes), tuple(sizes), (reader,), added, _rows=rows)
+    entries = None if rows is None else Entries((*rows, *[None] * (len(axes) - len(rows))))
+    move = Width(
+        units, more, type(first).__name__, tuple(axes), tuple(sizes), (reader,), added, start=start, _entries=entries
+    )
     return Site(Point(one, "after", (units,)), move)
 
 

@@ -189,7 +189,7 @@ def test_a_history_with_widenings_is_json_and_builds_the_shapes() -> None:
         grow(model, site(model)) for site in (first, second, lambda m: find_sites(m, X[:2])[-1], lambda m: first(m, 1))
     )
     text = history.to_json()
-    assert History.from_json(text) == history and "_rows" not in text
+    assert History.from_json(text) == history and "_entries" not in text
     read = History.from_json(text)
     assert read[0].resized == history[0].resized and str(read[0].resized[0]) == "0.weight: (5, 4) -> (7, 4)"
     again = replay(make_model(), read)

@@ -21,7 +21,7 @@ from sensli.moves.trace.flow import record
 from sensli.moves.trace.stacks import parent_of
 from sensli.moves.trial import Trial
 from sensli.moves.twin.twins import INITS
-from sensli.moves.width.width import STARTS
+from sensli.moves.width.starts.registry import STARTS
 
 GROW = ("layers", "units", "both")
 
@@ -80,7 +80,8 @@ def find_sites(
         units: How many units a layer would get, of attention how many heads: a number, or a share of those it has, at least one
             (default: 0.25).
         start: How new units start: ``"sensitive"`` chooses the rows that are worth most among those that a measurement tries,
-            ``"random"`` draws them (default: "sensitive").
+            ``"random"`` draws them, ``"gradmax"`` leaves them zero and chooses the columns that read them, ``"net2net"`` copies
+            units that are there (default: "sensitive").
 
     Returns:
         The sites in the order of the data flow, with the places that were skipped and why.

@@ -95,6 +95,7 @@ class Edit:
     added: nn.Module | None = None  # a module that was not there before
     new: Sequence[New] = ()  # parameters that appear
     resized: Sequence[Resize] = ()  # parameters and buffers that change their shape; the objects stay
+    copies: bool = False  # what is new is copied from what is there, in an average from its own
     renames: Mapping[str, str]  # old to new names of parameters and buffers
     beside: Mapping[str, tuple[int, ...]]  # shapes of the parameters nearby, by name: a replay must find the same
 

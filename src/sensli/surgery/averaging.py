@@ -54,6 +54,8 @@ def _take_units(network: nn.Module, growth: Growth, model: nn.Module) -> None:
     path, module = growth.site.find(network)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     edit = growth.site.move.made(network, growth.site, module, path)
+    if edit.copies:
+        return  # of units as they are in the average
     with torch.no_grad():
         for each in edit.resized:
             old, value = each.tensor.detach(), values[each.name].detach()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sensli.errors import UnsupportedModel, UnsupportedSite
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.marks import count_growths
-from sensli.moves.dead.memory import forget, recall, remember
+from sensli.moves.memory import forget, recall, remember
 from sensli.moves.move import Cost, Edit, New
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import role_of

@@ -17,7 +17,8 @@ from sensli.modules.running import device_of, run, tensors, to_device, untouched
 from sensli.modules.wrappers import eager
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
-from sensli.moves.width.starts import random_rows
+from sensli.moves.width.starts.random import drawn_rows
+from sensli.moves.width.starts.registry import STARTS
 from sensli.moves.width.widening import Widening
 from sensli.moves.width.width import TOLERANCE, Width, family
 
@@ -48,6 +49,21 @@ def confirm(trial: Trial, sites: Sequence[Site]) -> tuple[list[Site], list[tuple
             wrong += [(site, problem) for site in group]
         else:
             waiting += [group[: len(group) // 2], group[len(group) // 2 :]]
+    return _able(trial, good, wrong)
+
+
+def _able(
+    trial: Trial, sites: Sequence[Site], wrong: list[tuple[Site, str]]
+) -> tuple[list[Site], list[tuple[Site, str]]]:
+    """Those whose units can start as they should, and the others with the reason."""
+    good = []
+    for site in sites:
+        assert isinstance(site.move, Width)
+        reason = STARTS[site.move.start].refusal(site, trial)
+        if reason:
+            wrong.append((site, reason))
+        else:
+            good.append(site)
     return good, wrong
 
 
@@ -56,7 +72,7 @@ class Trial:
 
     def __init__(self, search: Search) -> None:
         self.model = search.flow.model
-        self._example = to_device(search.example, device_of(self.model))
+        self.example = to_device(search.example, device_of(self.model))
         self._base: dict[bool, list[Tensor] | None] = {}
 
     def of(self, sites: Sequence[Site], modes: Sequence[bool] = (False, True)) -> str:
@@ -90,9 +106,9 @@ class Trial:
 
     def flops(self, site: Site) -> int:
         """What a site that holds adds to a forward pass, per sample."""
-        before = count_flops(self.model, self._example)
+        before = count_flops(self.model, self.example)
         with self.widened([site]):
-            return count_flops(self.model, self._example) - before
+            return count_flops(self.model, self.example) - before
 
     def _outputs(self, sites: Sequence[Site], training: bool, seed: int) -> list[Tensor]:
         with self.widened(sites, seed):
@@ -106,20 +122,33 @@ class Trial:
             for site in in_order(sites):
                 assert isinstance(site.move, Width)
                 move = site.move.by_path().on(self.model)
-                rows = tuple(random_rows(axis, move.more, generator) for axis in move.axes if axis.fill == "row")
-                point = replace(site.point, anchor=site.point.by_path().anchor, neighbours=())
-                edit = Widening(self.model, Site(point, replace(move, _rows=rows)), strict=False)
-                edit.build()
-                edit.apply()
-                stack.callback(edit.revert)
+                # However units start, they must do nothing as long as nothing reads them.
+                move = replace(move, start="random", _entries=drawn_rows(move, generator))
+                self._widen(replace(site, move=move), stack)
             yield
+
+    def changes(self, site: Site) -> bool:
+        """Whether the output moves with new units as they start without a measurement."""
+        base = self._baseline(False)
+        with ExitStack() as stack:
+            self._widen(replace(site, move=site.move.by_path()), stack)
+            now = self._run(False)
+        return base is None or any(moved(old, new) > TOLERANCE for old, new in zip(base, now, strict=True))
+
+    def _widen(self, site: Site, stack: ExitStack) -> None:
+        """Widen the copy until the stack is closed."""
+        point = replace(site.point, anchor=site.point.by_path().anchor, neighbours=())
+        edit = Widening(self.model, replace(site, point=point), strict=False)
+        edit.build()
+        edit.apply()
+        stack.callback(edit.revert)
 
     def _run(self, training: bool) -> list[Tensor]:
         # Never chained: somebody's train() returns None.
         self.model.train(training)
         with untouched(self.model), torch.no_grad(), eager(), NoDropout():
             torch.default_generator.manual_seed(0)
-            output: Any = run(self.model, self._example)
+            output: Any = run(self.model, self.example)
         self.model.eval()
         return [t.detach().clone() for t in tensors(output)]
 

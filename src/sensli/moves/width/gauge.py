@@ -17,9 +17,10 @@ from sensli.moves.factors import Factored
 from sensli.moves.geometry import Geometry
 from sensli.moves.move import Gauge
 from sensli.moves.point import Point, Ref
-from sensli.moves.width.candidates import candidates, taken
+from sensli.moves.width.entries import Entries, by_unit
+from sensli.moves.width.layers import column_gradient
 from sensli.moves.width.moments import chosen_part, moments
-from sensli.moves.width.replica import Replica, column_gradient
+from sensli.moves.width.replica import Replica
 from sensli.moves.width.width import Axis, Width
 
 if TYPE_CHECKING:
@@ -31,24 +32,21 @@ _ROUNDS = 32  # in which candidates are chosen
 _REPLICAS: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
 
 
-class WidthGauge(Gauge):
-    """Sums the gradients of the columns for all candidates, and how much the candidates resemble each other."""
+class ReaderGauge(Gauge):
+    """Catches the cotangents of the layers that read a width, and what the replica would give them to read."""
 
-    def __init__(self, width: Width, model: nn.Module) -> None:
-        self._width = width = width.on(model)
-        self._rows = candidates(width) if width._rows is None else width._rows
+    def __init__(self, width: Width, candidates: Entries | float) -> None:
+        self._width, self._candidates = width, candidates
         self._readers = [axis for axis in width.axes if axis.fill == "column"]
-        points = [(_after(axis), axis.module.find_module()) for axis in self._readers]
-        super().__init__(points)
+        super().__init__([(_after(axis), axis.module.find_module()) for axis in self._readers])
         self._replica: Replica | None = None
-        self._known: tuple[list[Tensor], list[int]] = ([], [])  # the sums that were chosen by last, and what was chosen
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
         """Beside the passes of the model the replica runs, once for all widths."""
         known = _REPLICAS.get(model)
         replica = self._replica = Replica(model) if known is None else known
-        replica.ask(self, self._width, self._rows)
+        replica.ask(self, self._width, self._candidates)
         if known is not None:
             yield
             return
@@ -59,27 +57,44 @@ class WidthGauge(Gauge):
         finally:
             del _REPLICAS[model]
 
+    def _read(self, index: int) -> Tensor:
+        """What a reader would be given, in the call that the backward pass meets now: it meets them in reverse."""
+        assert self._replica is not None
+        read: Tensor = widened(self._replica.read[id(self), self._readers[index].module.path].pop())
+        return read
+
+    def _columns(self, index: int, read: Tensor, cotangent: Tensor) -> Tensor:
+        """The gradient of the columns that would read it: [units, columns of one]."""
+        axis = self._readers[index]
+        return by_unit(column_gradient(axis.module.find_module(), read, cotangent).flatten(1), axis)
+
+    def _values(self, index: int, read: Tensor) -> Tensor:
+        """What is read of each unit: [units, values of one]."""
+        axis = self._readers[index]
+        channel = 1 if isinstance(axis.module.find_module(), nn.modules.conv._ConvNd) else read.dim() - 1
+        return by_unit(read.movedim(channel, 0).flatten(1), axis)
+
+
+class ColumnGauge(ReaderGauge):
+    """Sums the gradients of the columns for all candidates and, if not all will be taken, how much the candidates resemble each other."""
+
+    def __init__(self, width: Width, candidates: Entries) -> None:
+        self._entries = candidates if width._entries is None else width._entries
+        super().__init__(width, self._entries)
+        self._chooses = self._entries.count(width) > width.more
+        self._known: tuple[list[Tensor], list[int]] = ([], [])  # the sums that were chosen by last, and what was chosen
+
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
-        assert self._replica is not None
-        axis = self._readers[index]
-        read = self._replica.read[id(self), axis.module.path].pop()  # the backward pass meets the calls in reverse
-        read = widened(read)
-        by_entry = column_gradient(axis.module.find_module(), read, cotangent).flatten(1)
-        sums = {f"columns{index}": self._by_unit(by_entry, axis)}
-        if len(self._readers) and self._width.start == "sensitive":
-            channel = 1 if isinstance(axis.module.find_module(), nn.modules.conv._ConvNd) else read.dim() - 1
-            values = self._by_unit(read.movedim(channel, 0).flatten(1), axis)
+        read = self._read(index)
+        sums = {f"columns{index}": self._columns(index, read, cotangent)}
+        if self._chooses:
+            values = self._values(index, read)
             sums["likeness"] = values @ values.T
         if self.natural:
-            sums.update(moments(index, axis.module.find_module(), read, cotangent))
+            sums.update(moments(index, self._readers[index].module.find_module(), read, cotangent))
         return sums
-
-    def _by_unit(self, entries: Tensor, axis: Axis) -> Tensor:
-        """[entries of all candidates, n] to [candidates, all that belongs to one]."""
-        units: Tensor = entries.unflatten(0, (axis.outer, -1, axis.inner)).transpose(0, 1)
-        return units.flatten(1)
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
         chosen = self._chosen(sums)
@@ -91,13 +106,13 @@ class WidthGauge(Gauge):
 
     def settled(self, site: Site, sums: Mapping[str, Tensor]) -> Site:
         assert isinstance(site.move, Width)
-        rows = taken(self._rows, self._width, self._chosen(sums)) if sums else None
-        return replace(site, move=replace(site.move, _rows=rows))
+        entries = self._entries.taken(self._width, self._chosen(sums)) if sums else None
+        return replace(site, move=replace(site.move, _entries=entries))
 
     def _chosen(self, sums: Mapping[str, Tensor]) -> list[int]:
         """The candidates to take, one after the other: what those before can do is no merit of the next."""
         columns = [sums[f"columns{index}"] for index in range(len(self._readers))]
-        if len(columns[0]) <= self._width.more:
+        if not self._chooses:
             return list(range(len(columns[0])))
         if len(self._known[0]) != len(columns) or any(a is not b for a, b in zip(self._known[0], columns, strict=True)):
             products = sum((part @ part.T).double() for part in columns)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
@@ -21,6 +20,8 @@ from sensli.modules.copies import copied_block
 from sensli.modules.running import forked_random_state
 from sensli.moves.roles import Role, role_of
 from sensli.moves.stretching import Stretch
+from sensli.moves.width.entries import Entries, filled
+from sensli.moves.width.layers import applied, inputs_per_unit, unfolded
 from sensli.moves.width.width import Axis, Size, Width
 
 
@@ -29,17 +30,24 @@ class Replica:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._widths: list[tuple[Any, Width, tuple[Tensor, ...]]] = []  # who asks, and the candidates
+        self._widths: list[tuple[Any, Width, Entries | float]] = []  # who asks, and the candidates
         self._copy: nn.Module | None = None
         self._calls: dict[
             str, list[tuple[Tensor, Tensor]]
         ] = {}  # inputs and outputs of layers in the pass that was made last
+        self._zeros: dict[
+            str, tuple[Tensor, Tensor]
+        ] = {}  # of layers whose units are zero: those, and what rows multiply
         self._depth = 0  # of calls of the model in progress: what stands in for its forward may call the model itself
         self.read: dict[tuple[int, str], list[Tensor]] = {}  # by the asker's id and the reader: what candidates gave it
 
-    def ask(self, asker: Any, width: Width, rows: tuple[Tensor, ...]) -> None:
-        """Measure these candidates too."""
-        self._widths.append((asker, width, rows))
+    def ask(self, asker: Any, width: Width, candidates: Entries | float) -> None:
+        """Run these candidates too.
+
+        A number stands for units whose weights are zero and whose value is that number: what is read is then how each of their weights,
+        the bias last, would move what is read of a unit.
+        """
+        self._widths.append((asker, width, candidates))
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -96,30 +104,33 @@ class Replica:
             ) from error
         finally:
             self._calls.clear()
+            self._zeros.clear()
 
     # --- the copy ---
 
     def _made(self) -> nn.Module:
         copy = copied_block(self._model, share=True)
-        makers: dict[str, list[Tensor | None]] = {}
-        readers: dict[
-            str, Tensor
-        ] = {}  # along the axis of a reader: which asker's candidates lie where, -1 for old units
-        for number, (_, width, rows) in self._ordered():
-            entries = iter(rows)
-            count = _count(width, rows)
-            for axis in width.axes:
-                new = next(entries) if axis.fill == "row" else None
+        makers: dict[str, list[Tensor | None] | float] = {}
+        # along the axis of a reader: which asker's candidates lie where, -1 for old units
+        readers: dict[str, Tensor] = {}
+        for number, (_, width, candidates) in self._ordered():
+            count = _count(width, candidates)
+            for index, axis in enumerate(width.axes):
                 module = copy.get_submodule(axis.module.path)
                 role = role_of(self._model.get_submodule(axis.module.path))
                 assert role is not None
+                new = candidates.values[index] if isinstance(candidates, Entries) else None
                 if axis.fill == "column":
                     held = readers.setdefault(axis.module.path, torch.full((axis.length,), -1))
                     readers[axis.module.path] = _replaced(held, axis, width, count, number)
-                elif role.makes:
-                    makers.setdefault(axis.module.path, [None, None])[axis.name == "bias"] = new
-                else:
+                elif not role.makes:
                     _resize(module, axis, width, count, new)
+                elif isinstance(candidates, Entries):
+                    rows = makers.setdefault(axis.module.path, [None, None])
+                    assert isinstance(rows, list)
+                    rows[axis.name == "bias"] = new
+                else:
+                    makers[axis.module.path] = candidates
             for size in width.sizes:
                 self._set_size(copy, size, width, count)
         for path, module in self._model.named_modules():
@@ -129,7 +140,7 @@ class Replica:
                 mine.forward = self._forward(path, mine, role, makers.get(path), readers.get(path))
         return copy
 
-    def _ordered(self) -> list[tuple[int, tuple[Any, Width, tuple[Tensor, ...]]]]:
+    def _ordered(self) -> list[tuple[int, tuple[Any, Width, Entries | float]]]:
         """From the end of shared axes: what comes before keeps its positions."""
         numbered = list(enumerate(self._widths))
         return sorted(numbered, key=lambda each: max(axis.start for axis in each[1][1].axes), reverse=True)
@@ -145,29 +156,47 @@ class Replica:
             setattr(holder, size.name, old + (count - width.units) * size.per_unit)
 
     def _forward(
-        self, path: str, module: nn.Module, role: Role, rows: list[Tensor | None] | None, labels: Tensor | None
+        self, path: str, module: nn.Module, role: Role, rows: list[Tensor | None] | float | None, labels: Tensor | None
     ) -> Any:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             calls = self._calls[path]
             given, output = calls.pop(0) if len(calls) > 1 else calls[0]
             if labels is not None:
-                for index, (asker, _, _) in enumerate(self._widths):
+                for index, (asker, width, candidates) in enumerate(self._widths):
                     places = (labels == index).nonzero().flatten()
                     if len(places):
-                        held = x.detach().index_select(role.channel % x.dim(), places.to(x.device))
+                        held = x.index_select(role.channel % x.dim(), places.to(x.device))
+                        maker = width.axes[0].module.path
+                        held = held.detach() if isinstance(candidates, Entries) else _moved(held, *self._zeros[maker])
                         self.read.setdefault((id(asker), path), []).append(held)
             if rows is None:
                 return output
+            if not isinstance(rows, list):
+                inputs = unfolded(module, given)
+                zero = torch.full_like(inputs, rows).requires_grad_()
+                self._zeros[path] = zero, inputs
+                return zero
             weight, bias = rows
             assert weight is not None
-            return _apply(module, given, weight, bias)
+            return applied(module, given, weight, bias)
 
         return forward
 
 
-def _count(width: Width, rows: tuple[Tensor, ...]) -> int:
-    axis = next(axis for axis in width.axes if axis.fill == "row")
-    return rows[0].shape[axis.dim] // (axis.outer * axis.inner)
+def _count(width: Width, candidates: Entries | float) -> int:
+    if isinstance(candidates, Entries):
+        return candidates.count(width)
+    return inputs_per_unit(width.axes[0].module.find_module())
+
+
+def _moved(value: Tensor, zero: Tensor, inputs: Tensor) -> Tensor:
+    """How a value that comes of ``zero`` would move along ``inputs``: what comes back is linear in what is sent, and this its gradient."""
+    sent = torch.zeros_like(value, requires_grad=True)
+    (back,) = torch.autograd.grad(value, zero, sent, create_graph=True)
+    if not back.requires_grad:  # it is zero, whatever is sent
+        return sent.detach()
+    (moved,) = torch.autograd.grad(back, sent, inputs)
+    return moved
 
 
 def _replaced(labels: Tensor, axis: Axis, width: Width, count: int, number: int) -> Tensor:
@@ -181,14 +210,7 @@ def _resize(module: nn.Module, axis: Axis, width: Width, count: int, new: Tensor
     """A module that passes units one by one, for the candidates alone."""
     old: Tensor = getattr(module, axis.name).detach()
     stretch = Stretch(axis.dim, width.units, count, axis.start, axis.outer, axis.inner)
-    fill: Tensor | float
-    if new is not None:
-        fill = new
-    elif axis.fill == "mean":
-        fill = float(old.float().mean())
-    else:
-        fill = 1.0 if axis.fill == "one" else 0.0
-    both = stretch.applied(old, fill)
+    both = stretch.applied(old, filled(axis, old, new))
     before, after = (
         both.narrow(axis.dim, 0, axis.start),
         both.shape[axis.dim] - axis.start - stretch.outer * (width.units + count) * stretch.inner,
@@ -199,50 +221,3 @@ def _resize(module: nn.Module, axis: Axis, width: Width, count: int, new: Tensor
         module._buffers[axis.name] = value
     else:
         module._parameters[axis.name] = nn.Parameter(value, requires_grad=False)
-
-
-def _apply(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a layer makes of its input with other rows."""
-    weight = weight.to(x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
-    if isinstance(module, nn.Linear):
-        return F.linear(x, weight, bias)
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        functions = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-        function = functions[x.dim() - 2]
-        padding: Any = module.padding
-        return function(x, weight, bias, module.stride, padding, module.output_padding, module.groups, module.dilation)
-    if isinstance(module, nn.modules.conv._ConvNd):
-        padded, padding = _padded(module, x)
-        convolutions = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-        return convolutions[x.dim() - 2](padded, weight, bias, module.stride, padding, module.dilation)
-    return x @ weight + (0 if bias is None else bias)  # GPT-2's linear map
-
-
-def _padded(conv: nn.modules.conv._ConvNd, x: Tensor) -> tuple[Tensor, Any]:
-    if conv.padding_mode == "zeros":
-        return x, conv.padding
-    return F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
-
-
-def column_gradient(module: nn.Module, a: Tensor, cotangent: Tensor) -> Tensor:
-    """The gradient of the columns of a layer that would read ``a``, by units along the first axis: [entries of a, ...]."""
-    a = a.to(cotangent.dtype)
-    if isinstance(module, nn.modules.conv._ConvNd):
-        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-        out = cotangent.shape[1]
-        padding: Any = list(module.padding) if not isinstance(module.padding, str) else module.padding
-        if not transposed:
-            a, padding = _padded(module, a)
-            if isinstance(padding, str):
-                a, padding = F.pad(a, module._reversed_padding_repeated_twice), 0
-        dims = a.dim() - 2
-        padding = [padding] * dims if isinstance(padding, int) else list(padding)
-        shape = (a.shape[1], out, *module.kernel_size) if transposed else (out, a.shape[1], *module.kernel_size)
-        gradients = torch.ops.aten.convolution_backward(
-            cotangent, a, a.new_empty(1).expand(shape), None, list(module.stride), padding, list(module.dilation), transposed,
-            list(module.output_padding), 1, [False, True, False],
-        )  # fmt: skip
-        gradient: Tensor = gradients[1]
-        return gradient if transposed else gradient.transpose(0, 1)
-    return a.reshape(-1, a.shape[-1]).T @ cotangent.reshape(-1, cotangent.shape[-1])

@@ -1,6 +1,7 @@
 """The edit that gives a width more units.
 
-New units start with zero columns in everything that reads them, so the function is kept whatever their rows are.
+The function is kept because nothing reads new units yet, because they are zero, or because they are copies that share what read their
+sources: that is the start's to say.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from torch import Tensor, nn
 from sensli.errors import MovedSite, UnknownSite, UnsupportedModel
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.marks import new_in
+from sensli.moves.copying import copied, given_back, is_copied, is_shared
+from sensli.moves.memory import forget, recall, remember
 from sensli.moves.move import Edit
 from sensli.moves.point import Ref
 from sensli.moves.stretching import Exchange, Resize, Stretch, like_layout
-from sensli.moves.width.starts import new_rows
+from sensli.moves.width.entries import Entries, filled
+from sensli.moves.width.starts.registry import STARTS
 from sensli.moves.width.width import Axis, Size, Width, family, found
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
+
+_VALUE = "value"  # what a tensor calls its own old entries
 
 
 class Widening(Edit):
@@ -41,7 +47,9 @@ class Widening(Edit):
             raise UnknownSite(
                 f"'{site}' is for all blocks of this {type(model).__name__}, but their number has changed. Call find_sites again."
             )
-        self._move = move = move.on(model)
+        sources = move.sources or STARTS[move.start].sources(move.units, move.more)
+        self._move = move = replace(move.on(model), sources=sources)
+        self.copies = bool(sources)
         self.name, self.module = site.find(model)
         if strict and move.layers not in (None, layers_in(model)):
             raise MovedSite(
@@ -49,17 +57,17 @@ class Widening(Edit):
             )
         self.resized = resizes(model, move, strict=strict)
         point = replace(site.point, anchor=Ref.to(self.name, self.module))
-        self.site = replace(site, point=point, move=replace(_costing(move, self.resized), _rows=None))
+        self.site = replace(site, point=point, move=replace(_costing(move, self.resized), _entries=None))
         check_sizes(move)
         self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
 
     def build(self) -> None:
-        rows = self._move._rows
-        if rows is None or not _fitting(self._move, rows):  # never measured, or the layer reads more since
-            rows = new_rows(self._move)
+        entries = self._move._entries
+        if entries is None or not _fitting(self._move, entries):  # never measured, or the layer reads more since
+            entries = STARTS[self._move.start].entries(self._move)
         self._old = [each.tensor.detach().clone() for each in self.resized]
-        self._new = [_filled(each, self._move, rows) for each in self.resized]
+        self._new = [_filled(each, self._move, entries) for each in self.resized]
 
     def apply(self) -> None:
         changed: list[Size] = []
@@ -71,10 +79,16 @@ class Widening(Edit):
             for size in changed:
                 _change(size, self._move, -self._move.more)
             raise
-        for each, value in zip(self.resized, self._new, strict=True):
+        for each, old, value in zip(self.resized, self._old, self._new, strict=True):
+            if is_shared(each):
+                each.lost[_VALUE] = (old,)
             put(each.tensor, value)
+        if self.copies:
+            remember(self.module, self.resized)
 
     def revert(self) -> None:
+        if self.copies:
+            forget(self.module, self.resized)
         for each, value in zip(self.resized, self._old, strict=True):
             put(each.tensor, value)
         for size in self._move.sizes:
@@ -102,13 +116,15 @@ class Widened(Edit):
         assert isinstance(site.move, Width)
         self.name, self.module, self.site = path, module, site
         self._move = site.move.on(model)
-        self.resized = resizes(model, self._move, made=True)
+        self.copies = bool(self._move.sources)
+        self.resized = recall(module, resizes(model, self._move, made=True))
         check_sizes(self._move)
         self.renames, self.beside = {}, {}
 
     def revert(self) -> None:
+        forget(self.module, self.resized)
         for each in self.resized:
-            put(each.tensor, like_layout(each.shrunk(each.tensor.detach()), each.tensor))
+            put(each.tensor, like_layout(_before(each), each.tensor))
         for size in self._move.sizes:
             _change(size, self._move, -self._move.more)
 
@@ -119,7 +135,7 @@ def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool 
     for axis in width.axes:
         path, module = found(model, axis.module)
         tensor = getattr(module, axis.name, None)
-        stretch = Stretch(axis.dim, width.units, width.more, axis.start, axis.outer, axis.inner)
+        stretch = width.stretch(axis)
         if (
             not isinstance(tensor, Tensor)
             or tensor.dim() <= axis.dim
@@ -189,39 +205,39 @@ def _fits(stretch: Stretch, tensor: Tensor, length: int, *, made: bool) -> bool:
     return tensor.shape[stretch.dim] >= stretch.start + stretch.outer * units * stretch.inner
 
 
-def _fitting(width: Width, rows: Sequence[Tensor]) -> bool:
-    """Whether rows that were measured have the shape that the layers have now."""
-    axes = [axis for axis in width.axes if axis.fill == "row"]
-    for axis, new in zip(axes, rows, strict=True):
+def _fitting(width: Width, entries: Entries) -> bool:
+    """Whether entries that were measured have the shape that the layers have now."""
+    for axis, new in zip(width.axes, entries.values, strict=True):
         shape = list(getattr(axis.module.find_module(), axis.name).shape)
         shape[axis.dim] = axis.outer * width.more * axis.inner
-        if shape != list(new.shape):
+        if new is not None and shape != list(new.shape):
             return False
     return True
 
 
-def _filled(resize: Resize, width: Width, rows: Sequence[Tensor]) -> Tensor:
-    """The new values of one tensor; where two axes grow, what is new in both is a column: zero."""
+def _filled(resize: Resize, width: Width, entries: Entries) -> Tensor:
+    """The new values of one tensor; where two axes grow, what is new in both is a column."""
     value = resize.tensor.detach()
-    fills: dict[Stretch | Exchange, tuple[Axis, int]] = {
-        Stretch(axis.dim, width.units, width.more, axis.start, axis.outer, axis.inner): (axis, index)
-        for index, axis in enumerate(width.axes)
+    if is_copied(resize):
+        return like_layout(copied(resize, value), resize.tensor)
+    fills: dict[Stretch | Exchange, tuple[Axis, Tensor | None]] = {
+        width.stretch(axis): (axis, new)
+        for axis, new in zip(width.axes, entries.values, strict=True)
         if getattr(axis.module.find_module(), axis.name, None) is resize.tensor
     }
-    numbers = {index: number for number, index in enumerate(i for i, a in enumerate(width.axes) if a.fill == "row")}
-    for stretch in sorted(
-        resize.stretches, key=lambda stretch: fills[stretch][0].fill != "row"
-    ):  # rows first: columns are zero in them
-        axis, index = fills[stretch]
-        new: Tensor | float
-        if axis.fill == "row":
-            new = rows[numbers[index]]
-        elif axis.fill == "mean":
-            new = float(value.float().mean())
-        else:
-            new = 1.0 if axis.fill == "one" else 0.0
-        value = stretch.applied(value, new)
+    # Rows first: columns are zero in them.
+    for stretch in sorted(resize.stretches, key=lambda stretch: fills[stretch][0].fill != "row"):
+        axis, new = fills[stretch]
+        value = stretch.applied(value, filled(axis, value, new))
     return like_layout(value, resize.tensor)
+
+
+def _before(resize: Resize) -> Tensor:
+    """A tensor on the way back: to the bit as it was where that is known, otherwise what it has now of the old units."""
+    value, known = resize.tensor.detach(), resize.lost.get(_VALUE)
+    if known is not None:
+        return known[0]
+    return given_back(resize, value) if is_copied(resize) else resize.shrunk(value)
 
 
 def _change(size: Size, width: Width, more: int) -> None:

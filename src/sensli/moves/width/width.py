@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from sensli.errors import UnknownSite, one_of
+from sensli.moves.copying import Copied
 from sensli.moves.move import Cost, Edit, Gauge, New
 from sensli.moves.point import Bind, Point, Ref
+from sensli.moves.stretching import Stretch
+from sensli.moves.width.entries import Entries
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
 
 FILLS = ("row", "column", "one", "zero", "mean")
 TOLERANCE = 1e-4  # relative: a longer sum is added up in another order
-STARTS = ("sensitive", "random")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Axis:
     module: Ref
     name: str
     dim: int
-    fill: str  # "row": what makes a unit; "column": zeros, in a reader; "one", "zero", "mean" (of the others): beside the way
+    fill: (
+        str  # "row": what makes a unit; "column": zeros, in a reader; "one", "zero", "mean" (of the others): on the way
+    )
     start: int = 0
     outer: int = 1
     inner: int = 1
@@ -106,9 +110,8 @@ class Width:
     blocks: int = (
         0  # how many equal blocks get them at once, being all that a configuration describes; 0: only this one
     )
-    _rows: tuple[Tensor, ...] | None = field(
-        default=None, repr=False, compare=False
-    )  # entries of the "row" axes, as measured
+    sources: tuple[int, ...] = ()  # of each new unit the one that it is a copy of; empty where units are no copies
+    _entries: Entries | None = field(default=None, repr=False, compare=False)  # what new units begin with, as measured
 
     def line(self, point: Point) -> str:
         per_block = len(self.readers) // max(1, self.blocks)
@@ -135,10 +138,15 @@ class Width:
     def cost(self, point: Point) -> Cost:
         return Cost(self.added, self.flops)
 
-    def gauge(self, site: Site, model: nn.Module) -> Gauge:
-        from sensli.moves.width.gauge import WidthGauge
+    def stretch(self, axis: Axis) -> Stretch:
+        """How one of the axes gets longer."""
+        place = axis.dim, self.units, self.more, axis.start, axis.outer, axis.inner
+        return Copied(*place, self.sources, axis.fill == "column") if self.sources else Stretch(*place)
 
-        return WidthGauge(self, model)
+    def gauge(self, site: Site, model: nn.Module) -> Gauge:
+        from sensli.moves.width.starts.registry import STARTS
+
+        return STARTS[self.start].gauge(self.on(model), model)
 
     def plan(self, model: nn.Module, site: Site) -> Edit:
         from sensli.moves.width.widening import Widening
@@ -158,6 +166,10 @@ class Width:
         others = [self.heads, self.blocks, *(n for axis in self.axes for n in (axis.start, axis.dim))]
         if min(numbers) < 1 or min(others) < 0 or not self.readers:
             raise ValueError(f"{numbers} read by {list(self.readers)} do not describe a width")
+        if self.sources and (
+            len(self.sources) != self.more or not 0 <= min(self.sources) <= max(self.sources) < self.units
+        ):
+            raise ValueError(f"{self.sources} are not the sources of {self.more} of {self.units} units")
         names = [*(axis.name for axis in self.axes), *(n for size in self.sizes for n in (size.name, *size.through))]
         if any(name.startswith("__") or not name.isidentifier() for name in names):
             raise ValueError(f"{names} are not names of parameters and sizes")
@@ -173,10 +185,10 @@ class Width:
 
     def by_path(self) -> Width:
         """The same known by paths alone, as another model of the same architecture has it."""
-        return replace(self.bound(lambda ref: Ref(ref.path)), _rows=None)
+        return replace(self.bound(lambda ref: Ref(ref.path)), _entries=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. Rows are values, and values are in a state dict."""
+        """Plain data for JSON. What units begin with are values, and values are in a state dict."""
         data = {
             name: getattr(self, name)
             for name in ("units", "more", "layer", "flops", "start", "added", "heads", "blocks", "layers")
@@ -184,6 +196,7 @@ class Width:
         return {
             **data,
             "readers": list(self.readers),
+            "sources": list(self.sources),
             "axes": [axis.to_dict() for axis in self.axes],
             "sizes": [size.to_dict() for size in self.sizes],
         }
@@ -191,10 +204,13 @@ class Width:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Width:
         """The inverse of `to_dict`."""
+        from sensli.moves.width.starts.registry import STARTS
+
         if data["start"] not in STARTS:
             raise ValueError(one_of("start", data["start"], STARTS))
         lists = {
             "readers": tuple(data["readers"]),
+            "sources": tuple(data.get("sources", ())),  # earlier versions knew no copies
             "axes": tuple(Axis.from_dict(axis) for axis in data["axes"]),
             "sizes": tuple(Size.from_dict(size) for size in data["sizes"]),
         }

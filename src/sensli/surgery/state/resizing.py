@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from sensli.errors import OptimizerError
 from sensli.modules.running import tensors
+from sensli.moves.copying import copied, given_back, is_copied
 from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, like_layout
 from sensli.surgery.state.optim import Group, Optimizers, as_optimizers, called, check_able, kinds
 
@@ -39,7 +40,7 @@ class _Change:
     copies: bool = False  # its new entries are the parameter's, which are known after the change
 
     def apply(self) -> None:
-        if self.copies:
+        if self.copies and not is_copied(self.of):
             old = self.of.is_old().to(self.value.device)
             self.value.copy_(torch.where(old, self.value, self.of.tensor.detach().to(self.value)))
         if self.lost:
@@ -145,6 +146,8 @@ def _resized(
         _refuse(optimizer, each, f"{key!r} has the shape {tuple(value.shape)} and the type {value.dtype}")
     if not along:
         return None
+    if key in _COPIES and is_copied(each) and tuple(full.shape) == shape:
+        return like_layout((given_back if back else copied)(each, full), full), ()
     fill = _fill(optimizer, group, key, full)
     lost = () if back else each.taken(full, along)
     if back:

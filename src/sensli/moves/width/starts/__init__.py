@@ -1,0 +1,1 @@
+"""How new units start: each way is one file, and `registry` names them."""
