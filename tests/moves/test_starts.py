@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sensli import Probe, find_sites, grow, measure
+from sensli import Probe, find_sites, grow, measure, undo
 from sensli.moves.sites import Site
 from sensli.moves.width.starts.registry import STARTS
 from widening import new_gradients, widened
@@ -237,3 +237,41 @@ def test_nothing_is_drawn_from_the_global_random_state(start: str) -> None:
     merits = measure(model, find_sites(model, x, grow="units", start=start), [(x, y)], mean_loss)
     grow(model, merits.best)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Beside(nn.Module):
+    """A width that is read in the middle of the inputs of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(2, 3, 1), nn.Conv2d(2, 4, 1)
+        self.both, self.out = nn.Linear(7 * 4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.left(x), self.right(x)], 1).tanh()
+        return self.out(self.both(x.flatten(1)).tanh())
+
+
+@pytest.mark.parametrize("start", ["sensitive", "random", "gradmax"])
+@pytest.mark.parametrize("order", ["0 2", "2 0", "left both", "right both"])
+def test_the_second_of_two_neighbours_gets_what_was_measured(start: str, order: str) -> None:
+    """Its merit is the gradient in the network that both have made wider."""
+    torch.manual_seed(0)
+    one, two = order.split()
+    model, shape = (Beside(), (6, 2, 2, 2)) if two == "both" else (mlp(nn.Tanh), (6, 4))
+    x, y = torch.randn(shape, dtype=torch.float64), torch.arange(6) % 3
+    before = model.double()(x)
+    sites = find_sites(model, x, grow="units", units=2, start=start)
+    merits = {merit.site.path: merit for merit in measure(model, sites, [(x, y)], mean_loss, norm="frobenius")}
+    growths = [grow(model, merits[one]), grow(model, merits[two], check=x)]
+    torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-12)
+    mean_loss(model(x), y).backward()
+    site, name = growths[1].site, growths[1].name
+    edit = site.move.made(model, site, model.get_submodule(name), name)
+    expected = new_gradients(edit, "row" if start == "gradmax" else "column")
+    assert merits[two].value == pytest.approx(expected, rel=1e-10)
+    for growth in reversed(growths):
+        undo(model, growth)
+    plain, _ = widened(model, merits[two].site)
+    grow(model, merits[two])  # nothing is left of the first
+    assert all(torch.equal(mine, its) for mine, its in zip(model.parameters(), plain.parameters(), strict=True))

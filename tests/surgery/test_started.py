@@ -69,6 +69,28 @@ def test_without_a_step_undo_gives_everything_back_to_the_bit(start: str, kind: 
     step(model, optimizer)
 
 
+def test_an_optimizer_that_averages_averages_the_copies_too() -> None:
+    """ASGD keeps the mean of the parameters: as a network it is the same with copies."""
+    model, mean = make_model(), make_model()
+    optimizer = torch.optim.ASGD(model.parameters(), lr=0.1, t0=1.0)
+    for _ in range(4):
+        step(model, optimizer)
+
+    def averaged() -> Tensor:
+        with torch.no_grad():
+            for mine, its in zip(mean.parameters(), model.parameters(), strict=True):
+                mine.copy_(optimizer.state[its]["ax"])
+            return mean(X)
+
+    before = averaged()
+    growth = grow(model, site_of(model, "net2net"), optimizer=optimizer)
+    replay(mean, History([growth]))
+    torch.testing.assert_close(averaged(), before, rtol=1e-12, atol=1e-12)
+    undo(mean, growth)
+    undo(model, growth, optimizer=optimizer)
+    torch.testing.assert_close(averaged(), before, rtol=1e-12, atol=1e-12)
+
+
 def test_after_steps_undo_gives_the_shares_of_copies_back() -> None:
     """By the sum of what a unit and its copies have, so that copies that have stayed equal leave no trace."""
     model = make_model()

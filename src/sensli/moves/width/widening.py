@@ -23,6 +23,8 @@ from sensli.moves.move import Edit
 from sensli.moves.point import Ref
 from sensli.moves.stretching import Exchange, Resize, Stretch, like_layout
 from sensli.moves.width.entries import Entries, filled
+from sensli.moves.width.since import followed, note
+from sensli.moves.width.since import forget as unnote
 from sensli.moves.width.starts.registry import STARTS
 from sensli.moves.width.width import Axis, Size, Width, family, found
 
@@ -63,8 +65,8 @@ class Widening(Edit):
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
 
     def build(self) -> None:
-        entries = self._move._entries
-        if entries is None or not _fitting(self._move, entries):  # never measured, or the layer reads more since
+        entries = None if self._move._entries is None else _fitting(self._move, self._move._entries)
+        if entries is None:  # never measured, or for another layer
             entries = STARTS[self._move.start].entries(self._move)
         self._old = [each.tensor.detach().clone() for each in self.resized]
         self._new = [_filled(each, self._move, entries) for each in self.resized]
@@ -79,6 +81,7 @@ class Widening(Edit):
             for size in changed:
                 _change(size, self._move, -self._move.more)
             raise
+        note(self._move)
         for each, old, value in zip(self.resized, self._old, self._new, strict=True):
             if is_shared(each):
                 each.lost[_VALUE] = (old,)
@@ -91,6 +94,7 @@ class Widening(Edit):
             forget(self.module, self.resized)
         for each, value in zip(self.resized, self._old, strict=True):
             put(each.tensor, value)
+        unnote(self._move)
         for size in self._move.sizes:
             _change(size, self._move, -self._move.more)
 
@@ -125,6 +129,7 @@ class Widened(Edit):
         forget(self.module, self.resized)
         for each in self.resized:
             put(each.tensor, like_layout(_before(each), each.tensor))
+        unnote(self._move)
         for size in self._move.sizes:
             _change(size, self._move, -self._move.more)
 
@@ -205,14 +210,16 @@ def _fits(stretch: Stretch, tensor: Tensor, length: int, *, made: bool) -> bool:
     return tensor.shape[stretch.dim] >= stretch.start + stretch.outer * units * stretch.inner
 
 
-def _fitting(width: Width, entries: Entries) -> bool:
-    """Whether entries that were measured have the shape that the layers have now."""
+def _fitting(width: Width, entries: Entries) -> Entries | None:
+    """Entries that were measured, with the shape that the layers have now."""
+    values: list[Tensor | None] = []
     for axis, new in zip(width.axes, entries.values, strict=True):
         shape = list(getattr(axis.module.find_module(), axis.name).shape)
         shape[axis.dim] = axis.outer * width.more * axis.inner
-        if new is not None and shape != list(new.shape):
-            return False
-    return True
+        values.append(None if new is None else followed(new, axis, shape))
+        if new is not None and values[-1] is None:
+            return None
+    return Entries(tuple(values))
 
 
 def _filled(resize: Resize, width: Width, entries: Entries) -> Tensor:

@@ -1,0 +1,55 @@
+"""How layers have become wider since something was measured for them: measured entries follow with zeros, which change nothing.
+
+At one look two neighbouring widths may grow. The second one's rows were measured for fewer inputs, and the new ones are nothing to them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from sensli.moves.stretching import Stretch
+from sensli.moves.width.width import Axis, Width
+
+_DEEP = 64  # growths of one layer: nobody measures longer in advance
+
+_MADE: weakref.WeakKeyDictionary[nn.Module, deque[tuple[str, int, Stretch]]] = weakref.WeakKeyDictionary()
+
+
+def note(width: Width) -> None:
+    """Before the axes of a width, bound to its modules, get longer."""
+    for axis in width.axes:
+        module = axis.module.find_module()
+        length = getattr(module, axis.name).shape[axis.dim]
+        _MADE.setdefault(module, deque(maxlen=_DEEP)).append((axis.name, length, width.stretch(axis)))
+
+
+def forget(width: Width) -> None:
+    """After they have become as before."""
+    for axis in reversed(width.axes):
+        made = _MADE.get(axis.module.find_module())
+        if made and made[-1][0] == axis.name and made[-1][2] == width.stretch(axis):
+            made.pop()
+
+
+def followed(entries: Tensor, axis: Axis, shape: Sequence[int]) -> Tensor | None:
+    """Entries that were measured along an axis with the shape that its layer has now; None if they do not fit, whatever was made since."""
+    if list(entries.shape) == list(shape):
+        return entries
+    made = [
+        (length, stretch)
+        for name, length, stretch in _MADE.get(axis.module.find_module(), ())
+        if name == axis.name and stretch.dim != axis.dim
+    ]
+    for first in reversed(range(len(made))):  # the fewest growths that explain the difference
+        value = entries
+        for length, stretch in made[first:]:
+            if value.shape[stretch.dim] != length:
+                break
+            value = stretch.applied(value)
+        if list(value.shape) == list(shape):
+            return value
+    return None
