@@ -16,6 +16,8 @@ BYTES = 256
 class Block(nn.Module):
     """Causal attention and a two-layer network, each behind a norm and beside a skip connection."""
 
+    causal = True
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -25,7 +27,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 

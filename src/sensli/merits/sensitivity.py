@@ -25,7 +25,7 @@ from sensli.moves.point import Point
 from sensli.moves.sites import Site
 from sensli.moves.taps import Watch, handed_on, tap
 from sensli.moves.trace.activations import CONVOLUTIONS
-from sensli.moves.trace.uses import Use, watch_uses
+from sensli.moves.uses import Use, watch_uses
 
 
 class Sum:

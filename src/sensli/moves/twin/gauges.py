@@ -16,7 +16,7 @@ from sensli.moves.cutting import apply_cut, plan_cut, take_out
 from sensli.moves.geometry import Geometry
 from sensli.moves.move import Gauge
 from sensli.moves.point import Point
-from sensli.moves.trace.uses import Use, watch_uses
+from sensli.moves.uses import Use, watch_uses
 
 
 class _TwinGauge(Gauge):
