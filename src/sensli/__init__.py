@@ -8,6 +8,7 @@ from sensli.errors import SensliError
 from sensli.growing import triggers
 from sensli.growing.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from sensli.growing.grower import Grower
+from sensli.growing.trials.trial import Trial
 from sensli.merits import norms
 from sensli.merits.measuring import measure
 from sensli.merits.merits import Merit, Merits
@@ -23,7 +24,8 @@ from sensli.surgery.replaying import replay
 __version__ = "0.1.0"
 
 __all__ = [
-    "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "__version__",
+    "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "Trial",
+    "__version__",
     "count_flops", "find_sites", "grow", "insert", "load_checkpoint", "measure", "norms", "recycle", "remove_dead",
     "replay", "save_checkpoint", "triggers", "undo",
 ]  # fmt: skip

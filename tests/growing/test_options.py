@@ -50,7 +50,7 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
         "grow": "both", "units": 3, "start": "random", "per": "flops",
         "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": None, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
         "log": print, "recycle": True, "strategy": Backwards(), "kernel_size": 5, "init": "fresh", "freeze_rest": False,
-        "unit": "step",
+        "unit": "step", "trial": None,
     }  # fmt: skip
     model = deep()
     made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)

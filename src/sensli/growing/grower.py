@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from sensli.growing.sizes import Sizes
 from sensli.growing.state import load, read, remember
 from sensli.growing.strategies import strategy_of
 from sensli.growing.strategies.strategy import Strategy
+from sensli.growing.trials.arms import Outcome, Trying
+from sensli.growing.trials.trial import Trial
 from sensli.growing.triggers import Moment, Trigger
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
@@ -79,6 +82,8 @@ class Grower:
         per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are.
         recycle: Whether each look begins with a new start for dead units, as `sensli.recycle` gives it; after a growth also for those
             that a new layer has inherited (default: False).
+        trial: A `Trial`: at each look the best candidates, and the model without a growth, train on for a while from the same state,
+            and the best of them stays. Only with ``count=1``. None grows without one.
         confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
         tolerance: With ``confidence``: the share of the best merit that may be missed, as in `measure` (default: 0.0).
         lr_scale: Multiplies all learning rates after each growth (default: 1.0).
@@ -125,6 +130,7 @@ class Grower:
         start: str = "sensitive",
         per: str | None = None,
         recycle: bool = False,
+        trial: Trial | None = None,
         confidence: float | None = None,
         tolerance: float = 0.0,
         lr_scale: float = 1.0,
@@ -184,21 +190,28 @@ class Grower:
         Returns:
             The growth (with ``count`` > 1 the first one; `history` has all), or None if nothing was inserted.
         """
-        calls, merits, put_back = self.calls, self.last_merits, None
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._count_again, self.calls, self.last_merits)
             with Together(self.model, "step the grower") as together:
                 checks.batches("batches", batches)
                 checks.loss("loss_fn", loss_fn)
-                put_back = remember(self.model, self.history, self._followers, self._strategy, self.options.trigger)
-                return self._step(together, batches, loss_fn, metric)
-        except BaseException:
-            if put_back is not None:
-                put_back()
-            self.calls, self.last_merits = calls, merits
-            raise
+                on_failure.callback(
+                    remember(self.model, self.history, self._followers, self._strategy, self.options.trigger)
+                )
+                growth = self._step(together, batches, loss_fn, metric, on_failure)
+            on_failure.pop_all()
+        return growth
+
+    def _count_again(self, calls: int, merits: Merits | None) -> None:
+        self.calls, self.last_merits = calls, merits
 
     def _step(
-        self, together: Together, batches: Iterable[Any], loss_fn: LossFunction | None, metric: Any
+        self,
+        together: Together,
+        batches: Iterable[Any],
+        loss_fn: LossFunction | None,
+        metric: Any,
+        on_failure: ExitStack,
     ) -> Growth | None:
         metric = self._agreed_metric(together, metric)
         self.calls += 1
@@ -209,13 +222,23 @@ class Grower:
         together.agree_on({"whether the trigger fires": fires}, last=not fires)
         if fires:
             trigger.looked()
-            batches = reusable(batches) if self.options.recycle else batches
+            several = self.options.recycle or self.options.trial is not None
+            batches = reusable(batches) if several else batches
             recycled = self._recycle(together, batches)
             looked = self._look(together, batches, loss_fn, metric)
             if looked.merits is not None:
-                looked.grown = self._grow(together, self._decide(together, looked.merits, metric), metric)
+                chosen = self._decide(together, looked.merits, metric)
+                outcome = self._try(together, chosen, batches, loss_fn, metric, on_failure)
+                if outcome is not None:
+                    chosen = [] if outcome.winner is None else [outcome.winner]
+                looked.grown = self._grow(together, chosen, metric)
+                if outcome is not None:
+                    outcome.take_over()
+                    trigger.judged(outcome.tried.grew)
+                    looked.tried = outcome.tried
                 recycled += self._recycle(together, batches, inside=[growth.number for _, growth in looked.grown])
-                looked.reason = self._strategy.reason(looked.merits, looked.taken) + looked.room.left_out
+                why = looked.tried or self._strategy.reason(looked.merits, looked.taken)
+                looked.reason = f"{why}{looked.room.left_out}"
             looked.recycled = recycled
             look = looked.noted(self.calls, self.options, bare(self.model), self._example)
         keep(self.history.record, self.options, bare(self.model), self.calls, metric, look)
@@ -248,6 +271,28 @@ class Grower:
         together.agree_on(numbered("choice", sites), last=False)
         known = {id(merit.site): merit for merit in merits}
         return [known[id(site)] for site in sites]
+
+    def _try(
+        self,
+        together: Together,
+        chosen: Sequence[Merit],
+        batches: Iterable[Any],
+        loss_fn: LossFunction | None,
+        metric: float | None,
+        on_failure: ExitStack,
+    ) -> Outcome | None:
+        """What comes of the first of the chosen growths that the trigger allows, if they are to be tried and there are any."""
+        options, moment = self.options, self._moment(metric)
+        if options.trial is None:
+            return None
+        allowed = [merit for merit in chosen if options.trigger.allows(merit.site, moment)]
+        candidates = allowed[: options.trial.candidates]
+        if not candidates:
+            return None
+        trying = Trying(
+            options.trial, self.model, self._followers, self.history, options, self._example, together, self.calls
+        )
+        return trying.run(candidates, batches, loss_fn, on_failure)
 
     def _grow(self, together: Together, chosen: Sequence[Merit], metric: float | None) -> list[tuple[Merit, Growth]]:
         """Grow at the first ones that the trigger still allows, at most ``count``."""

@@ -53,4 +53,7 @@ def _write(writer: ScalarWriter, look: Look) -> None:
     if look.parameters is not None:
         added = sum(look.merits[index].parameters for index in look.chosen)
         writer.add_scalar("sensli/parameters", look.parameters + added, look.call)
+    if look.tried is not None:
+        writer.add_scalar("sensli/trial FLOPs", look.tried.flops, look.call)
+        writer.add_scalar("sensli/lost FLOPs", look.tried.lost, look.call)
     writer.add_text("sensli/decision", str(look), look.call)

@@ -15,6 +15,7 @@ from sensli.merits.merits import Merit, Merits
 from sensli.surgery.history.history import Growth
 from sensli.surgery.history.outline import outline
 from sensli.surgery.history.record import Look, Record
+from sensli.surgery.history.tried import Tried
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Looked:
     reason: str = ""
     grown: list[tuple[Merit, Growth]] = field(default_factory=list)
     recycled: int = 0  # units
+    tried: Tried | None = None
 
     @property
     def taken(self) -> list[Merit]:
@@ -48,6 +50,7 @@ class Looked:
             added=tuple(growth.site.parameters for _, growth in self.grown),
             per=options.per,
             unit=options.unit,
+            tried=self.tried,
         )
 
 

@@ -8,15 +8,18 @@ from typing import Any
 
 from torch import nn
 
+from sensli.errors import UnsupportedModel
 from sensli.growing.logs import Log, check_log
 from sensli.growing.strategies import STRATEGIES
 from sensli.growing.strategies.strategy import Strategy, check_strategy
+from sensli.growing.trials.trial import Trial
 from sensli.growing.triggers import Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.merits import check_per
 from sensli.merits.norms import choose
 from sensli.merits.ranking import Selection, check_selection
 from sensli.modules import checks
+from sensli.modules.engines.fsdp import is_sharded
 from sensli.moves.choosing import Where, check_where
 from sensli.moves.finding import check_growth, check_request, check_units
 from sensli.surgery.history.record import UNITS
@@ -47,6 +50,7 @@ class Options:
     start: str = "sensitive"
     per: str | None = None
     recycle: bool = False
+    trial: Trial | None = None
     confidence: float | None = None
     tolerance: float = 0.0
     lr_scale: float = 1.0
@@ -96,6 +100,12 @@ class Options:
             )
         self._become(units=check_units(self.units), recycle=checks.flag("recycle", self.recycle))
         check_per(self.per)
+        if self.trial is not None:
+            checks.instance("trial", self.trial, Trial, "a Trial (for example sensli.Trial(steps=200))")
+            if self.count != 1:
+                raise ValueError(
+                    f"count must be 1 with trial=, got {self.count}: each candidate of a trial is a single growth."
+                )
         check_log(self.log)
         checks.one_of("unit", self.unit, UNITS)
 
@@ -111,7 +121,12 @@ class Options:
     def check_followers(self, model: nn.Module, optimizer: Optimizers, scheduler: Schedulers) -> None:
         """Refuse what these options need and this optimizer, with its scheduler, does not have."""
         plan_rate_scaling(optimizer, scheduler, self.lr_scale)
-        check_needed(optimizer, lr_scale=self.lr_scale != 1, group=self.group is not None)
+        check_needed(optimizer, lr_scale=self.lr_scale != 1, group=self.group is not None, trial=self.trial is not None)
+        if self.trial is not None and is_sharded(model):
+            raise UnsupportedModel(
+                "trial= cannot be used with a model sharded by fully_shard: each process holds parts of its values, which cannot be put "
+                "back after a growth. Leave it out, or use DistributedDataParallel."
+            )
         if self.own_rate is not None:
             check_own_rate(optimizer, self.own_rate)
         check_optimizers(model, optimizer, self.group)
@@ -127,7 +142,7 @@ class Options:
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OWN}
         named = {name: "a function" if callable(value) else value for name, value in own.items()}
         strategy = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
-        return {**named, "select": self.selection, "strategy": strategy}
+        return {**named, "select": self.selection, "strategy": strategy, "trial": repr(self.trial)}
 
 
 def _factor(value: float | None) -> float | None:

@@ -63,6 +63,13 @@ class Trigger:
     def grown(self) -> None:
         """Called after an insertion."""
 
+    def judged(self, grew: bool) -> None:
+        """Called after a trial.
+
+        Args:
+            grew: Whether a growth won against training on without one.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved to resume, and restored when a step fails."""
         return {}
@@ -108,6 +115,10 @@ class _Pair(Trigger):
     def grown(self) -> None:
         self.left.grown()
         self.right.grown()
+
+    def judged(self, grew: bool) -> None:
+        self.left.judged(grew)
+        self.right.judged(grew)
 
     def state_dict(self) -> dict[str, Any]:
         return {"left": self.left.state_dict(), "right": self.right.state_dict()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from sensli.errors import UnsupportedModel
 from sensli.growing.grower import Grower
 from sensli.growing.options import Options
 from sensli.growing.triggers import Trigger
@@ -43,6 +44,11 @@ class GrowingCallback:
             checks.example("example", self._given["example"])
         networks(self._given.get("averaged"))
         self.options = Options(trigger=trigger, **options)
+        if self.options.trial is not None:
+            raise UnsupportedModel(
+                "trial= is not an option of GrowthCallback: the trainer takes the steps itself, with its own clipping, accumulation, "
+                "precision and count of steps, and a trial would take others. Use sensli.Grower in your own loop, with Trial(step=)."
+            )
         self.grower: Grower | None = None  # made when there is a batch
         self._loaded: dict[str, Any] | None = None  # the state from a checkpoint, until the grower has it
         self._facts = Facts()

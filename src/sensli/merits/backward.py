@@ -94,6 +94,17 @@ def _size(given: Any, batch: Any) -> int:
 
 def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:
     """The mean loss of a batch, checked to be a finite scalar."""
+    loss = scalar_loss(output, target, loss_fn, index)
+    if not torch.isfinite(loss):
+        raise MeasurementError(
+            f"the loss of batch {index} is {loss.item()}: training has diverged or the batch contains bad values, "
+            "so merits would be meaningless. Lower the learning rate or check the data."
+        )
+    return loss
+
+
+def scalar_loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:
+    """The mean loss of a batch, checked to be a scalar."""
     loss = loss_fn(output, target) if loss_fn is not None else getattr(output, "loss", None)
     if loss is None and loss_fn is None:
         raise MeasurementError(
@@ -104,10 +115,5 @@ def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) ->
         raise MeasurementError(
             f"the loss of batch {index} has {what}, not a scalar tensor. loss_fn must return the mean over the batch "
             "(for torch losses reduction='mean')."
-        )
-    if not torch.isfinite(loss):
-        raise MeasurementError(
-            f"the loss of batch {index} is {loss.item()}: training has diverged or the batch contains bad values, "
-            "so merits would be meaningless. Lower the learning rate or check the data."
         )
     return loss

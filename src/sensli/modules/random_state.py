@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,12 +69,22 @@ def kept_outside_of_torch() -> Iterator[None]:
 @contextmanager
 def kept_of_loader(batches: Any) -> Iterator[None]:
     """The generators that a DataLoader and its samplers were given are put back: a look does not change the order of the next epoch."""
+    put_back = capture_of_loader(batches)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def capture_of_loader(batches: Any) -> Callable[[], None]:
+    """How to put back the generators that a DataLoader and its samplers were given."""
     sampler, batch_sampler = getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None)
     holders = (batches, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
     found = [getattr(each, "generator", None) for each in holders]
     kept = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for generator, state in kept:
             generator.set_state(state)
+
+    return put_back

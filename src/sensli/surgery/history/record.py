@@ -12,6 +12,7 @@ from typing import Any
 
 from sensli.merits.merits import PER, Merit, Merits, worth_of
 from sensli.surgery.history.outline import Unit
+from sensli.surgery.history.tried import Tried
 
 UNITS = ("epoch", "step")  # what one call of `Grower.step` may be called
 LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at every step costs no memory
@@ -76,6 +77,7 @@ class Look:
         added: The parameters that each of the growths added.
         per: What the merits were compared by: per added ``"parameters"`` or ``"flops"``; None if as they are.
         unit: What a call is called: ``"epoch"`` or ``"step"``.
+        tried: How the candidates did in a trial, and what it cost; None if there was none.
     """
 
     call: int
@@ -93,6 +95,7 @@ class Look:
     added: tuple[int, ...] = ()  # parameters; of two widths at once the second may cost more than it would have alone
     per: str | None = None
     unit: str = "epoch"
+    tried: Tried | None = None
 
     @classmethod
     def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
@@ -123,6 +126,8 @@ class Look:
         for merit, added in zip(taken, self.added or [merit.parameters for merit in taken], strict=False):
             lines.append(self._line(merit, added, parameters))
             parameters = None if parameters is None else parameters + added
+        if self.tried is not None:
+            lines.append(f"{self.unit} {self.call}: {self.tried}")
         return "\n".join(lines)
 
     def _line(self, merit: SiteMerit, added: int, parameters: int | None) -> str:
@@ -144,6 +149,8 @@ class Look:
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
         plain["merits"] = tuple(SiteMerit(**merit) for merit in data["merits"])
+        if plain.get("tried") is not None:  # older files do not say it
+            plain["tried"] = Tried.from_dict(plain["tried"])
         return cls(**plain)
 
 
