@@ -91,7 +91,7 @@ def test_a_box_gets_wider_at_the_growth(browser: Any, wider: tuple[Path, History
     added = "[...document.querySelectorAll('[data-added]')].map(e => Number(e.dataset.added))"
     with opened(browser, file, place="epoch=1", reduced_motion="reduce") as page:
         narrow = page.evaluate(box)
-        assert page.evaluate(added) == [] and "units" not in page.locator("#network").inner_text()
+        assert page.evaluate(added) == [] and " units" not in page.locator("#network svg").text_content()
         page.keyboard.press("n")
         assert page.evaluate(added) == [2] and page.evaluate(box) > narrow
         assert "4 → 6 units" in page.locator("#network svg").text_content()

@@ -158,7 +158,7 @@ def test_steps_are_called_steps(tmp_path: Path) -> None:
     history = grow(unit="step", recycle=True, log=lambda look: lines.append(str(look))).history
     assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
     assert [growth.call for growth in history] == [growth.details["step"] for growth in history] == [2, 2, 4]
-    assert "(step 2, merit" in str(history) and "<th>step</th>" in history._repr_html_()
+    assert "(step 2, merit" in str(history) and "step</th>" in history._repr_html_()
     history.save(tmp_path / "history.json")
     again = History.load(tmp_path / "history.json")
     assert again.record.unit == "step" and str(again.record.looks[0]) == lines[0]

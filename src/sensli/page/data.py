@@ -11,6 +11,8 @@ from sensli import __version__
 from sensli.errors import HistoryError
 from sensli.modules import checks
 from sensli.page.film import Film
+from sensli.page.growths import apart, growths_of
+from sensli.page.words import caption
 from sensli.surgery.history.history import History
 from sensli.surgery.history.record import Look
 
@@ -32,7 +34,7 @@ def page_data(
     *,
     title: str = "A network grows",
     intro: str = "",
-    measure: str = "metric",
+    measure: str | None = None,
     curves: Sequence[Curve] = (),
     films: Sequence[Film] = (),
     results: Sequence[dict[str, Any]] = (),
@@ -44,7 +46,7 @@ def page_data(
         history: The history of a `Grower`.
         title: The title of the page (default: "A network grows").
         intro: A paragraph below the title (default: "").
-        measure: What the metric is called (default: "metric").
+        measure: What the metric is called. None takes the name in the record, which the callbacks write there, or "metric".
         curves: The lines of the chart. Without any, the metric of the record.
         films: The decision boundary and the weights of small networks on the plane, call by call.
         results: The rows of a table at the end, with the same keys in each.
@@ -62,6 +64,7 @@ def page_data(
             "the history contains growths but no record of the training, so there is nothing to show. A Grower writes the record "
             "itself; a History made by hand or by an earlier version does not have one."
         )
+    measure = measure or record.metric or "metric"
     if not curves and record.metrics:
         calls, values = zip(*record.metrics, strict=True)
         curves = [Curve(measure, calls, values)]
@@ -71,11 +74,17 @@ def page_data(
         "title": title,
         "intro": intro,
         "measure": measure,
+        "caption": caption(measure),
+        "unit": record.unit,
         "calls": record.calls,
         "frames": list(films[0].calls) if films else _frames(history),
         "curves": [asdict(curve) for curve in curves],
         "looks": [_look(look, numbers) for look in record.looks],
-        "outlines": [{"call": call, "units": [asdict(unit) for unit in units]} for call, units in record.outlines],
+        "growths": growths_of(history),
+        "outlines": [
+            {"call": call, "units": [asdict(unit) for unit in apart(units, call, history)]}
+            for call, units in record.outlines
+        ],
         "films": [film.to_dict() for film in films],
         "points": [list(point) for point in points],
         "results": list(results),

@@ -1,22 +1,26 @@
 // The slider, the play button and the keys.
-// --- the film ---
 let timer = 0;
 const playing = () => timer !== 0;
 const say = (epoch) => {
-  const look = lookAt(epoch), next = data.looks.find((l) => l.call > epoch);
+  const look = lookAt(epoch), next = data.looks.find((l) => l.call > epoch), state = at("state");
   const names = look && look.call === epoch ? look.chosen.map((index) => look.merits[index].site).join("; ") : null;
-  const here = names === null ? "" : names ? ` | ${look.chosen.every((index) => look.merits[index].kind === "units") ? "grown" : "inserted"}: ${names}` : " | a look, nothing inserted";
-  at("state").textContent = `epoch ${whole(epoch)}${here}${next ? ` | next look at epoch ${whole(next.call)}` : ""}`;
+  const grown = names && look.chosen.every((index) => look.merits[index].kind === "units") ? "grown" : "inserted";
+  const text = (here) => `${when(epoch)}${here}${next ? ` | next look at ${when(next.call)}` : ""}`;
+  const here = (list) => (names === null ? "" : list ? ` | ${grown}: ${list}` : " | a look, nothing inserted");
+  const font = fontOf(state), lines = narrow.matches ? 1.8 : 1;
+  state.textContent = text(here(names && cut(names, Math.max(80, lines * state.clientWidth - lengthOf(text(here(" ")), font)), font)));
+  state.title = text(here(names));
+  if (!playing() || names !== null) at("said").textContent = text(here(names)); // to a listener a film must not talk all the time
 };
-const show = () => {
+const show = (again = false) => {
   const frame = Number(slider.value), epoch = call();
-  at("epoch").textContent = `epoch ${whole(epoch)}`;
-  slider.setAttribute("aria-valuetext", `epoch ${epoch}`);
+  at("epoch").textContent = when(epoch);
+  slider.setAttribute("aria-valuetext", when(epoch));
+  say(epoch);
   network(frame, epoch);
-  decision(epoch);
+  decision(epoch, again);
   if (data.films.length) boundary(frame, epoch);
   chart(epoch);
-  if (!playing() || (lookAt(epoch) || {}).call === epoch) say(epoch); // a film must not talk all the time
 };
 const go = (frame) => { slider.value = String(Math.max(0, Math.min(data.frames.length - 1, frame))); show(); };
 const stop = () => { clearTimeout(timer); timer = 0; face("play", "play", "Play"); say(call()); };
@@ -31,6 +35,7 @@ const play = () => {
   if (playing()) { stop(); return; }
   if (Number(slider.value) >= data.frames.length - 1) go(0);
   face("play", "stop", "Stop");
+  at("network").scrollIntoView({ block: "nearest", behavior: still.matches ? "instant" : "smooth" });
   timer = setTimeout(advance, pace);
 };
 const jump = (forward) => {
@@ -39,13 +44,20 @@ const jump = (forward) => {
   const wanted = forward ? stops.find((c) => c > epoch) : [...stops].reverse().find((c) => c < epoch);
   go(wanted === undefined ? (forward ? data.frames.length - 1 : 0) : data.frames.indexOf(wanted));
 };
+const fill = () => { // network, decision and curves on one screen
+  const top = at("grid").getBoundingClientRect().top + scrollY;
+  at("grid").style.setProperty("--room", `${Math.floor(innerHeight - top - 12)}px`);
+};
 const begin = () => {
   document.title = data.title;
   at("version").textContent = `sensli ${data.version}`;
-  at("measure").textContent = data.measure.charAt(0).toUpperCase() + data.measure.slice(1);
+  at("measure").textContent = data.caption;
   at("still").remove();
   at("words").open = false;
+  at("scale").hidden = !(known[0] > 0);
+  at("key").replaceChildren(...(data.films.length ? graphKey() : boxKey()));
   slider.max = String(data.frames.length - 1);
+  slider.setAttribute("aria-label", data.unit);
   data.looks.forEach((look) => {
     const part = data.frames.indexOf(look.call) / Math.max(1, data.frames.length - 1);
     // a slider's knob does not reach its ends: half a knob (8 px) of room on each side
@@ -55,24 +67,30 @@ const begin = () => {
   face("previous", "previous", "Previous decision");
   face("next", "next", "Next decision");
   screens();
-  const asked = /epoch=(\d+)/.exec(location.hash);
+  fill();
+  const asked = /(?:epoch|step)=(\d+)/.exec(location.hash);
   go(asked ? Math.max(0, last(data.frames, (c) => c <= Number(asked[1]))) : data.frames.length - 1);
   slider.addEventListener("input", () => { if (playing()) stop(); show(); });
+  at("log").addEventListener("change", () => show());
   at("play").addEventListener("click", play);
   at("previous").addEventListener("click", () => jump(false));
   at("next").addEventListener("click", () => jump(true));
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const control = ["BUTTON", "SUMMARY"].includes(event.target.tagName);
+    const control = ["BUTTON", "SUMMARY"].includes(event.target.tagName) || event.target === at("log");
     if (event.key === " " && !control) { event.preventDefault(); play(); }
     else if (event.key === "n") jump(true);
     else if (event.key === "p") jump(false);
     else if (event.target === document.body && event.key === "ArrowRight") go(Number(slider.value) + 1);
     else if (event.target === document.body && event.key === "ArrowLeft") go(Number(slider.value) - 1);
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
-  let width = 0;
-  new ResizeObserver(() => { if (document.body.clientWidth !== width) { width = document.body.clientWidth; show(); } }).observe(document.body);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show());
+  let size = "";
+  new ResizeObserver(() => {
+    const now = `${document.body.clientWidth} ${innerHeight}`;
+    if (now !== size) { size = now; fill(); show(true); }
+  }).observe(document.documentElement);
+  addEventListener("resize", () => { fill(); show(true); });
   document.documentElement.dataset.ready = "yes";
 };
 begin();

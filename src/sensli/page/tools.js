@@ -4,10 +4,11 @@ const data = JSON.parse(document.getElementById("data").textContent, (_, value) 
 const at = (id) => document.getElementById(id);
 const room = (id) => at(id).querySelector(".drawing");
 const widthOf = (id) => Math.max(240, room(id).clientWidth); // before the first layout and in a hidden frame it is 0
-const still = matchMedia("(prefers-reduced-motion: reduce)");
+const still = matchMedia("(prefers-reduced-motion: reduce)"), narrow = matchMedia("(max-width: 760px)");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const whole = (value) => value.toLocaleString("en-US");
 const short = (value) => (value === 0 ? "0" : Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6 ? value.toPrecision(4) : value.toExponential(2));
+const when = (call) => `${data.unit} ${whole(call)}`; // "epoch 40", "step 12,000"
 const merit = (value) => value.toExponential(2).replace(/e([+-])(\d)$/, "e$10$2");
 const icons = { play: "M6 3 L16 10 L6 17 Z", stop: "M5 3h4v14H5z M11 3h4v14h-4z", previous: "M4 3h2.5v14H4z M16 3 L7.5 10 L16 17 Z", next: "M13.5 3H16v14h-2.5z M4 3 L12.5 10 L4 17 Z" };
 const last = (list, test) => list.reduce((found, item, index) => (test(item) ? index : found), -1);
@@ -34,3 +35,21 @@ const face = (id, icon, label) => { // a drawn sign: not every system has a font
   at(id).replaceChildren(svg);
   at(id).setAttribute("aria-label", label);
 };
+
+// --- text that fits: cut in the middle, because both ends of a path tell where it is; the whole of it is in a tooltip ---
+const ruler = document.createElement("canvas").getContext("2d");
+const lengthOf = (text, font = "12px system-ui, sans-serif") => { ruler.font = font; return ruler.measureText(text).width; };
+const cut = (text, space, font) => {
+  if (lengthOf(text, font) <= space) return text;
+  let least = 0, most = text.length; // as many letters as fit, more of them from the end
+  const part = (letters) => `${text.slice(0, Math.floor(letters * 0.4))}…${text.slice(text.length - Math.ceil(letters * 0.6))}`;
+  while (least < most) { const middle = Math.ceil((least + most) / 2); if (lengthOf(part(middle), font) <= space) least = middle; else most = middle - 1; }
+  return least ? part(least) : "…";
+};
+const fontOf = (node) => { const style = getComputedStyle(node); return `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`; };
+const label = (text, space, options) => { // a text of a drawing that stays within its space
+  const short = cut(text, space), node = draw("text", { ...options, "data-space": Math.floor(space) }, short);
+  if (short !== text) node.append(draw("title", {}, text));
+  return node;
+};
+const swatch = (kind, text) => make("span", {}, make("i", { class: kind }), text); // one entry of a legend

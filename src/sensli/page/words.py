@@ -21,25 +21,32 @@ def words(data: dict[str, Any]) -> tuple[str, str]:
         rows = [[str(row[name]) for name in header] for row in data["results"]]
         parts.append(f'<h3>Result</h3><div class="wide">{html_table(header, rows)}</div>')
     for look in data["looks"]:
-        parts.append(_look(look))
+        parts.append(_look(look, data["unit"]))
     return heading, "\n".join(parts)
 
 
 def _summary(data: dict[str, Any]) -> str:
     looks = data["looks"]
-    text = f"{data['calls']:,} epochs, {_count(len(looks), 'look')} at all sites, {_grown(looks)}."
+    text = f"{_count(data['calls'], data['unit'])}, {_count(len(looks), 'look')} at all sites, {_grown(looks)}."
     for curve in data["curves"]:
         known = [
             (call, value) for call, value in zip(curve["calls"], curve["values"], strict=True) if value is not None
         ]
         if known:
             (first, start), (last, end) = known[0], known[-1]
-            text += f" {data['measure'].capitalize()} of {curve['name']}: {start:.4g} at epoch {first:,}, {end:.4g} at epoch {last:,}."
+            name = data["measure"] if curve["name"] == data["measure"] else f"{data['measure']} of {curve['name']}"
+            unit = data["unit"]
+            text += f" {caption(name)}: {start:.4g} at {unit} {first:,}, {end:.4g} at {unit} {last:,}."
     return f"<p>{escape(text)}</p>"
 
 
-def _look(look: dict[str, Any]) -> str:
-    title = f"Epoch {look['call']:,}: " + (_grown([look]) if look["inserted"] else "nothing inserted")
+def caption(name: str) -> str:
+    """A name at the beginning of a line: words get a capital letter, a name as code has it ("eval_loss") stays what it is."""
+    return name.capitalize() if name.replace(" ", "").isalpha() and name.islower() else name
+
+
+def _look(look: dict[str, Any], unit: str) -> str:
+    title = f"{unit.capitalize()} {look['call']:,}: " + (_grown([look]) if look["inserted"] else "nothing inserted")
     lines = "".join(f"<p class='line'>{escape(line)}</p>" for line in look["line"].splitlines())
     undone = "<p>Undone later.</p>" if look["undone"] else ""
     reason = f"<p>Why: {escape(look['reason'])}.</p>" if look["inserted"] else ""
@@ -74,4 +81,4 @@ def _grown(looks: list[dict[str, Any]]) -> str:
 
 
 def _count(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
+    return f"{number:,} {word}" + ("" if number == 1 else "s")

@@ -15,7 +15,9 @@ from sensli.page.words import words
 from sensli.text.strict_json import strict
 from sensli.text.writing import write_bytes
 
-SCRIPTS = ("tools.js", "network.js", "panels.js", "film.js")  # in this order: each uses the earlier ones
+SCRIPTS = (  # in this order: each uses the earlier ones
+    "tools.js", "network.js", "boxes.js", "graph.js", "decision.js", "boundary.js", "chart.js", "film.js"
+)  # fmt: skip
 
 
 def write_page(path: str | os.PathLike[str], data: dict[str, Any]) -> Path:
