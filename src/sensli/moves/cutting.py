@@ -42,11 +42,13 @@ def plan_cut(model: nn.Module, point: Point, path: str, *, takes_call: bool = Fa
         )
     parent_path, _, key = path.rpartition(".")
     chained = point.chained
-    if point.side == "after":
-        # Behind the last module of an inserted layer means behind that layer: names stay short however often a place grows.
-        while _GROWN_NAME.fullmatch(parent_path.rpartition(".")[2]) and _is_last(model.get_submodule(parent_path), key):
-            parent_path, _, key = parent_path.rpartition(".")
-            chained = True
+    # After the last module of an inserted layer means after that layer, and before the first one before it: however often a place
+    # grows, its layers are siblings.
+    while _GROWN_NAME.fullmatch(parent_path.rpartition(".")[2]) and _is_end(
+        model.get_submodule(parent_path), key, point.side
+    ):
+        parent_path, _, key = parent_path.rpartition(".")
+        chained = True
     if point.place is not None:
         # A block that was wrapped since stands in its list as a chain; the list takes the twin beside that.
         while isinstance(model.get_submodule(parent_path), Chain):
@@ -111,8 +113,17 @@ def renames_of(model: nn.Module, cut: Cut) -> dict[str, str]:
     return {join(path, name): join(path, f"anchor.{name}") for name in names}
 
 
-def _is_last(container: nn.Module, key: str) -> bool:
-    return isinstance(container, nn.Sequential) and next(reversed(container._modules)) == key
+def nested(path: str) -> bool:
+    """Whether a module was inserted into one that was inserted too."""
+    return sum(1 for name in path.split(".") if _GROWN_NAME.fullmatch(name)) > 1
+
+
+def _is_end(container: nn.Module, key: str, side: str) -> bool:
+    """Whether what comes after this module of a layer comes after the layer, or what comes before it before the layer."""
+    if not isinstance(container, nn.Sequential):
+        return side == "before" and key == getattr(container, "begins_with", None)
+    keys = list(container._modules)
+    return key == (keys[-1] if side == "after" else keys[0])
 
 
 def join(parent: str, name: str) -> str:

@@ -11,6 +11,7 @@ from sensli.modules.copies import copied_model
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.marks import grown, tell
 from sensli.modules.wrappers import bare
+from sensli.moves.cutting import nested
 from sensli.surgery.history.history import Growth, History, Resized, as_growths
 from sensli.surgery.insertion import grow, undo
 from sensli.surgery.state.optim import Optimizers
@@ -72,6 +73,11 @@ def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
         raise HistoryError(
             f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: it resized {_shown(growth.resized)}, here "
             f"{_shown(again.resized)}. The factory must build the architecture that the history began with."
+        )
+    if again.name != growth.name and nested(growth.name) and not nested(again.name):
+        raise HistoryError(
+            f"growth {growth.number} is called {growth.name} in this history, and {again.name} now: an earlier version of sensli wrote it, "
+            "which put layers of one place into each other. Saved weights would not fit. Load it with the version that wrote it."
         )
     if (again.number, again.name, again.parameters) != (growth.number, growth.name, growth.parameters):
         raise HistoryError(

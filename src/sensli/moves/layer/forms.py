@@ -68,13 +68,13 @@ class ParametricLayer(nn.Module):
 
     def __init__(self, kind: str, weight: nn.Module, activation: nn.Module) -> None:
         super().__init__()
-        self.kind = kind
+        self.begins_with = kind  # what comes before that module comes before the whole layer
         self.add_module(kind, weight)
         self.activation = activation
         self.a = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        z: Tensor = self.get_submodule(self.kind)(x)
+        z: Tensor = self.get_submodule(self.begins_with)(x)
         bent: Tensor = self.activation(z)
         # z + a (s(z) - z) rather than the two products: at a = 0 it is z to the last bit.
         return z + self.a * (bent - z)

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from sensli.moves.layer.forms import Layer
+from sensli.modules.chain import Chain
+from sensli.moves.layer.forms import Layer, ParametricLayer
 from sensli.moves.layer.placing import Placing
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
@@ -60,7 +61,12 @@ class _Visit:
 
     def _activations(self) -> None:
         for path, module in self.flow.model.named_modules():
-            known = Activation.of(module)
+            # A parametric layer is an activation as a whole: its bend alone is only a part of what it gives.
+            known = Activation.of(module.activation if isinstance(module, ParametricLayer) else module)
+            if path.endswith(".activation") and isinstance(
+                self.flow.model.get_submodule(path.rpartition(".")[0]), ParametricLayer
+            ):
+                continue
             if known is None and not _could_be_activation(module, self.flow.calls_of(path)):
                 continue
             if self.around.in_block(path):
@@ -104,6 +110,8 @@ class _Visit:
             sites = self.placing.sites(call, "before", call.inputs[0], activation)
             if maker is not None:
                 sites = _first_that_goes(self.placing.before_activation(maker, activation, source), sites)
+            elif (other := self._nameless_before(call)) is not None and other.output is not None:
+                sites = _first_that_goes(self.placing.sites(other, "after", other.output, activation), sites)
             self.search.offer(call, "before", call.inputs[0], sites)
 
     def _maker_before(self, source: Any, call: Call) -> Call | None:
@@ -113,6 +121,22 @@ class _Visit:
         if maker is None or len(self.flow.calls_of(maker.path)) != 1 or self.around.has_other_names(maker):
             return None
         return None if self.around.in_block(maker.path) else maker
+
+    def _nameless_before(self, call: Call) -> Call | None:
+        """A module without parameters that gives its values to this layer alone, where a layer goes in and no name changes."""
+        parent = self.flow.model.get_submodule(call.path.rpartition(".")[0])
+        if self.around.chained(call.path) or isinstance(parent, Chain):
+            return None  # nothing is renamed there either
+        node = call.inputs[0].node
+        other = self._makers.get(node)
+        if other is None or not other.path or other.output is None or other.output.tensor is not call.inputs[0].tensor:
+            return None
+        if any(True for _ in other.module.parameters()) or self.around.in_block(other.path):
+            return None
+        if len(self.flow.calls_of(other.path)) != 1 or self.around.has_other_names(other):
+            return None
+        readers = sum(source is node for each in self.flow.nodes for source, _ in each.next_functions)
+        return other if readers == 1 else None
 
     def layers(self) -> None:
         for call in self.flow.calls:
