@@ -24,7 +24,7 @@ from benchmarks.places_tasks import TASKS, Batch, Task
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site
-from sensli.paper.statistics import interval
+from sensli.paper.report.statistics import interval
 from sensli.surgery.insertion import insert
 from sensli.text.tables import text_table
 

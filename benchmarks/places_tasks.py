@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.language import Block, LanguageModel, next_byte_loss, text_of_python
 from benchmarks.language import batches as windows
-from sensli.paper import data, spirals
+from sensli.paper import data
+from sensli.paper.data import spirals
 
 Batch = tuple[Tensor, Tensor]
 

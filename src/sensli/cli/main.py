@@ -155,7 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON or a checkpoint")
     report.add_argument("--out", type=Path, help="where to write the page (default: next to the file, ending in .html)")
     report.add_argument("--title", default="A network grows", help="the heading of the page (default: %(default)s)")
-    report.add_argument("--metric", help="what the metric is called, such as 'validation loss' (default: as the file says, or 'metric')")
+    report.add_argument(
+        "--metric", help="what the metric is called, such as 'validation loss' (default: as the file says, or 'metric')"
+    )
     report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
     report.set_defaults(run=_report)
 

@@ -11,7 +11,7 @@ from sensli.surgery.history.outline import Unit
 
 
 def growths_of(history: History) -> list[dict[str, Any]]:
-    """Every growth that a Grower made: its number, its call, its site as text and, where a layer got more units, how many it had and has."""
+    """Every growth that a Grower made: its number, its call, its site as text and, if a layer got more units, how many it had and has."""
     return [
         {"number": growth.number, "call": growth.call, "site": str(growth.site), "units": _units(growth)}
         for growth in history
@@ -32,7 +32,9 @@ def apart(units: Sequence[Unit], call: int, history: History) -> list[Unit]:
         known = {box.growth for box in boxes}
         if growth.number in known or not growth.parameters or growth.call is None or growth.call > call:
             continue
-        around = next((each for each in history if growth.name.startswith(f"{each.name}.") and each.number in known), None)
+        around = next(
+            (each for each in history if growth.name.startswith(f"{each.name}.") and each.number in known), None
+        )
         place = next((i for i, box in enumerate(boxes) if around is not None and box.growth == around.number), None)
         if place is None:
             continue

@@ -84,7 +84,7 @@ class Trying:
         for merit, number, each in zip((None, *candidates), steps, flops, strict=True):
             if merit is not None:
                 self.followers.insert(
-                    self.model, merit, self.history, self.options, call=self.call, lr_scale=self.options.lr_scale
+                    self.model, merit, self.history, self.options, when={self.options.unit: self.call}, first=True
                 )
             losses = self._train(drawn[-number:], loss_fn)
             end = self._snapshot()  # before the metric, which is only asked

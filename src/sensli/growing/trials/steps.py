@@ -32,7 +32,7 @@ class Steps:
         return checks.number("what step(model, optimizer, batch) returns", loss, "the loss of the batch, a number")
 
     def _plain(self, batch: Any, index: int) -> float:
-        given, target = split(batch, index)
+        given, target = split(batch, index, self._model if self._loss_fn is not None else None)
         device = device_of(self._model)
         for optimizer in self._followers.optimizers:
             optimizer.zero_grad()
