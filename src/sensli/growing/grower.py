@@ -263,7 +263,7 @@ class Grower:
         except ZeroMerits as nothing:
             warnings.warn(f"call {self.calls}: nothing was inserted, because {nothing}", stacklevel=4)
             return Looked(room, reason="all merits are zero")
-        return Looked(room, self.last_merits)
+        return Looked(room, self.last_merits, kept=self._strategy.keeps_function())
 
     def _decide(self, together: Together, merits: Merits, metric: float | None) -> list[Merit]:
         """The merits whose sites the strategy would take, in that order; the same on all ranks."""

@@ -28,6 +28,7 @@ class Looked:
     grown: list[tuple[Merit, Growth]] = field(default_factory=list)
     recycled: int = 0  # units
     tried: Tried | None = None
+    kept: bool = True  # the function
 
     @property
     def taken(self) -> list[Merit]:
@@ -51,6 +52,7 @@ class Looked:
             per=options.per,
             unit=options.unit,
             tried=self.tried,
+            kept=self.kept,
         )
 
 

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 # The name for Grower(strategy=...) -> the file here, and the class in it.
 STRATEGIES: dict[str, tuple[str, str]] = {
     "sensli": ("sensli", "Sensli"),
+    "random-place": ("random_place", "RandomPlace"),
+    "net2net": ("net2net", "Net2Net"),
+    "netmorph": ("netmorph", "NetMorph"),
+    "gradmax": ("gradmax", "GradMax"),
+    "tiny": ("tiny", "Tiny"),
+    "nest": ("nest", "Nest"),
+    "senn": ("senn", "Senn"),
+    "north": ("north", "North"),
+    "autogrow": ("autogrow", "AutoGrow"),
+    "llama-pro": ("llama_pro", "LlamaPro"),
 }
 
 

@@ -49,6 +49,10 @@ class Strategy(Protocol):
         """Why the look ended as it did, for the log; asked after `choose`."""
         return f"{type(self).__name__} chose {len(taken)} of {len(merits)} sites"
 
+    def keeps_function(self) -> bool:
+        """Whether the function stays as it was at a growth. Where it does not, the log says so."""
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved to resume, and restored when a step fails: plain data."""
         return {}

@@ -50,6 +50,14 @@ def by_unit(entries: Tensor, axis: Axis) -> Tensor:
     return units.flatten(1)
 
 
+def laid_out(columns: Tensor, axis: Axis, like: Tensor) -> Tensor:
+    """[units, columns of one] as they lie along the axis of a reader."""
+    others = [size for dim, size in enumerate(like.shape) if dim != axis.dim]
+    parts = columns.unflatten(1, (axis.outer, axis.inner, *others)).transpose(0, 1)
+    flat: Tensor = parts.flatten(0, 2).movedim(0, axis.dim)
+    return flat
+
+
 def filled(axis: Axis, tensor: Tensor, value: Tensor | None) -> Tensor | float:
     """New entries of a tensor along one of its axes."""
     if value is not None:

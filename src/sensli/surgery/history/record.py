@@ -78,6 +78,7 @@ class Look:
         per: What the merits were compared by: per added ``"parameters"`` or ``"flops"``; None if as they are.
         unit: What a call is called: ``"epoch"`` or ``"step"``.
         tried: How the candidates did in a trial, and what it cost; None if there was none.
+        kept: Whether the growths keep the function.
     """
 
     call: int
@@ -96,6 +97,7 @@ class Look:
     per: str | None = None
     unit: str = "epoch"
     tried: Tried | None = None
+    kept: bool = True
 
     @classmethod
     def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
@@ -134,9 +136,9 @@ class Look:
         ratio = f", {merit.ratio:.2g} x mean" if merit.ratio is not None else ""
         flops = f", +{merit.flops / self.flops:.0%} FLOPs".replace("%", " %") if self.flops else ""
         cost = f"+{added:,} parameters" if not parameters else factor_text(parameters, parameters + added)
-        return (
-            f"{self.unit} {self.call}: +{merit.site.removeprefix('+')} | merit {merit.value:.1e}{ratio} | {cost}{flops}"
-        )
+        change = "" if self.kept else " | the function is not kept"
+        grown = f"{self.unit} {self.call}: +{merit.site.removeprefix('+')}"
+        return f"{grown} | merit {merit.value:.1e}{ratio} | {cost}{flops}{change}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -24,12 +24,12 @@ from sensli.modules.wrappers import eager
 from sensli.moves.geometry import Geometry
 from sensli.moves.move import Gauge
 from sensli.moves.roles import role_of
-from sensli.moves.width.entries import Entries, by_unit, existing
+from sensli.moves.width.entries import Entries, by_unit, existing, laid_out
 from sensli.moves.width.gauge import ReaderGauge
 from sensli.moves.width.layers import inputs_per_unit, unfolded, unfolds
 from sensli.moves.width.replica import Replica
 from sensli.moves.width.starts.start import Start
-from sensli.moves.width.width import Axis, Width
+from sensli.moves.width.width import Width
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
@@ -160,7 +160,7 @@ def _entries(width: Width, columns: Tensor) -> Entries:
         if axis.fill == "column":
             own = existing(width, axis)
             part, rest = rest.split([own.numel() // width.units, rest.shape[1] - own.numel() // width.units], 1)
-            value = _laid_out(part.to(own), axis, own)
+            value = laid_out(part.to(own), axis, own)
         elif axis.fill == "row":
             shape = list(getattr(axis.module.find_module(), axis.name).shape)
             shape[axis.dim] = width.more
@@ -169,16 +169,8 @@ def _entries(width: Width, columns: Tensor) -> Entries:
     return Entries(tuple(values))
 
 
-def _laid_out(columns: Tensor, axis: Axis, like: Tensor) -> Tensor:
-    """[units, columns of one] as they lie along the axis of a reader."""
-    others = [size for dim, size in enumerate(like.shape) if dim != axis.dim]
-    parts = columns.unflatten(1, (axis.outer, axis.inner, *others)).transpose(0, 1)
-    flat: Tensor = parts.flatten(0, 2).movedim(0, axis.dim)
-    return flat
-
-
 def _columns(width: Width, entries: Entries) -> Tensor:
-    """The inverse of `_laid_out`, for all readers."""
+    """The inverse of `laid_out`, for all readers."""
     found = []
     for axis, value in zip(width.axes, entries.values, strict=True):
         if axis.fill == "column":

@@ -1,0 +1,54 @@
+"""LLaMA-Pro (Wu et al. 2024): copies of blocks whose outputs begin at zero, evenly spaced among the others. Which places, nothing measures.
+
+`Grower(strategy="llama-pro", count=8, freeze_rest=True)` is the published recipe for eight new blocks: the old weights do not train. The
+function is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sensli.growing.searching import Search
+from sensli.growing.strategies.strategy import Strategy
+from sensli.growing.triggers import Moment
+from sensli.merits.backward import LossFunction
+from sensli.merits.merits import Merit, Merits
+from sensli.merits.ranking import SELECTIONS
+from sensli.moves.sites import Site, Sites
+
+if TYPE_CHECKING:
+    from sensli.growing.options import Options
+
+
+class LlamaPro(Strategy):
+    """Twins at fixed places: a control for the question where.
+
+    Args:
+        count: How many blocks come at one look.
+        where: Which sites to consider, as in `find_sites`.
+    """
+
+    def __init__(self, *, count: int = 1, where: Any = None) -> None:
+        self.count = count
+        self._search = Search(layer="twin", where=where)
+
+    @classmethod
+    def made(cls, options: Options) -> Strategy:
+        return cls(count=options.count, where=options.where)
+
+    def propose(self, model: nn.Module, example: Any) -> Sites:
+        return self._search.sites(model, example)
+
+    def score(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        return Merits([Merit(site, 1.0) for site in sites], norm="none", batches=0)
+
+    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+        count = min(self.count, len(merits))
+        places = SELECTIONS["even"]([merit.value for merit in merits], count, torch.Generator())
+        return [merits[place].site for place in places]

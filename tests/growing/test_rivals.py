@@ -1,0 +1,239 @@
+"""The methods of other papers as strategies: each against a slow version of its formula, and all through a Grower."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sensli import Grower, find_sites
+from sensli.growing.strategies import STRATEGIES
+from sensli.growing.strategies.autogrow import AutoGrow
+from sensli.growing.strategies.nest import Nest
+from sensli.growing.strategies.north import North
+from sensli.growing.strategies.pairs import Pair, inverse_root, look, moment, pseudo_inverse
+from sensli.growing.strategies.senn import DAMPING, Senn
+from sensli.growing.strategies.tiny import Tiny
+from sensli.growing.triggers import Every
+from sensli.moves.width.width import Width
+
+WIDENING = ["random-place", "net2net", "netmorph", "gradmax", "tiny", "nest", "senn", "north"]
+
+
+def mlp(activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), activation(), nn.Linear(5, 6), activation(), nn.Linear(6, 3)).double()
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False), nn.Tanh(), nn.Flatten(),
+        nn.Linear(4 * 9, 2),
+    ).double()  # fmt: skip
+
+
+def data(shape: tuple[int, ...] = (4,), classes: int = 3, count: int = 2) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(10 + i, *shape, generator=generator).double(),
+            torch.randint(classes, (10 + i,), generator=generator),
+        )
+        for i in range(count)
+    ]
+
+
+def seen(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[Pair]:
+    return look(model, find_sites(model, batches[0][0], grow="units", units=2), batches, F.cross_entropy)
+
+
+def mean_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+    return F.cross_entropy(model(x), y)
+
+
+def grown(model: nn.Module, site: Any) -> nn.Module:
+    other = copy.deepcopy(model)
+    edit = site.on(other).move.plan(other, site.on(other))
+    edit.build()
+    edit.apply()
+    return other
+
+
+@pytest.mark.parametrize(("model", "batches"), [(mlp(), data()), (convolutions(), data((2, 6, 6), 2))])
+def test_the_bypass_is_the_gradient_of_a_unit_without_activation(
+    model: nn.Sequential, batches: list[tuple[Tensor, Tensor]]
+) -> None:
+    """A new unit with row e_i and zero columns in a linear network: the gradient of its columns is row i of the bypass."""
+    linear = nn.Sequential(*(nn.Identity() if isinstance(module, nn.Tanh) else module for module in model))
+    for pair in seen(linear, batches):
+        width = pair.h.shape[1]
+        site = pair.start(torch.eye(width).double())
+        wide = grown(linear, site)
+        mean_loss(wide, batches).backward()
+        axis = pair.column
+        weight = wide.get_submodule(axis.module.path).weight.grad
+        units = weight.movedim(axis.dim, 0).unflatten(0, (axis.outer, -1, axis.inner))[:, -width:]
+        torch.testing.assert_close(units.transpose(0, 1).flatten(1), pair.bypass(), rtol=1e-10, atol=1e-14)
+
+
+def test_what_the_reader_can_serve_is_left_out() -> None:
+    for pair in seen(mlp(), data()):
+        left = pair.g - pair.a @ pair.explained
+        assert (pair.a.T @ left).abs().max() < 1e-9
+        slow = torch.linalg.lstsq(pair.a, pair.g, driver="gelsd").solution
+        torch.testing.assert_close(pair.explained, slow, rtol=1e-6, atol=1e-10)
+
+
+def test_tiny_predicts_the_decrease_that_is_measured() -> None:
+    """Exactly so for tanh, where the reader's own weights can do no more."""
+    model, batches = mlp(), data(count=4)
+    reader = model[4]
+    optimizer = torch.optim.LBFGS(
+        reader.parameters(), max_iter=300, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = mean_loss(model, batches)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    pair = seen(model, batches)[1]
+    assert pair.explained.abs().max() < 1e-3
+    _, predicted = Tiny().start(pair, lambda site: mean_loss(grown(model, site), batches).item())
+    root = inverse_root(moment(pair.h))
+    left, values, right = torch.linalg.svd(root @ -pair.bypass(residual=True))
+    rows, columns = (root @ left[:, :2]).T * values[:2, None].sqrt(), right[:2] * values[:2, None].sqrt()
+    small = 1e-3
+    wide = grown(model, pair.start(small * rows, small * columns))
+    fell = (mean_loss(model, batches) - mean_loss(wide, batches)) / small**2
+    torch.testing.assert_close(fell, values[:2].square().sum(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(predicted, float(values[:2].square().sum()))
+
+
+def test_nest_serves_the_largest_entries_downhill() -> None:
+    for pair in seen(mlp(), data()):
+        site, _ = Nest().start(pair, lambda _: 0.0)
+        assert isinstance(site.move, Width) and site.move._entries is not None
+        weight, bias = (value for value in site.move._entries.values[:2])
+        columns = site.move._entries.values[-1]
+        assert weight is not None and bias is not None and columns is not None
+        rows = torch.cat([weight, bias[:, None]], 1)
+        assert (rows.T @ columns.T * pair.bypass()).sum() < 0
+
+
+def test_the_closed_form_of_senn_is_not_below_its_search() -> None:
+    """Against the score of the paper for many random small units."""
+    for pair in seen(mlp(), data()):
+        _, best = Senn().start(pair, lambda _: 0.0)
+        left = pair.g - pair.a @ pair.explained
+        fisher = moment(pair.g)
+        fisher = fisher + DAMPING * fisher.diagonal().mean() * torch.eye(len(fisher)).double()
+        whitener = pseudo_inverse(fisher)
+
+        def score(row: Tensor, pair: Pair = pair, left: Tensor = left, whitener: Tensor = whitener) -> float:
+            unit = torch.tanh(1e-4 * pair.h @ row[:, None])
+            c = unit.T @ left / len(unit)
+            return float((c * (c @ whitener)).sum() / unit.square().mean())
+
+        root = inverse_root(moment(pair.h))
+        vectors, values, _ = torch.linalg.svd(root @ -pair.bypass(residual=True) @ inverse_root(fisher))
+        torch.testing.assert_close(best, float(values[:2].square().sum()), rtol=1e-9, atol=0)
+        torch.testing.assert_close(score(root @ vectors[:, 0]), float(values[0].square()), rtol=1e-4, atol=0)
+        generator = torch.Generator().manual_seed(0)
+        found = [score(torch.randn(pair.h.shape[1], generator=generator).double()) for _ in range(300)]
+        assert max(found) <= float(values[0].square()) * (1 + 1e-6)
+
+
+def test_north_adds_what_no_unit_has_yet() -> None:
+    model, batches = mlp(), data(count=4)
+    for pair in seen(model, batches)[:1]:
+        pair.width.on(model)
+        site, excess = North().start(pair, lambda _: 0.0)
+        assert excess >= 0 and isinstance(site.move, Width) and site.move._entries is not None
+        rows = torch.cat([site.move._entries.values[0], site.move._entries.values[1][:, None]], 1)  # type: ignore[index,list-item]
+        new, old = pair.h @ rows.T, pair.h @ pair.existing_rows.T
+        alone = new - old @ torch.linalg.lstsq(old, new, driver="gelsd").solution
+        # Five units of four inputs and a bias leave no direction free, so what is left is rounding; with fewer units there is one.
+        assert pair.existing_rows.shape == (5, 5) and alone.norm() < 1e-6 * new.norm() + 1e-6
+
+
+@pytest.mark.parametrize("name", WIDENING)
+def test_every_method_grows_a_network_and_says_whether_the_function_stays(name: str) -> None:
+    model, batches, told = mlp(nn.Tanh), data(), list[Any]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    options = {"example": batches[0][0], "trigger": Every(1), "units": 2, "max_factor": None}
+    grower = Grower(model, optimizer, strategy=name, log=told.append, **options)
+    before = mean_loss(model, batches).item()
+    for _ in range(2):
+        growth = grower.step(batches, F.cross_entropy)
+        if growth is None:
+            continue
+        optimizer.zero_grad()
+        mean_loss(model, batches).backward()
+        optimizer.step()
+    keeps = name not in ("tiny", "nest")
+    assert all(("not kept" in str(look)) is not keeps for look in told if look.inserted)
+    if name not in ("north", "senn"):  # these may find that nothing would help
+        assert len(grower.history) == 2
+    assert mean_loss(model, batches).item() < before or not len(grower.history)
+    again = Grower(mlp(nn.Tanh), strategy=name, **options)
+    again.model = model
+    again.load_state_dict(grower.state_dict())
+    assert again.state_dict() == grower.state_dict()
+
+
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+        self.second = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.first, *self.second):
+            x = x + block(x)
+        return self.out(x)
+
+
+def test_autogrow_takes_the_stages_in_turn_and_closes_one_that_does_not_pay() -> None:
+    torch.manual_seed(0)
+    model, batches = Stages().double(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grower = Grower(
+        model, optimizer, example=batches[0][0], trigger=Every(1), strategy=AutoGrow(least=0.1), max_factor=None
+    )
+    places = []
+    for metric in (1.0, 0.5, 0.45, 0.1, 0.05):
+        growth = grower.step(batches, F.cross_entropy, metric=metric)
+        places.append(growth.name.split(".")[0] if growth else None)
+    # The second stage did not pay at 0.45 and is closed; the first did once more at 0.1, and then is closed too.
+    assert places == ["first", "second", "first", "first", None]
+
+
+def test_llama_pro_spaces_blocks_evenly() -> None:
+    torch.manual_seed(0)
+    model, batches = Stages().double(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grower = Grower(
+        model, optimizer, example=batches[0][0], trigger=Every(1), strategy="llama-pro", count=2, max_factor=None
+    )
+    grower.step(batches, F.cross_entropy)
+    assert len(grower.history) == 2 and len({growth.site.path for growth in grower.history}) == 2
+
+
+def test_every_strategy_says_what_it_is_and_whether_the_function_stays() -> None:
+    from importlib import import_module
+
+    for file, name in STRATEGIES.values():
+        module = import_module(f"sensli.growing.strategies.{file}")
+        assert module.__doc__ and getattr(module, name)
+        if file not in ("sensli", "random_start"):
+            assert ("function" in module.__doc__ and "kept" in module.__doc__) or "keeps" in module.__doc__, file
