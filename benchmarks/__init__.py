@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cnn, finding, measuring, resume, sklearn, transformers, widths
+from benchmarks import cnn, finding, measuring, resume, sklearn, starts, transformers, widths
 from benchmarks.figure import Figure
 from benchmarks.random_models import random_models
 from benchmarks.spirals import spirals
@@ -39,6 +39,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "looking": cnn.look_cost,
     "exp1": cnn.exp1,
     "widths": widths.widths,
+    "starts": starts.starts,
     "random-models": random_models,
 }
 

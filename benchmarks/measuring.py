@@ -160,12 +160,13 @@ def _seconds_of_norms(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, fl
 
 def memory() -> list[Figure]:
     """Peak resident memory of a measurement against that of an ordinary training step, each in a fresh process."""
-    step, probe = _peak("step"), _peak("measure")
+    step, probe = peak("step"), peak("measure")
     detail = f"resident peak {probe / 2**20:.0f} MiB / {step / 2**20:.0f} MiB, paper's CNN, batch 128"
     return [Figure("peak memory of measure / training step", probe / step, 1.15, detail)]
 
 
-def _peak(work: str) -> float:
+def peak(work: str) -> float:
+    """Bytes of resident memory, of a fresh process that does nothing else."""
     command = [sys.executable, "-m", "benchmarks.measuring", work]
     root = Path(__file__).parents[1]  # where `python -m` finds this package
     return float(subprocess.run(command, check=True, capture_output=True, text=True, cwd=root).stdout)
@@ -180,6 +181,8 @@ def _in_fresh_process(work: str) -> None:
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
             optimizer.step()
+    elif work == "widths":
+        measure(model, find_sites(model, x[:1], grow="both"), [(x, y)] * 3, cross_entropy, norm="frobenius")
     else:
         measure(model, find_sites(model, x[:1], where="conv"), [(x, y)] * 3, cross_entropy)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.figure import Figure
 from benchmarks.language import BYTES, LanguageModel, next_byte_loss
-from benchmarks.measuring import interleaved
+from benchmarks.measuring import interleaved, peak
 from benchmarks.networks import paper_cnn
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
@@ -17,7 +17,13 @@ from sensli.surgery.insertion import grow
 
 def widths() -> list[Figure]:
     """Measuring widths and layers together against layers alone; a step of AdamW after a widening against the same size from scratch."""
-    return [*_measuring("paper's CNN", *_images()), *_measuring("transformer", *_bytes()), *_stepping()]
+    return [*_measuring("paper's CNN", *_images()), *_measuring("transformer", *_bytes()), *_stepping(), *_memory()]
+
+
+def _memory() -> list[Figure]:
+    step, look = peak("step"), peak("widths")
+    detail = f"resident peak {look / 2**20:.0f} MiB / {step / 2**20:.0f} MiB, paper's CNN, batch 128, each in a fresh process"
+    return [Figure("peak memory of measure with widths / training step", look / step, 1.2, detail)]
 
 
 def _images() -> tuple[nn.Module, torch.Tensor, torch.Tensor, object]:

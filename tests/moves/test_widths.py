@@ -326,7 +326,9 @@ def test_candidates_are_taken_greedily() -> None:
         share = own.T @ unit / (unit @ unit)
         left = left - share[:, None] * left[best]
         own = own - unit[:, None] * share
-    assert greedy(gradients @ gradients.T, activations.T @ activations, 4) == sorted(expected)
+    longer = gradients @ torch.linalg.qr(torch.randn(20, 4, dtype=torch.float64, generator=generator)).Q.T
+    for columns in (gradients, longer):  # the same lengths and angles
+        assert greedy(columns, activations.T @ activations, 4) == sorted(expected)
 
 
 # --- random networks ---

@@ -26,7 +26,8 @@ from sensli.moves.width.width import Axis, Width
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
 
-_ROUNDS = 32  # in which candidates are chosen
+_ROUNDS = 16  # in which candidates are chosen
+_SAMPLES = 8  # values of each candidate, for each candidate: more do not tell better how alike two of them are
 
 # The replica that all widths measured together in a model share, while they are.
 _REPLICAS: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
@@ -68,11 +69,15 @@ class ReaderGauge(Gauge):
         axis = self._readers[index]
         return by_unit(column_gradient(axis.module.find_module(), read, cotangent).flatten(1), axis)
 
-    def _values(self, index: int, read: Tensor) -> Tensor:
-        """What is read of each unit: [units, values of one]."""
+    def _likeness(self, index: int, read: Tensor) -> Tensor:
+        """The inner products of what is read of each unit, over as many samples as are needed to tell units apart."""
         axis = self._readers[index]
         channel = 1 if isinstance(axis.module.find_module(), nn.modules.conv._ConvNd) else read.dim() - 1
-        return by_unit(read.movedim(channel, 0).flatten(1), axis)
+        if channel:
+            enough = _SAMPLES * read.shape[channel] ** 2
+            read = read[:: max(1, read.numel() // enough)]
+        values = by_unit(read.movedim(channel, 0).flatten(1), axis)
+        return values @ values.T
 
 
 class ColumnGauge(ReaderGauge):
@@ -90,8 +95,7 @@ class ColumnGauge(ReaderGauge):
         read = self._read(index)
         sums = {f"columns{index}": self._columns(index, read, cotangent)}
         if self._chooses:
-            values = self._values(index, read)
-            sums["likeness"] = values @ values.T
+            sums["likeness"] = self._likeness(index, read)
         if self.natural:
             sums.update(moments(index, self._readers[index].module.find_module(), read, cotangent))
         return sums
@@ -115,32 +119,46 @@ class ColumnGauge(ReaderGauge):
         if not self._chooses:
             return list(range(len(columns[0])))
         if len(self._known[0]) != len(columns) or any(a is not b for a, b in zip(self._known[0], columns, strict=True)):
-            products = sum((part @ part.T).double() for part in columns)
-            assert isinstance(products, Tensor)
-            self._known = columns, greedy(products, sums["likeness"].double(), self._width.more)
+            self._known = columns, greedy(torch.cat(columns, 1), sums["likeness"], self._width.more)
         return self._known[1]
 
 
-def greedy(products: Tensor, likeness: Tensor, count: int) -> list[int]:
+def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
     """So many candidates, each time the one whose gradient is largest after what those before it explain is taken out of all.
 
-    ``products``: the inner products of the candidates' gradients; ``likeness``: those of their activations. Of very many a few are taken
-    at a time, as they stand.
+    ``gradients``: [candidates, columns of one]; ``likeness``: the inner products of the candidates' activations. Of very many a few are
+    taken at a time, as they stand.
     """
-    products, likeness = products.clone(), likeness.clone()
+    # Sums in single precision are not quite those of vectors: so little is added that it changes nothing.
+    least = torch.finfo(likeness.dtype).eps * len(likeness) * float(likeness.diagonal().max()) + 1e-200
+    left, likeness = gradients.double(), likeness.double()
+    if left.shape[1] > 4 * left.shape[0]:  # of long vectors only the inner products matter
+        values, vectors = torch.linalg.eigh((gradients @ gradients.T).double())
+        left = vectors * values.clamp_min(0).sqrt()
+    explained = left.new_zeros(0, len(left))  # of each candidate, along the directions taken so far
     chosen: list[int] = []
-    at_once = math.ceil(count / _ROUNDS)
-    while len(chosen) < count:
-        worth = products.diagonal().clone()
+    while True:
+        worth = left.square().sum(1)
         worth[chosen] = -1.0
-        for best in worth.topk(min(at_once, count - len(chosen))).indices.tolist():
-            chosen.append(best)
-            size = likeness[best, best].clone()
-            if size > 0:
-                share, row, own = likeness[:, best] / size, products[best].clone(), products[best, best].clone()
-                products.addmm_(torch.stack([share, row], 1), torch.stack([row - own * share, share]), alpha=-1)
-                likeness.addr_(share, likeness[best].clone(), alpha=-1)
-    return sorted(chosen)
+        best = worth.topk(min(math.ceil(count / _ROUNDS), count - len(chosen))).indices
+        chosen += best.tolist()
+        if len(chosen) == count:
+            return sorted(chosen)
+        own = likeness[best] - explained[:, best].T @ explained
+        lengths = _lengths(own[:, best], least)
+        along = torch.linalg.solve_triangular(lengths, own, upper=False)
+        left = left - along.T @ torch.linalg.solve_triangular(lengths, left[best], upper=False)
+        explained = torch.cat([explained, along])
+
+
+def _lengths(products: Tensor, least: float) -> Tensor:
+    """The Cholesky factor of a few inner products, where candidates may be dead or equal."""
+    while True:
+        factor, failed = torch.linalg.cholesky_ex(products + least * torch.eye(len(products)).to(products))
+        if not failed:
+            found: Tensor = factor
+            return found
+        least *= 100
 
 
 def _after(axis: Axis) -> Point:

@@ -19,7 +19,7 @@ from sensli.modules.arguments import first_tensor
 from sensli.modules.copies import copied_block
 from sensli.modules.running import forked_random_state
 from sensli.moves.roles import Role, role_of
-from sensli.moves.stretching import Stretch
+from sensli.moves.stretching import Stretch, like_layout
 from sensli.moves.width.entries import Entries, filled
 from sensli.moves.width.layers import applied, inputs_per_unit, unfolded
 from sensli.moves.width.width import Axis, Size, Width
@@ -128,7 +128,7 @@ class Replica:
                 elif isinstance(candidates, Entries):
                     rows = makers.setdefault(axis.module.path, [None, None])
                     assert isinstance(rows, list)
-                    rows[axis.name == "bias"] = new
+                    rows[axis.name == "bias"] = None if new is None else like_layout(new, getattr(module, axis.name))
                 else:
                     makers[axis.module.path] = candidates
             for size in width.sizes:
@@ -165,9 +165,11 @@ class Replica:
                 for index, (asker, width, candidates) in enumerate(self._widths):
                     places = (labels == index).nonzero().flatten()
                     if len(places):
-                        held = x.index_select(role.channel % x.dim(), places.to(x.device))
-                        maker = width.axes[0].module.path
-                        held = held.detach() if isinstance(candidates, Entries) else _moved(held, *self._zeros[maker])
+                        held = x.detach() if isinstance(candidates, Entries) else x
+                        if len(places) < len(labels):
+                            held = held.index_select(role.channel % x.dim(), places.to(x.device))
+                        if held.requires_grad:
+                            held = _moved(held, *self._zeros[width.axes[0].module.path])
                         self.read.setdefault((id(asker), path), []).append(held)
             if rows is None:
                 return output

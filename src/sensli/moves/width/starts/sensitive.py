@@ -15,7 +15,7 @@ from sensli.moves.width.starts.random import drawn_rows
 from sensli.moves.width.starts.start import Start
 from sensli.moves.width.width import Axis, Width
 
-PER_UNIT = 3  # tried for each that would come: a random direction, its opposite, and a unit that is there, perturbed
+_MANY = 64  # new units: among so many random directions hardly one lacks something like its opposite
 
 
 class Sensitive(Start):
@@ -29,25 +29,30 @@ class Sensitive(Start):
 
 
 def candidates(width: Width) -> Entries:
-    """Entries of all axes that make a unit, for more units than will be taken."""
+    """Entries of all axes that make a unit, for more units than will be taken.
+
+    For each that would come: a random direction, unless there are many its opposite, and a unit that is there, perturbed.
+    """
     generator = torch.Generator().manual_seed(width.units)
-    near = torch.randint(width.units, ((PER_UNIT - 2) * width.more,), generator=generator)
+    near = torch.randint(width.units, (width.more,), generator=generator)
     return Entries(tuple(_rows(axis, width, near, generator) if axis.fill == "row" else None for axis in width.axes))
 
 
 def _rows(axis: Axis, width: Width, near: Tensor, generator: torch.Generator) -> Tensor:
     own = existing(width, axis)
     units, dim = width.units, axis.dim + 1
-    old = own.double().cpu().unflatten(axis.dim, (axis.outer, units, axis.inner))
-    moved = old.index_select(dim, near)
+    old = own.unflatten(axis.dim, (axis.outer, units, axis.inner))
+    moved = old.index_select(dim, near.to(own.device))
     if own.dim() < 2:  # a bias is that of some unit that is there
         picked = torch.randint(units, (width.more,), generator=generator)
-        drawn = opposite = old.index_select(dim, picked)
+        drawn = opposite = old.index_select(dim, picked.to(own.device))
     else:
         shape = list(old.shape)
         shape[dim] = width.more
-        drawn = torch.randn(shape, generator=generator, dtype=torch.float64) * old.std(correction=0)
+        spread = own.std(correction=0)
+        drawn = torch.randn(shape, generator=generator).to(own) * spread
         opposite = -drawn  # after a ReLU the one may be dead where the other is alive
-        moved = moved + 0.5 * old.std(correction=0) * torch.randn(moved.shape, generator=generator, dtype=torch.float64)
-    rows: Tensor = torch.cat([drawn, opposite, moved], dim=dim).flatten(axis.dim, axis.dim + 2)
-    return rows.to(own.device, own.dtype)
+        moved = moved + torch.randn(moved.shape, generator=generator).to(own) * (0.5 * spread)
+    tried = [drawn, moved] if width.more >= _MANY else [drawn, opposite, moved]
+    rows: Tensor = torch.cat(tried, dim=dim).flatten(axis.dim, axis.dim + 2)
+    return rows

@@ -1,0 +1,87 @@
+"""Start against start: a small network grown to eight times its width on Fashion-MNIST, from the folder that SENSLI_DATA names."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import statistics
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.figure import Figure
+from sensli.merits.measuring import measure
+from sensli.moves.finding import find_sites
+from sensli.moves.width.starts.registry import STARTS
+from sensli.surgery.insertion import grow
+
+IMAGES, SEEDS, EPOCHS, EVERY, MORE, WIDEST = 6000, 4, 30, 3, 8, 64
+
+
+def starts() -> list[Figure]:
+    """Training loss and first merit of every start against random rows, the same seeds for all."""
+    data = _data()
+    how = (
+        f"784-8-8-10 grown to 784-{WIDEST}-{WIDEST}-10, {MORE} units a layer every {EVERY} of {EPOCHS} epochs, {IMAGES} images, SGD with "
+        f"momentum, geometric mean of {SEEDS} paired seeds"
+    )
+    found = {} if data is None else {start: [_grown(start, seed, *data) for seed in range(SEEDS)] for start in STARTS}
+    figures = []
+    for start in STARTS:
+        if start != "random":
+            name = f"training loss: {start} / random"
+            figures.append(Figure(name, _ratio(found, start, 0), 1.0, f"{how}{_losses(found, start)}"))
+    return [*figures, Figure("first merit: sensitive / random", _ratio(found, "sensitive", 1), 1.0, how, at_most=False)]
+
+
+def _ratio(found: dict[str, list[tuple[float, float]]], start: str, which: int) -> float | None:
+    if not found:
+        return None
+    logs = [math.log(a[which] / b[which]) for a, b in zip(found[start], found["random"], strict=True)]
+    return math.exp(statistics.mean(logs))
+
+
+def _losses(found: dict[str, list[tuple[float, float]]], start: str) -> str:
+    if not found:
+        return "; SENSLI_DATA has no Fashion-MNIST"
+    mine, random = ([f"{loss:.3f}" for loss, _ in found[name]] for name in (start, "random"))
+    return f"; {', '.join(mine)} against {', '.join(random)}"
+
+
+def _grown(start: str, seed: int, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """The training loss in the end, and what the first units were worth."""
+    torch.manual_seed(seed)
+    first, second, out = nn.Linear(784, 8), nn.Linear(8, 8), nn.Linear(8, 10)
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), out)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    order, worth = torch.Generator().manual_seed(seed), 0.0
+    for epoch in range(EPOCHS):
+        if epoch and epoch % EVERY == 0 and first.out_features < WIDEST:
+            sites = find_sites(model, x[:2], grow="units", units=MORE, start=start)
+            batches = list(zip(x.split(1000), y.split(1000), strict=True))
+            merits = measure(model, sites, batches, cross_entropy, norm="frobenius", ratio=False)
+            worth = worth or sum(merit.value for merit in merits)
+            for merit in merits:
+                grow(model, merit, optimizer=optimizer)
+        for part in torch.randperm(len(x), generator=order).split(100):
+            optimizer.zero_grad()
+            cross_entropy(model(x[part]), y[part]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        return float(cross_entropy(model(x), y)), worth
+
+
+def _data() -> tuple[Tensor, Tensor] | None:
+    """The first training images, normalised, and their labels; None where they are not there."""
+    root = Path(os.environ.get("SENSLI_DATA") or "/nowhere")
+    for folder in (root / "fashion_mnist", root / "FashionMNIST" / "raw"):
+        files = [folder / f"train-{name}.gz" for name in ("images-idx3-ubyte", "labels-idx1-ubyte")]
+        if all(file.is_file() for file in files):
+            images, labels = (gzip.decompress(file.read_bytes()) for file in files)
+            pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784)[:IMAGES].float() / 255
+            numbers = torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8)[:IMAGES].long()
+            return (pixels - pixels.mean()) / pixels.std(), numbers
+    return None
