@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cnn, finding, measuring, resume, sklearn, starts, transformers, widths
+from benchmarks import cnn, finding, measuring, natural, resume, sklearn, starts, transformers, widths
 from benchmarks.figure import Figure
 from benchmarks.random_models import random_models
 from benchmarks.spirals import spirals
@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "find": finding.search_cost,
     "measure": measuring.measure_against_extended,
     "norms": measuring.norm_cost,
+    "natural": natural.natural_cost,
     "memory": measuring.memory,
     "probe": measuring.probe,
     "linear": measuring.linear_cost,

@@ -3,7 +3,7 @@
 From the same trained state a layer is inserted at every place in turn, and each network trains on with the same batches. Each merit is
 compared with the losses at the end: by rank correlation over the places, and by the regret of taking the place with the largest merit.
 
-    python -m benchmarks.places --data DIR            # all tasks, four seeds
+    python -m benchmarks.places --data DIR            # all tasks, three seeds
     python -m benchmarks.places --show places.json    # the tables again
 """
 
@@ -24,12 +24,13 @@ from benchmarks.places_tasks import TASKS, Batch, Task
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site
+from sensli.paper.data import folder
 from sensli.paper.report.statistics import interval
 from sensli.surgery.insertion import insert
 from sensli.text.tables import text_table
 
 NORMS = ("frobenius", "operator", "natural")
-SEEDS = 4
+SEEDS = 3
 Run = dict[str, Any]  # of one seed: merits by name and losses by part, each a number for every place
 
 
@@ -136,11 +137,7 @@ def table(runs: Sequence[Run]) -> str:
 
 def _shown(values: Sequence[float], unit: float) -> str:
     found = interval(torch.tensor(values, dtype=torch.float64) * unit)
-    return (
-        f"{found.mean:.2f} ± {found.high - found.mean:.2f}"
-        if unit == 1
-        else f"{found.mean:.0f} ± {found.high - found.mean:.0f}"
-    )
+    return f"{found.mean:.2f} ± {found.half:.2f}" if unit == 1 else f"{found.mean:.1f} ± {found.half:.1f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,16 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="default: all")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("places.json"), help="default: %(default)s")
-    parser.add_argument("--show", type=Path, help="only print the tables of a file that was written before")
+    parser.add_argument("--show", nargs="+", type=Path, help="only print the tables of files that were written before")
     args = parser.parse_args(arguments)
-    results: dict[str, list[Run]] = json.loads(args.show.read_text()) if args.show else {}
-    for name in () if args.show else args.tasks:
-        from sensli.paper.data import folder
-
-        task = TASKS[name](folder(args.data))
-        results[name] = []
-        for seed in range(args.seeds):
-            results[name].append(study(task, seed))
+    results: dict[str, list[Run]] = {}
+    for file in args.show or ():
+        results.update(json.loads(file.read_text()))
+    tasks = {} if args.show else {name: TASKS[name](folder(args.data)) for name in args.tasks}
+    for seed in range(args.seeds):
+        for name, task in tasks.items():
+            results.setdefault(name, []).append(study(task, seed))
             args.out.write_text(json.dumps(results, indent=1))
             print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
     for name, runs in results.items():

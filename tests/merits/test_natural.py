@@ -352,3 +352,13 @@ def test_confidence_stops_early_with_it():
     found = measure(model, sites, batches(x, y, *[100] * 64), loss_fn, norm="natural", confidence=0.95)
     assert found.clear and found.batches < 64
     assert found.best.site is found.ranked[0].site
+
+
+def test_large_moments_agree_with_small_ones_to_a_thousandth(monkeypatch):
+    torch.manual_seed(0)
+    x, g = torch.randn(400, 60), torch.randn(400, 30)
+    g = g + x[:, :30]
+    exact = merit(x.double(), g.double())
+    monkeypatch.setattr(natural, "_SMALL", 8)
+    assert merit(x, g) == pytest.approx(exact, rel=1e-2)
+    assert merit(x, g) == merit(x, g)

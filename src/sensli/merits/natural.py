@@ -20,6 +20,8 @@ from sensli.moves.factors import Factored
 
 NATURAL = "natural"
 DAMPING = 0.01  # of the mean eigenvalue of a moment, added to all of them
+_SMALL = 256  # a moment up to this length costs next to nothing
+_PROBES = 64
 
 
 class Metric:
@@ -27,31 +29,26 @@ class Metric:
 
     def __init__(self, of: Factored) -> None:
         self._of, self._versions = of, _versions(of)
-        samples, rows, *used = of.counts.tolist()
-        inverses, self.noise = [], 1.0 / max(samples, 1.0)
         self.finite = all(bool(torch.isfinite(part).all()) for part in (of.inputs, of.outputs))
         if not self.finite:
             return
-        shares = torch.ones(len(of.inputs), dtype=torch.float64, device=of.inputs.device)
-        for moment, taken in ((of.inputs, used[0]), (of.outputs, used[1])):
-            inverse, freedom = _divided(moment, taken / max(rows, 1.0), taken)
-            inverses.append(inverse)
-            shares = shares * freedom
-        self.noise *= shares.sum().item()
-        self._inputs, self._outputs = inverses
+        samples, rows, *used = of.counts.tolist()
+        self._inputs, inputs = _divisor(of.inputs, used[0], rows)
+        self._outputs, outputs = _divisor(of.outputs, used[1], rows)
+        self.noise: float = (inputs * outputs).sum().item() / samples
 
     def fits(self, other: Factored) -> bool:
         """Whether it is the metric of these sums too."""
-        return (self._of.inputs is other.inputs and self._of.outputs is other.outputs) and self._versions == _versions(
-            other
-        )
+        same = self._of.inputs is other.inputs and self._of.outputs is other.outputs
+        return same and self._versions == _versions(other)
 
-    def squared(self, gradient: Tensor) -> float:
-        """The squared norm of a summed gradient."""
+    def merit(self, gradient: Tensor, share: float) -> float:
+        """Of the gradient summed over a share of the samples, without what noise is worth."""
         if not self.finite or not bool(torch.isfinite(gradient).all()):
             return math.nan
-        whitened = self._outputs @ gradient.to(self._outputs.dtype) @ self._inputs.mT
-        return whitened.square().sum().item()
+        divided = _solved(self._inputs, _solved(self._outputs, gradient).mT)
+        squared: float = divided.double().square().sum().item()
+        return squared / share**2 - self.noise / share
 
 
 def natural_merit(maps: Iterable[Factored], share: float, metrics: list[Metric]) -> float:
@@ -65,28 +62,53 @@ def natural_merit(maps: Iterable[Factored], share: float, metrics: list[Metric])
             metrics.append(Metric(each))
         elif not metrics[index].fits(each):
             metrics[index] = Metric(each)
-        metric = metrics[index]
-        total += metric.squared(each.gradient) / share**2 - metric.noise / share
+        total += metrics[index].merit(each.gradient, share)
     return total
 
 
-def _divided(moment: Tensor, share: float, used: float) -> tuple[Tensor, Tensor]:
-    """W with W^T W the inverse of the damped moment, and its degrees of freedom: what pure noise gets of each row, summed over rows.
+def _divisor(moment: Tensor, used: float, rows: float) -> tuple[Tensor, Tensor]:
+    """The triangular root of the damped moment, and its degrees of freedom: what pure noise gets of a row, summed over all rows.
 
-    Where only a share of the rows is in the moment, some directions have not been seen: damping them by as much as they may be
+    Where only a share of the rows is in the moment, some directions have not been seen. Damping by as much as they may be
     underestimated keeps the others from drowning. A row that is not in the moment gets more than one that is, as the formula for
     leaving one out tells.
     """
-    wide = moment.double() if moment.device.type in ("cpu", "cuda") else moment.cpu().double()
-    length = wide.shape[-1]
-    size = wide.diagonal(dim1=-2, dim2=-1).mean(-1)
-    damping = (DAMPING + (1 - share) * length / max(used, 1.0)) * size
-    eye = torch.eye(length, dtype=wide.dtype, device=wide.device)
-    # A moment that is zero belongs to a gradient that is zero: any metric will do.
-    damped = wide + torch.where(size > 0, damping, torch.ones_like(size))[:, None, None] * eye
-    inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(damped), eye, upper=False)
-    freedom = length - torch.where(size > 0, damping, torch.ones_like(size)) * inverse.square().sum((-2, -1))
-    return inverse, freedom * (share + (1 - share) / (1 - freedom / max(used, 1.0)).clamp_min(1e-3))
+    moment = moment if moment.device.type in ("cpu", "cuda") else moment.cpu()
+    length, share = moment.shape[-1], used / rows
+    size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
+    # A moment that is zero belongs to a gradient that is zero: any divisor will do.
+    damping = torch.where(size > 0, (DAMPING + (1 - share) * length / used) * size, torch.ones_like(size))
+    root = _root(moment, damping)
+    freedom = length - damping.double() * _trace_of_inverse(root)
+    return root, freedom * (share + (1 - share) / (1 - freedom / used).clamp_min(1e-3))
+
+
+def _root(moment: Tensor, damping: Tensor) -> Tensor:
+    """Of small moments in double precision, where it costs nothing; of others where it is needed."""
+    eye = torch.eye(moment.shape[-1], device=moment.device)
+    root = moment
+    for wide in (moment.double(),) if moment.shape[-1] <= _SMALL else (moment, moment.double()):
+        root, failed = torch.linalg.cholesky_ex(wide + damping.to(wide.dtype)[:, None, None] * eye.to(wide.dtype))
+        if not failed.any():
+            break
+    return root
+
+
+def _trace_of_inverse(root: Tensor) -> Tensor:
+    """Exact for small moments; of others from random signs, the same ones every time, to about a thousandth."""
+    length = root.shape[-1]
+    if length <= _SMALL:
+        probes = torch.eye(length)
+    else:
+        generator = torch.Generator().manual_seed(0)  # its own, so that the global random state is not touched
+        probes = torch.randint(0, 2, (length, _PROBES), generator=generator) * 2.0 - 1
+    found = _solved(root, probes.to(root).expand(len(root), -1, -1)).double().square().sum((-2, -1))
+    return found if length <= _SMALL else found / _PROBES
+
+
+def _solved(root: Tensor, given: Tensor) -> Tensor:
+    solved: Tensor = torch.linalg.solve_triangular(root, given.to(root), upper=False)
+    return solved
 
 
 def _versions(of: Factored) -> tuple[int, int]:
