@@ -113,7 +113,7 @@ def _of_images(
     steps: int,
     rate: float,
 ) -> Task:
-    (x, y), held_out = _images(name, folder, train, 1000)
+    (x, y), held_out = _images(name, folder, train, 500)
     training, validation = _split(x, y, 250), _split(*held_out, 250)
     return Task(kind, chooses, build, _shuffled(x, y, 50), training, validation, steps // 2, steps, rate)
 
@@ -135,23 +135,23 @@ def bytes_of_text(folder: Path) -> Task:
         return windows(text, length, 16, count, seed)
 
     build = lambda: LanguageModel(3, 48, 4, length)  # noqa: E731
-    training, validation = list(windows(text, length, 64, 12, -1)), list(windows(rest, length, 64, 12, -1))
-    return Task("block", True, build, batches, training, validation, 200, 150, 2e-3, next_byte_loss)
+    training, validation = list(windows(text, length, 64, 8, -1)), list(windows(rest, length, 64, 8, -1))
+    return Task("block", True, build, batches, training, validation, 120, 90, 2e-3, next_byte_loss)
 
 
 TASKS: dict[str, Callable[[Path], Task]] = {
     "fashion-mlp": lambda folder: _of_images(
-        "fashion_mnist", folder, 2000, "linear", True, lambda: funnel(784, 96, 64, 48, 32, 24, 10), 300, 1e-3
+        "fashion_mnist", folder, 1000, "linear", True, lambda: funnel(784, 96, 64, 48, 32, 24, 10), 200, 1e-3
     ),
     "fashion-cnn": lambda folder: _of_images(
-        "fashion_mnist", folder, 2000, "conv", True, lambda: convolutions(1, 8, 28), 120, 2e-3
+        "fashion_mnist", folder, 1000, "conv", True, lambda: convolutions(1, 8, 28), 80, 2e-3
     ),
     "language": bytes_of_text,
     "spirals": two_spirals,
     "cifar10-cnn": lambda folder: _of_images(
-        "cifar10", folder, 2000, "conv", False, lambda: convolutions(3, 10, 32), 120, 2e-3
+        "cifar10", folder, 1000, "conv", False, lambda: convolutions(3, 10, 32), 80, 2e-3
     ),
     "patches": lambda folder: _of_images(
-        "fashion_mnist", folder, 2000, "block", False, lambda: Patches(3, 32), 160, 2e-3
+        "fashion_mnist", folder, 1000, "block", False, lambda: Patches(3, 32), 100, 2e-3
     ),
 }

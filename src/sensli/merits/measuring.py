@@ -53,7 +53,8 @@ def measure(
         loss_fn: ``loss_fn(output, target)``, the mean loss of a batch; for dicts ``loss_fn(output, batch)``. None uses
             ``output.loss``.
         norm: The norm of the gradient: ``"frobenius"``, ``"mean_square"``, ``"operator"``, ``"operator_l2"``,
-            ``"operator_l1"``, or ``"auto"``: operator if every site is a convolution and the norms cost no more than the passes,
+            ``"operator_l1"``, ``"natural"`` (measured by the noise of the gradient and by the inputs, so that no scale of activations
+            counts), or ``"auto"``: operator if every site is a convolution and the norms cost no more than the passes,
             otherwise Frobenius (default: "auto").
         ratio: Whether to compare each merit with the mean over the existing weights. False saves computing their gradients
             (default: True).

@@ -8,7 +8,7 @@ residual    ``x + W2 s(W1 x + b)``             W1 = 0.8 I, b, W2 = 0   W2
 parametric  ``(1 - a) z + a s(z)``, z = W x+b  W = I, b = 0, a = 0     W
 
 ``W`` is a matrix (``kind="linear"``) or a convolution (``kind="conv"``) that keeps the shape. What a layer at a place would be
-worth needs no layer there: `weight_gradient` is the vector-Jacobian product through the virtual layer alone.
+worth needs no layer there: `sides` and `weight_gradient` are the vector-Jacobian product through the virtual layer alone.
 """
 
 from __future__ import annotations
