@@ -151,7 +151,7 @@ def test_equals_loops_over_samples_and_positions_in_the_extended_network(name):
     assert {site.move.tag for site in sites} == {"twin" if name.startswith("twins") else "layer"}
     assert all(site.move.null == (name == "twins in a loop that adds") for site in sites if site.move.tag == "twin")
     found = measure(model, sites, batches(x, y, 9, 4, 3), loss_fn, norm="natural", ratio=False)
-    assert found.norm == "natural"
+    assert found.norm == "natural" and "natural merit, over 3 batches (16 samples)" in str(found)
     expected = []
     for site in sites:
         big, ((*names,),) = extended(model, [site])

@@ -34,7 +34,7 @@ class Merit:
 
     Attributes:
         site: The site.
-        value: The squared norm.
+        value: The squared norm; with ``norm="natural"`` without the share of the noise, and at least 0.
         ratio: The merit divided by the mean over the existing weights, which is compared with the threshold tau. None if it was
             not measured.
         dead: The share of the new layer's units that were zero on all the data, or None.
@@ -202,7 +202,8 @@ class Merits(Sequence[Merit]):
     @property
     def _measured(self) -> str:
         samples = f" ({self.samples:,} samples)" if self.samples is not None else ""
-        text = f"{self.norm} norm, squared, over {self.batches} {'batch' if self.batches == 1 else 'batches'}{samples}"
+        what = "natural merit" if self.norm == NATURAL else f"{self.norm} norm, squared"
+        text = f"{what}, over {self.batches} {'batch' if self.batches == 1 else 'batches'}{samples}"
         if self.compared:
             text += f"; ordered by the merit {PER[self.compared]} that the growth adds"
         if self.clear is not None:

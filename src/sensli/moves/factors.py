@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_WORK = 2**28  # multiply-adds of one moment in one pass that are always afforded
+_WORK = 2**27  # multiply-adds of one moment in one pass that are always afforded
 _LEAST = 256  # rows that are always taken
 _SHARE = 32  # of many rows every so many-th at least: a moment then costs less than the gradient itself
 
