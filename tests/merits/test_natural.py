@@ -374,3 +374,14 @@ def test_what_is_estimated_for_large_moments_agrees_with_small_ones(monkeypatch)
     monkeypatch.setattr(natural, "_SMALL", 8)
     assert merit(x, g) == pytest.approx(exact, rel=1e-4)
     assert merit(x, g) == merit(x, g)
+
+
+@pytest.mark.parametrize("name", ["plain", "twins"])
+def test_half_precision_agrees_within_its_means(name):
+    model, x, y = case(name, samples=64)
+    exact = measure(model, find_sites(model, x[:1]), [(x, y)], loss_fn, norm="natural")
+    model, x = model.bfloat16(), x.bfloat16()
+    found = measure(model, find_sites(model, x[:1]), [(x, y)], loss_fn, norm="natural")
+    for a, b in zip(exact, found, strict=True):
+        assert b.value == pytest.approx(a.value, rel=0.1, abs=0.02)
+        assert b.ratio == pytest.approx(a.ratio, rel=0.1, abs=0.02)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sensli.modules.running import widened
+
 _WORK = 2**27  # multiply-adds of one moment in one pass that are always afforded
 _LEAST = 256  # rows that are always taken
 _SHARE = 32  # of many rows every so many-th at least: a moment then costs less than the gradient itself
@@ -44,7 +46,8 @@ class Rows:
 
     def moment(self) -> Tensor:
         """The sum of outer products, as large as if all rows had been taken."""
-        return self.values.mT @ self.values * (self.seen / max(self.used, 1))
+        values: Tensor = widened(self.values)
+        return values.mT @ values * (self.seen / max(self.used, 1))
 
 
 @dataclass(frozen=True)
