@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from sensli import Grower, History, triggers
+from sensli.surgery.history.outline import outline
+from sensli.surgery.history.record import Look, Record, SiteMerit
 
 X = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
 
@@ -43,3 +46,50 @@ def infinite() -> History:
     grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(1))
     grower.step([(x, y)], cross_entropy, metric=math.nan)
     return grower.history
+
+
+class Block(nn.Module):
+    """A block of a deep model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+
+def deep(blocks: int = 24, growths: int = 20, **names: Any) -> History:
+    """The history of a deep model that grew far below and far above in turn, written by hand: training one would take long."""
+    names_of = [f"residual_transformer_stage.blocks.{number}" for number in range(blocks)]
+    stack = {str(number): Block() for number in range(blocks)}
+    record = Record(**names)
+    for call in range(1, 3 * growths + 1):
+        if call == 1:
+            record.draw(0, outline(_model(stack)))
+        record.count(call, 1e4 if call == 20 else 2.1 + 0.2 / call)
+        if call % 3:
+            continue
+        number = call // 3
+        merits = [
+            SiteMerit(f"Twin(Block) after {name}", name, "after", 0.1 / k, 1.5 / k, None, 76, 100, "block")
+            for k, name in enumerate(names_of, 1)
+        ]
+        place = number % 4 if number % 2 else len(stack) - number % 4
+        layers = list(stack.items())
+        new = Block()
+        new.sensli_growth = number
+        stack = dict([*layers[:place], (f"grown{number}", new), *layers[place:]])
+        facts = {
+            "call": call,
+            "tau": 1.0,
+            "select": "largest",
+            "reason": "its merit is the largest",
+            "unit": record.unit,
+        }
+        record.looks.append(Look(**facts, merits=tuple(merits), inserted=(number,), chosen=(3,), parameters=4000))
+        record.draw(call, outline(_model(stack)))
+    return History(record=record)
+
+
+def _model(stack: dict[str, nn.Module]) -> nn.Module:
+    stage = nn.Module()
+    stage.blocks = nn.Sequential(OrderedDict(stack))
+    return nn.Sequential(OrderedDict(stem=nn.Linear(4, 4), residual_transformer_stage=stage, head=nn.Linear(4, 2)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from browser import chromium, opened
+from browser import opened
 from recorded import infinite
 from sensli import Grower, History, triggers
 from sensli.cli import demo
@@ -22,12 +21,6 @@ from sensli.page import Film, page_data, write_page
 pytestmark = pytest.mark.process
 
 CANVAS = "document.querySelector('#boundary .main canvas').toDataURL()"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from sensli.surgery.history.outline import Unit
 
 
 def growths_of(history: History) -> list[dict[str, Any]]:
-    """Every growth that a Grower made: its number, its call, its site as text and, if a layer got more units, how many it had and has."""
+    """What a Grower made: number, call and site as text of each growth and, where a layer got more units, how many it had and has."""
     return [
         {"number": growth.number, "call": growth.call, "site": str(growth.site), "units": _units(growth)}
         for growth in history

@@ -7,7 +7,7 @@ const widthOf = (id) => Math.max(240, room(id).clientWidth); // before the first
 const still = matchMedia("(prefers-reduced-motion: reduce)"), narrow = matchMedia("(max-width: 760px)");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const whole = (value) => value.toLocaleString("en-US");
-const short = (value) => (value === 0 ? "0" : Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6 ? value.toPrecision(4) : value.toExponential(2));
+const short = (value) => { const size = Math.abs(value); return size === 0 ? "0" : size < 1e-3 || size >= 1e6 ? value.toExponential(2) : size < 1e4 ? value.toPrecision(4) : whole(Math.round(value)); };
 const when = (call) => `${data.unit} ${whole(call)}`; // "epoch 40", "step 12,000"
 const merit = (value) => value.toExponential(2).replace(/e([+-])(\d)$/, "e$10$2");
 const icons = { play: "M6 3 L16 10 L6 17 Z", stop: "M5 3h4v14H5z M11 3h4v14h-4z", previous: "M4 3h2.5v14H4z M16 3 L7.5 10 L16 17 Z", next: "M13.5 3H16v14h-2.5z M4 3 L12.5 10 L4 17 Z" };

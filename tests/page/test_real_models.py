@@ -1,0 +1,124 @@
+"""The page of a deep model in a real browser: every growth is seen, nothing is wider than its box, all of it is on one screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import opened
+from recorded import deep
+from sensli.page import page_data, write_page
+
+pytestmark = pytest.mark.process
+
+SIZES = {"desk": (1400, 900), "tablet": (820, 1100), "phone": (390, 844)}
+
+# The box of a growth, as far as it can be seen: inside its panel, and not below the curves that stay at the edge of a phone.
+SEEN = """number => {
+    const box = document.querySelector(`[data-growth="${number}"]`);
+    if (!box) return false;
+    const at = box.getBoundingClientRect(), panel = document.querySelector("#network .drawing").getBoundingClientRect();
+    const found = [at.top + 3, at.bottom - 3].map(y => document.elementFromPoint((at.left + at.right) / 2, y));
+    return at.top >= panel.top && at.bottom <= panel.bottom && found.every(e => e && document.getElementById("network").contains(e));
+}"""
+THROUGH = """seen => Array.from({length: 20}, (_, k) => {
+    document.dispatchEvent(new KeyboardEvent("keydown", {key: "n"}));
+    return [seen(k + 1), document.querySelectorAll("[data-growth]").length];
+})"""
+WIDER = """() => {
+    const place = e => e.getBoundingClientRect(), around = e => place(e.closest("figure"));
+    const says = e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+    const texts = [...document.querySelectorAll("body *")].filter(e => !e.closest("svg, script, .wide, .spoken") && says(e));
+    const drawn = [...document.querySelectorAll("svg text")].filter(e => e.getComputedTextLength() > Number(e.dataset.space || 1e9) + 1
+        || place(e).left < around(e).left || place(e).right > around(e).right);
+    return [...texts.filter(e => e.clientWidth && e.scrollWidth > e.clientWidth), ...drawn].map(e => e.textContent);
+}"""
+PLACES = """() => Object.fromEntries([...document.querySelectorAll(".controls, figure:not([hidden])")]
+    .map(e => [e.id || "controls", e.getBoundingClientRect().toJSON()]))"""
+
+
+def size(name: str) -> dict[str, int]:
+    return dict(zip(("width", "height"), SIZES[name], strict=True))
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 growths in a stack of 24 blocks with long names, by steps, of a metric with a name; one value is a spike."""
+    return write_page(tmp_path_factory.mktemp("deep") / "page.html", page_data(deep(unit="step", metric="eval_loss")))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_growth_has_a_box_that_is_scrolled_to(browser: Any, page_file: Path, name: str) -> None:
+    with opened(browser, page_file, place="step=0", viewport=size(name), reduced_motion="reduce") as page:
+        page.evaluate("document.getElementById('network').scrollIntoView({block: 'nearest'})")  # as playing does
+        seen = page.evaluate(f"({THROUGH})({SEEN})")
+        assert seen == [[True, number] for number in range(1, 21)]
+        assert page.locator("rect.now").get_attribute("data-growth") == "20"
+        boxes = page.eval_on_selector_all(
+            "[data-unit*='blocks.']", "all => all.map(e => e.getBoundingClientRect().width)"
+        )
+        assert len(boxes) == 44 and max(boxes) - min(boxes) < 0.1
+        assert page.evaluate(WIDER) == []
+
+
+def test_while_it_plays_the_line_is_the_counters_and_the_growth_is_seen(browser: Any, page_file: Path) -> None:
+    with opened(browser, page_file, place="step=0", viewport=size("phone")) as page:
+        page.clock.install()  # the film's own clock, which is moved on by hand
+        page.clock.pause_at(page.evaluate("Date.now() + 1000"))
+        page.click("#play")
+        shown, seen = [0], set[int]()
+        for _ in range(30):
+            page.clock.run_for(200)
+            counter, line = page.evaluate("['epoch', 'state'].map(id => document.getElementById(id).textContent)")
+            assert line.split(" | ")[0] == counter
+            shown.append(int(counter.removeprefix("step ")))
+            if shown[-4:] == [shown[-1]] * 4:  # the boxes have moved apart
+                assert page.evaluate(SEEN, shown[-1] // 3), counter
+                seen.add(shown[-1])
+        assert seen == {3, 6, 9}
+        page.click("#play")
+        assert page.locator("#said").text_content() == page.locator("#state").get_attribute("title")
+
+
+def test_all_panels_are_on_one_screen(browser: Any, page_file: Path) -> None:
+    with opened(browser, page_file, viewport=size("desk"), color_scheme="dark") as page:
+        places = page.evaluate(PLACES)
+        assert all(0 <= place["top"] < place["bottom"] <= 900 for place in places.values()) and len(places) == 4
+        page.set_viewport_size(size("phone"))
+        for down in (0, 300, 500):
+            page.evaluate(f"scrollTo(0, {down})")
+            places = page.evaluate(PLACES)
+            assert places["controls"]["top"] >= 0 and places["loss"]["bottom"] <= 844
+            assert places["controls"]["bottom"] < places["loss"]["top"]
+
+
+def test_the_curve_stays_in_its_chart(browser: Any, page_file: Path) -> None:
+    outside = """() => { const svg = document.querySelector('#loss svg'), height = svg.height.baseVal.value;
+        return [...svg.querySelectorAll('polyline')].flatMap(e => [...e.points]).filter(p => p.y < 0 || p.y > height - 20).length; }"""
+    ticks = "() => [...document.querySelectorAll('#loss .tick')].map(e => Number(e.textContent))"
+    with opened(browser, page_file, viewport=size("desk")) as page:
+        assert page.evaluate(outside) == 0 and min(page.evaluate(ticks)) > 2 and max(page.evaluate(ticks)) < 2.5
+        assert page.eval_on_selector_all("[data-above]", "all => all.map(e => e.dataset.above)") == ["10000"]
+        assert page.locator("[data-above] title").text_content() == "step 20: 10,000, above the chart"
+        page.check("#log")
+        assert (
+            page.evaluate(outside) == 0
+            and page.locator("[data-above]").count() == 0
+            and max(page.evaluate(ticks)) >= 1000
+        )
+
+
+def test_names_and_legends(browser: Any, page_file: Path) -> None:
+    with opened(browser, page_file, viewport=size("phone")) as page:
+        assert page.locator("#measure").inner_text() == "eval_loss"
+        assert "eval_loss: 2.3 at step 1, 2.103 at step 60." in page.locator("#words").text_content()
+        assert "of eval_loss" not in page.content() and "epoch" not in page.locator("body").inner_text().lower()
+        legend = page.locator("#key").inner_text()
+        assert all(
+            word in legend
+            for word in ("from the start", "inserted", "just now", "measured", "width of a box: parameters")
+        )
+        name = page.locator("#network svg text", has_text="…").first
+        assert name.locator("title").text_content().startswith("residual_transformer_stage.blocks.")
