@@ -13,12 +13,12 @@ from pathlib import Path
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "helpers")]
 
 from browser import chromium, opened  # noqa: E402
 from sensli.cli.demo import demo  # noqa: E402
 
-STILL, SIZE, FRAMES = 600, {"width": 1080, "height": 1090}, 24
+STILL, SIZE, FRAMES = 600, {"width": 1200, "height": 900}, 24
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
                 )
                 picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
                 frames.append(
-                    picture.resize((640, 646), Image.Resampling.LANCZOS).quantize(40, dither=Image.Dither.NONE)
+                    picture.resize((720, 540), Image.Resampling.LANCZOS).quantize(40, dither=Image.Dither.NONE)
                 )
                 times.append(200)
             times[0], times[-1] = 700, 2500

@@ -58,3 +58,19 @@ def opened(browser: Any, file: Path, *, place: str = "", **options: Any) -> Iter
         assert problems == []
     finally:
         context.close()
+
+
+WIDER = """() => {
+    const place = e => e.getBoundingClientRect(), around = e => place(e.closest("figure"));
+    const says = e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+    const texts = [...document.querySelectorAll("body *")].filter(e => !e.closest("svg, script, .wide, .spoken") && says(e));
+    const drawn = [...document.querySelectorAll("svg text")].filter(e => e.getComputedTextLength() > Number(e.dataset.space || 1e9) + 1
+        || place(e).left < around(e).left || place(e).right > around(e).right);
+    return [...texts.filter(e => e.clientWidth && e.scrollWidth > e.clientWidth), ...drawn].map(e => e.textContent);
+}"""
+
+
+def too_wide(page: Any) -> list[str]:
+    """Texts that are wider than their box, in words or in drawings; tables scroll."""
+    found: list[str] = page.evaluate(WIDER)
+    return found

@@ -284,6 +284,7 @@ def test_the_best_model_comes_back_with_its_layers_and_everything_is_logged(tmp_
     logs = trainer.state.log_history
     looks = [entry for entry in logs if "sensli/merit" in entry]
     assert [entry["epoch"] for entry in looks] == [2.0, 3.0, 4.0]
+    assert (callback.history.record.metric, callback.history.record.unit) == ("eval_loss", "epoch")
     counted = [entry["sensli/parameters"] for entry in logs if "sensli/parameters" in entry]
     assert counted[:3] == sizes[1:] and counted[0] < counted[1]
     assert all(entry["sensli/flops"] > 0 and entry["sensli/ratio"] > 0 for entry in looks)

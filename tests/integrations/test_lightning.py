@@ -154,6 +154,7 @@ def test_metrics_reach_the_logger_and_the_monitored_one_the_trigger(tmp_path: Pa
     callback = GrowthCallback(plateau & triggers.AtMost(1), monitor="val_loss", tau=0.0, batches=2)
     _, trainer = fit(tmp_path, 3, callback, logger=logger, log_every_n_steps=1)
     assert len(callback.history) == 1
+    assert (callback.history.record.metric, callback.history.record.unit) == ("val_loss", "epoch")
     assert callback.grower is not None and callback.grower.last_merits is not None
     assert callback.grower.last_merits.batches == 2
     logged = trainer.logged_metrics

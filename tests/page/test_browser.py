@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from browser import opened
+from browser import opened, too_wide
 from recorded import infinite
 from sensli import Grower, History, triggers
 from sensli.cli import demo
@@ -217,7 +217,7 @@ def test_the_film_plays_and_stops(browser: Any, film: tuple[Path, History]) -> N
 def test_it_fits_a_phone_and_has_words_for_everything(browser: Any, which: str, request: pytest.FixtureRequest) -> None:
     file, _ = request.getfixturevalue(which)
     with opened(browser, file, viewport={"width": 360, "height": 740}, color_scheme="dark") as page:
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360 and too_wide(page) == []
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
         nameless = (
             "[...document.querySelectorAll('button, input, [role=img]')].filter(e => !e.getAttribute('aria-label'))"

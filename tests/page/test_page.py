@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from sensli.errors import HistoryError
 from sensli.growing.checkpoint import save_checkpoint
 from sensli.page import page_data, read_history
 from sensli.page.writing import render
+from sensli.surgery.history.outline import Unit
 
 
 def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +100,36 @@ def test_an_undone_growth_is_said_to_be_undone() -> None:
     history = grow().history
     history.pop()
     assert [look["undone"] for look in page_data(history)["looks"]] == [[], [2]]
+
+
+def test_growths_that_share_a_box_in_older_records_are_drawn_apart() -> None:
+    """Older records have one box for `fc1.grown1` and all that went into it later."""
+    grown = grow(6).history
+    history = History(
+        [replace(growth, name="fc1" + ".grown1" * growth.number) for growth in grown], record=grown.record.copied()
+    )
+    added, label = [growth.site.parameters for growth in history], str(history[0].site.move)
+    history.record.outlines[:] = [
+        (2 * count, (Unit("fc1.grown1", label, sum(added[:count]), 1), Unit("fc1.anchor", "Linear(4, 2)", 10)))
+        for count in (1, 2, 3)
+    ]
+    for count, drawn in enumerate(page_data(history)["outlines"], 1):
+        boxes = {unit["growth"]: unit for unit in drawn["units"]}
+        assert len(drawn["units"]) == count + 1 and sorted(boxes, key=str) == [*range(1, count + 1), None]
+        for growth in history[:count]:
+            assert boxes[growth.number]["path"] == growth.name and boxes[growth.number]["label"] == label
+            assert boxes[growth.number]["parameters"] == growth.site.parameters
+
+
+def test_a_metric_has_its_name() -> None:
+    history = grow().history
+    assert page_data(history)["measure"] == "metric"
+    history.record.metric = "eval_loss"
+    data = page_data(history)
+    assert (data["measure"], data["caption"], data["curves"][0]["name"]) == ("eval_loss", "eval_loss", "eval_loss")
+    assert "eval_loss: 1 at epoch 1" in render(data) and "of eval_loss" not in render(data)
+    named = page_data(history, measure="validation loss")
+    assert named["caption"] == "Validation loss" and "Validation loss: 1 at epoch 1" in render(named)
 
 
 def test_tables_in_a_notebook() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from browser import opened
+from browser import opened, too_wide
 from recorded import deep
 from sensli.page import page_data, write_page
 
@@ -27,14 +27,6 @@ THROUGH = """seen => Array.from({length: 20}, (_, k) => {
     document.dispatchEvent(new KeyboardEvent("keydown", {key: "n"}));
     return [seen(k + 1), document.querySelectorAll("[data-growth]").length];
 })"""
-WIDER = """() => {
-    const place = e => e.getBoundingClientRect(), around = e => place(e.closest("figure"));
-    const says = e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
-    const texts = [...document.querySelectorAll("body *")].filter(e => !e.closest("svg, script, .wide, .spoken") && says(e));
-    const drawn = [...document.querySelectorAll("svg text")].filter(e => e.getComputedTextLength() > Number(e.dataset.space || 1e9) + 1
-        || place(e).left < around(e).left || place(e).right > around(e).right);
-    return [...texts.filter(e => e.clientWidth && e.scrollWidth > e.clientWidth), ...drawn].map(e => e.textContent);
-}"""
 PLACES = """() => Object.fromEntries([...document.querySelectorAll(".controls, figure:not([hidden])")]
     .map(e => [e.id || "controls", e.getBoundingClientRect().toJSON()]))"""
 
@@ -60,7 +52,7 @@ def test_every_growth_has_a_box_that_is_scrolled_to(browser: Any, page_file: Pat
             "[data-unit*='blocks.']", "all => all.map(e => e.getBoundingClientRect().width)"
         )
         assert len(boxes) == 44 and max(boxes) - min(boxes) < 0.1
-        assert page.evaluate(WIDER) == []
+        assert too_wide(page) == []
 
 
 def test_while_it_plays_the_line_is_the_counters_and_the_growth_is_seen(browser: Any, page_file: Path) -> None:

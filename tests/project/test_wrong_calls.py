@@ -479,6 +479,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "optimizer": (Of("one", lambda s: s.optimizer, "belongs to the trainer"),),
     "scheduler": (Of("one", lambda s: s.scheduler, "belongs to the trainer"),),
     "model": (Of("one", lambda s: s.model, "belongs to the trainer"),),
+    "unit": (Of("step", lambda s: "step", "belongs to the trainer"),),
 }
 
 
