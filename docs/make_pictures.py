@@ -35,7 +35,9 @@ def main() -> None:
                 )
                 picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
                 frames.append(
-                    picture.resize((720, 540), Image.Resampling.LANCZOS).quantize(40, dither=Image.Dither.NONE)
+                    picture.resize((720, 540), Image.Resampling.LANCZOS).quantize(
+                        64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+                    )
                 )
                 times.append(200)
             times[0], times[-1] = 700, 2500

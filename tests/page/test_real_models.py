@@ -47,11 +47,18 @@ def test_every_growth_has_a_box_that_is_scrolled_to(browser: Any, page_file: Pat
         page.evaluate("document.getElementById('network').scrollIntoView({block: 'nearest'})")  # as playing does
         seen = page.evaluate(f"({THROUGH})({SEEN})")
         assert seen == [[True, number] for number in range(1, 21)]
-        assert page.locator("rect.now").get_attribute("data-growth") == "20"
+        page.goto(f"{page_file.as_uri()}?#step=30")  # opened there at once
+        page.evaluate("document.getElementById('network').scrollIntoView({block: 'nearest'})")
+        assert page.evaluate(SEEN, 10)
+        page.keyboard.press("n")
+        assert page.locator("#state").evaluate(
+            "e => e.clientHeight <= 2.5 * parseFloat(getComputedStyle(e).lineHeight)"
+        )
+        assert page.locator("rect.now").get_attribute("data-growth") == "11"
         boxes = page.eval_on_selector_all(
             "[data-unit*='blocks.']", "all => all.map(e => e.getBoundingClientRect().width)"
         )
-        assert len(boxes) == 44 and max(boxes) - min(boxes) < 0.1
+        assert len(boxes) == 35 and max(boxes) - min(boxes) < 0.1
         assert too_wide(page) == []
 
 

@@ -23,10 +23,9 @@ const follow = (epoch, units, middle) => { // how to scroll to what has grown; w
   const look = lookAt(epoch), space = room("network"), from = space.scrollTop;
   if (look === followed) return undefined;
   followed = look;
-  const index = units.findIndex((unit) => look && [unit.growth, ...(unit.changes || [])].some((number) => look.inserted.includes(number)));
+  const index = units.findIndex((unit) => look && look.inserted.length && [unit.growth, ...(unit.changes || [])].includes(look.inserted[0]));
   if (index < 0) return undefined;
-  const to = middle(index) - space.clientHeight / 2;
-  return (part) => { space.scrollTop = from + (to - from) * part; };
+  return (part) => { space.scrollTop = from + (middle(index) - space.clientHeight / 2 - from) * part; }; // its height is known only when it is drawn
 };
 const boxes = (epoch) => {
   const units = unitsAt(epoch), space = room("network"), width = widthOf("network"), phone = narrow.matches;
@@ -44,14 +43,14 @@ const boxes = (epoch) => {
   const paint = (rows) => {
     const svg = drawing(width, height, describe(units, epoch));
     for (const { unit, i, place, grow, size } of rows.values()) {
-      const young = unit.growth !== null, now = young && bornAt(unit.growth, epoch) === newest, before = unitsBefore(unit, epoch), y = place + (high * (1 - grow)) / 2, line = place + high / 2 + 4;
+      const young = unit.growth !== null, now = young && bornAt(unit.growth, epoch) === newest, wider = changesOf(unit, epoch).some((growth) => growth.call === newest), before = unitsBefore(unit, epoch), y = place + (high * (1 - grow)) / 2, line = place + high / 2 + 4;
       const frame = { x: centre - size / 2, y, width: size, height: high * grow, rx: 5 }, row = draw("g", { opacity: grow });
       row.append(draw("title", {}, `${inWords(unit, epoch)}: ${whole(unit.parameters)} parameters`));
       row.append(label(names[i], left - 10, { x: left - 10, y: line, "text-anchor": "end", class: "soft" }));
       row.append(draw("rect", { ...frame, class: `box${young ? " young" : ""}${now ? " now" : ""}`, "data-unit": unit.path || "model", ...(young ? { "data-growth": unit.growth } : {}) }));
       if (before) { // the units that were added, as the share of the box that they are
         const share = size * (1 - before / unit.units);
-        row.append(draw("rect", { ...frame, x: centre + size / 2 - share, width: share, class: "added", "data-added": unit.units - before }));
+        row.append(draw("rect", { ...frame, x: centre + size / 2 - share, width: share, class: wider ? "added now" : "added", "data-added": unit.units - before }));
       }
       row.append(label(unit.label, size - 12, { x: centre, y: line, "text-anchor": "middle", class: now ? "on" : "" }));
       row.append(label(notes[i], right - 10, { x: width, y: line, "text-anchor": "end", class: young || before ? "fresh" : "soft" }));

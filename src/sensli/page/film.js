@@ -7,8 +7,9 @@ const say = (epoch) => {
   const grown = names && look.chosen.every((index) => look.merits[index].kind === "units") ? "grown" : "inserted";
   const text = (here) => `${when(epoch)}${here}${next ? ` | next look at ${when(next.call)}` : ""}`;
   const here = (list) => (names === null ? "" : list ? ` | ${grown}: ${list}` : " | a look, nothing inserted");
-  const font = fontOf(state), lines = narrow.matches ? 1.5 : 1;
-  state.textContent = text(here(names && cut(names, Math.max(80, lines * state.clientWidth - lengthOf(text(here(" ")), font)), font)));
+  const font = fontOf(state), lines = narrow.matches ? 2 : 1, high = lines * parseFloat(getComputedStyle(state).lineHeight) + 3;
+  state.textContent = text(here(names));
+  for (let share = 0.95; names && share > 0.1 && state.clientHeight > high; share -= 0.05) state.textContent = text(here(cut(names, share * lengthOf(names, font), font)));
   state.title = text(here(names));
   if (!playing() || names !== null) at("said").textContent = text(here(names)); // to a listener a film must not talk all the time
 };
