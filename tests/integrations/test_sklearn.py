@@ -21,7 +21,14 @@ from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor  # noqa: E402
 
-SMALL: dict[str, Any] = {"width": 12, "max_layers": 2, "max_epochs": 100, "learning_rate": 0.03, "patience": 3}
+SMALL: dict[str, Any] = {
+    "width": 12,
+    "max_layers": 2,
+    "max_width": 24,
+    "max_epochs": 100,
+    "learning_rate": 0.03,
+    "patience": 3,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -1,24 +1,37 @@
-"""Train a network that grows while a held-out part improves and stops by itself; then train again in the same way on all data."""
+"""Train networks that grow together while what each holds out gets better, and that stop by themselves.
+
+Every sample is held out by one network, so all samples together decide about a growth.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.nn.utils.rnn import pad_sequence
 
 from sensli.growing.grower import Grower
-from sensli.growing.triggers import Every
+from sensli.growing.triggers import Moment, Trigger
+from sensli.integrations.stacked import Stacked
+from sensli.moves.sites import Site
 from sensli.surgery.history.history import Growth, History
+from sensli.surgery.history.outline import outline
 from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat
 
-Data = tuple[Tensor, Any]  # inputs, and what the loss takes besides the output
-Loss = Callable[[Tensor, Any], Tensor]
+Samples = Callable[[Tensor, Tensor], Tensor]  # outputs and targets to one number per sample
+STAGE = 30  # evaluations after which a growth is tried even if the loss still falls
+STEPS = 10  # the smallest number between two evaluations: an epoch of few data says little
+FINISH = 0.2  # share of the epochs that the networks train on all samples at the end
+
+
+class Diverged(ValueError):
+    """The loss is not a finite number any more."""
 
 
 @dataclass(frozen=True)
@@ -31,124 +44,257 @@ class Plan:
     max_epochs: int
     patience: int
     tolerance: float  # improvement of the loss that counts, relative to it; and a tenth of that, relative to the first
-    max_growths: int
+    max_layers: int
+    max_width: int
+    units: int  # how many more at a time
     tau: float
-    steps: int = 10  # the smallest number between two looks at the held-out part: an epoch of few data says little
+
+
+Part = tuple[Tensor, Tensor, Tensor]  # inputs, targets, weights
+
+
+class Data:
+    """Samples, and which of them each network trains on and holds out. Without the latter nothing grows."""
+
+    def __init__(
+        self, x: Tensor, y: Tensor, weight: Tensor, rows: Sequence[Tensor], held_out: Sequence[Tensor] = ()
+    ) -> None:
+        self.x, self.y = x, y
+        self.weight = weight / weight.mean()  # the scale of the loss does not depend on that of the weights
+        self.rows, self._shares = self._padded(rows)
+        self.watched = self._padded(held_out or rows)
+        self.grows = len(held_out) > 0
+
+    def _padded(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Rows of equal number for every network, and the weights of these samples: zero where a row fills up."""
+        padded = pad_sequence(list(rows), batch_first=True)
+        real = torch.arange(padded.shape[1]) < torch.tensor([[len(each)] for each in rows])
+        return padded, self.weight[padded] * real
+
+    def part(self, rows: Tensor, weight: Tensor) -> Part:
+        """The samples of these rows."""
+        return self.x[rows], self.y[rows], weight
+
+    def count(self, size: int) -> int:
+        """How many batches of about this size there are in an epoch."""
+        return math.ceil(self.rows.shape[1] / size)
+
+    def batches(self, size: int) -> Iterator[Part]:
+        """One epoch in equally large batches, for each network its own; one batch keeps its order."""
+        count = self.count(size)
+        if count == 1:
+            yield self._whole
+            return
+        order = torch.rand(self.rows.shape).argsort(dim=1)
+        rows, weight = self.rows.gather(1, order), self._shares.gather(1, order)
+        for some, its in zip(rows.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True):
+            yield self.part(some, its)
+
+    @cached_property
+    def _whole(self) -> Part:
+        return self.part(self.rows, self._shares)
 
 
 @dataclass
 class Fitted:
-    """What came out, besides the model itself."""
+    """What came out, besides the networks themselves."""
 
     history: History
-    loss: float  # on the held-out part, of the weights that were kept
-    epochs: int
-    way: tuple[int, ...]  # epochs before the first layer, between two, and after the last
+    loss: float  # on what was held out, of the weights that were kept
+    curve: list[float] = field(default_factory=list)  # the training loss of each epoch
+    stopped: bool = False  # by max_epochs, before it was clear that nothing helps any more
 
 
-def fit_growing(
-    model: nn.Module, train: Data, held_out: Data, loss_fn: Loss, plan: Plan, say: Callable[[str], None]
-) -> Fitted:
-    """Train until the held-out loss stops improving, insert a layer, train on; keep what was best, layers and weights.
+class _Asked(Trigger):
+    """Fires when the fit asks for a layer or for units, and lets nothing else in."""
 
-    A layer that did not help is taken out again, and that ends the fit. Draws from the global random state of torch.
-    """
-    optimizer = _optimizer(model, plan)
-    # A second hidden layer is usually larger than the rest of the network; the held-out part shows whether it helped.
-    options: dict[str, Any] = {"tau": plan.tau, "layer": "relu", "max_factor": None}
-    grower = Grower(model, optimizer, example=train[0][:1], trigger=Every(1), **options)
-    growths: list[Growth] = []
-    best = _Best(model, _value(model, held_out, loss_fn))
-    epoch, stage, first = 0, best.loss, best.loss
-    way: list[int] = []
-    while True:
-        waited = 0
-        start, began = best.loss, epoch
-        best.epoch = epoch
-        while waited < plan.patience and epoch < plan.max_epochs:
-            epochs = min(max(1, plan.steps // max(1, len(train[0]) // plan.batch_size)), plan.max_epochs - epoch)
-            _train(model, train, loss_fn, optimizer, plan.batch_size, epochs)
-            epoch += epochs
-            value = _value(model, held_out, loss_fn)
-            enough = value < stage - plan.tolerance * max(stage, 0.1 * first)
-            waited, stage = (0, value) if enough else (waited + 1, stage)
-            best.see(model, value, len(growths), epoch)
-        way.append(best.epoch - began)
-        say(f"{1 + len(growths)} hidden layers: loss {best.loss:.4g} on the held-out part, epoch {epoch}")
-        helped = not growths or best.loss < start - plan.tolerance * max(start, 0.1 * first)
-        if not helped or len(growths) >= plan.max_growths or epoch >= plan.max_epochs:
-            break
-        best.restore(model)
-        growth = grower.step([train], loss_fn)
-        if growth is None:  # no place is worth a layer
-            break
-        growths.append(growth)
-        say(str(growth))
-        stage = best.loss
-    while len(growths) > best.growths:
-        undo(model, growths.pop(), optimizer=optimizer)
-        grower.history.pop()
-    best.restore(model)
-    return Fitted(grower.history, best.loss, epoch, tuple(way[: len(growths) + 1]))
+    def __init__(self, plan: Plan) -> None:
+        self.kind, self.plan, self.before = "", plan, 0
+
+    def fires(self, moment: Moment) -> bool:
+        self.before = moment.growths
+        return self.kind != ""
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        if self.kind == "units":
+            return site.kind == "units"
+        return site.kind != "units" and moment.growths == self.before  # one layer at a time
 
 
-def fit_again(model: nn.Module, data: Data, loss_fn: Loss, plan: Plan, found: Fitted) -> None:
-    """Train another model through the same epochs and insertions, on data of which nothing is held out.
+class Fit:
+    """One training: networks of equal shape, the data, and what a sample loses in training and where it is held out."""
 
-    The end is known this time, so the learning rate falls to zero over the second half.
-    """
-    optimizer, total = _optimizer(model, plan), sum(found.way)
-    schedule = LambdaLR(optimizer, lambda epoch: min(1.0, 2 * (1 - epoch / max(1, total))))
-    for epochs, growth in zip(found.way, (*found.history, None), strict=True):
-        for _ in range(epochs):
-            _train(model, data, loss_fn, optimizer, plan.batch_size, 1)
-            schedule.step()
-        if growth is not None:
-            repeat(model, growth, optimizer=optimizer, scheduler=schedule)
+    def __init__(
+        self,
+        networks: Sequence[nn.Module],
+        data: Data,
+        losses: Samples,
+        scores: Samples,
+        plan: Plan,
+        say: Callable[[str], None],
+        history: History,
+    ) -> None:
+        self.networks, self.data, self.losses, self.scores, self.plan, self.say = (
+            networks,
+            data,
+            losses,
+            scores,
+            plan,
+            say,
+        )
+        self._began, self._asked = history.record.calls, _Asked(plan)
+        # What trains is stacked, and begins again after each growth: this optimizer only says what can be trained.
+        self._grower = Grower(
+            networks[0], torch.optim.SGD(networks[0].parameters()), example=data.x[:1], trigger=self._asked, tau=plan.tau,
+            layer="relu", grow="both", units=plan.units, start="random", count=plan.max_layers, max_factor=None, floor=0.0,
+        )  # fmt: skip
+        self._grower.history = history
+        self._watched = data.part(*data.watched)
+        self._share = (data.watched[1] / data.watched[1].sum()).flatten()
+        self._best = self._watch(self._stacked())  # the score of each sample
+        self.fitted = Fitted(history, self._mean(self._best))
+        self._first = self.fitted.loss
+
+    def run(self) -> Fitted:
+        """Train, grow while it helps, stop. The networks have the weights that were best."""
+        self._stage(self.plan.patience)
+        helps = {"layer": True, "units": True}
+        while any(helps.values()) and self._left:
+            kind = "layer" if helps["layer"] else "units"
+            if self._room(kind) and self._try(kind):
+                helps = {"layer": True, "units": True}
+            else:
+                helps[kind] = False
+        return self.fitted
+
+    @property
+    def _epoch(self) -> int:
+        return len(self.fitted.curve)
+
+    @property
+    def _left(self) -> int:
+        return self.plan.max_epochs - self._epoch
+
+    def _stacked(self) -> Stacked:
+        return Stacked(self.networks, self.plan.learning_rate, self.plan.weight_decay)
+
+    def _mean(self, scores: Tensor) -> float:
+        return float(self._share @ scores)
+
+    def _enough(self, value: float, before: float) -> bool:
+        return value < before - self.plan.tolerance * max(before, 0.1 * self._first)
+
+    def _clear(self, before: Tensor) -> bool:
+        """Whether the watched samples got better by more than the standard error of their mean, compared one by one."""
+        gain = before - self._best
+        error = float((self._share * (gain - self._mean(gain))).square().sum().sqrt())
+        return self._mean(gain) > error
+
+    def _room(self, kind: str) -> bool:
+        """Whether the limits and the data allow another layer, or more units."""
+        if not self.data.grows:
+            return False
+        hidden = [layer.out_features for layer in self.networks[0].modules() if isinstance(layer, nn.Linear)][:-1]
+        if kind == "layer":
+            return len(hidden) < self.plan.max_layers
+        return max(hidden) + self.plan.units <= self.plan.max_width
+
+    def _stage(self, patience: int) -> None:
+        """Train until the watched loss stalls, or for a while if something could still grow; then the best weights."""
+        stacked, waited, mark, looks = self._stacked(), 0, self.fitted.loss, 0
+        best = stacked.average.clone()
+        limit = STAGE if self._room("layer") or self._room("units") else math.inf
+        while waited < patience and looks < limit and self._left:
+            epochs = max(1, STEPS // self.data.count(self.plan.batch_size))
+            for _ in range(min(epochs, self._left)):
+                self._train(stacked)
+            scores = self._watch(stacked)
+            value, looks = self._mean(scores), looks + 1
+            self._note(value)
+            if self._enough(value, mark):
+                waited, mark = 0, value
+            else:
+                waited += 1
+            if value < self.fitted.loss:
+                self.fitted.loss, self._best, best = value, scores, stacked.average.clone()
+        stacked.write(best)
+        self.fitted.stopped = not self._left and waited < patience
+        layers = sum(isinstance(module, nn.Linear) for module in self.networks[0].modules()) - 1
+        where = "held-out samples" if self.data.grows else "training samples"
+        self.say(f"epoch {self._epoch}: hidden layers: {layers}, loss {self.fitted.loss:.4g} on the {where}")
+
+    def _train(self, stacked: Stacked) -> None:
+        """One epoch of all networks."""
+        self.fitted.curve.append(train_on(stacked, self.data, self.losses, self.plan.batch_size))
+
+    def _watch(self, stacked: Stacked) -> Tensor:
+        """The score of every watched sample, with the averaged weights of the network that does not train on it."""
+        x, y, _ = self._watched
+        with torch.no_grad():
+            return self.scores(stacked.forward(x, average=True).flatten(0, 1), y.flatten(0, 1))
+
+    def _note(self, value: float) -> Growth | None:
+        """Tell the record what the watched loss is at this epoch; if a growth was asked for, make it."""
+        grower, batches = self._grower, list[Any]()
+        if self._asked.kind:
+            x, y, weight = next(self.data.batches(len(self.data.x)))
+            batches = [(x[0], (y[0], weight[0]))]  # of the first network, which the Grower sees
+        grower.calls = self._began + self._epoch - 1
+        return grower.step(batches, lambda output, rest: (self.losses(output, rest[0]) * rest[1]).mean(), metric=value)
+
+    def _try(self, kind: str) -> bool:
+        """Grow all networks and train on; what did not help is taken out again."""
+        history, kept = self._grower.history, len(self._grower.history)
+        before, scores = self.fitted.loss, self._best
+        weights = [{name: value.clone() for name, value in each.state_dict().items()} for each in self.networks]
+        self._asked.kind = kind
+        grown = self._note(before)
+        self._asked.kind = ""
+        if grown is None:  # no place is worth it
+            return False
+        for growth in history[kept:]:
+            self.say(str(growth))
+            for network in self.networks[1:]:
+                repeat(network, growth)
+        self._stage(math.ceil(self.plan.patience / 2))  # what helps does so soon
+        if self._enough(self.fitted.loss, before) and self._clear(scores):
+            return True
+        self.say("taken out again: it did not help")
+        while len(history) > kept:
+            growth = history.pop()
+            for network in self.networks:
+                undo(network, growth)
+        for network, state in zip(self.networks, weights, strict=True):
+            network.load_state_dict(state)
+        self.fitted.loss, self._best = before, scores
+        history.record.draw(self._began + self._epoch, outline(self.networks[0]))
+        return False
+
+    def finish(self) -> None:
+        """Train the networks on all samples for a while, with a learning rate that falls to zero."""
+        everything = [torch.arange(len(self.data.x))] * len(self.networks)
+        data = Data(self.data.x, self.data.y, self.data.weight, everything)
+        stacked, epochs = self._stacked(), math.ceil(FINISH * self._epoch)
+        self.say(f"{epochs} epochs on all {len(self.data.x)} samples")
+        for epoch in range(epochs):
+            stacked.optimizer.param_groups[0]["lr"] = self.plan.learning_rate * (1 - epoch / epochs)
+            train_on(stacked, data, self.losses, self.plan.batch_size)
+        stacked.write(stacked.flat)
 
 
-def _optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=True)
+def train_on(stacked: Stacked, data: Data, losses: Samples, batch_size: int) -> float:
+    """One epoch of all networks; their mean training loss."""
+    loss = float(sum(_step(stacked, part, losses) for part in data.batches(batch_size))) / data.count(batch_size)
+    if not math.isfinite(loss):
+        rate = stacked.optimizer.param_groups[0]["lr"]
+        raise Diverged(f"learning_rate must be small enough for a finite loss, got {rate:g} and a loss of {loss}.")
+    return loss
 
 
-def _train(
-    model: nn.Module, data: Data, loss_fn: Loss, optimizer: torch.optim.Optimizer, batch_size: int, epochs: int
-) -> None:
-    for _ in range(epochs):
-        for x, rest in _batches(data, batch_size):
-            optimizer.zero_grad()
-            loss_fn(model(x), rest).backward()
-            optimizer.step()
-
-
-class _Best:
-    """The weights with the lowest loss so far, and how many layers had been inserted."""
-
-    def __init__(self, model: nn.Module, loss: float) -> None:
-        self.loss, self.growths, self.epoch = loss, 0, 0
-        self._state = copy.deepcopy(model.state_dict())
-
-    def see(self, model: nn.Module, loss: float, growths: int, epoch: int) -> None:
-        if loss < self.loss:
-            self.loss, self.growths, self.epoch = loss, growths, epoch
-            self._state = copy.deepcopy(model.state_dict())
-
-    def restore(self, model: nn.Module) -> None:
-        # A layer that came in after the best weights is still an identity, so only what is known is restored.
-        model.load_state_dict(self._state, strict=False)
-
-
-def _batches(data: Data, size: int) -> Iterator[Data]:
-    """Shuffled batches; data that fit into one batch keep their order."""
-    x, rest = data
-    if len(x) <= size:
-        yield data
-        return
-    order = torch.randperm(len(x))
-    for index in order[: len(x) - len(x) % size].split(size):  # a small last batch would count as much as a full one
-        yield x[index], tuple(part[index] for part in rest)
-
-
-def _value(model: nn.Module, data: Data, loss_fn: Loss) -> float:
-    with torch.no_grad():
-        return float(loss_fn(model(data[0]), data[1]))
+def _step(stacked: Stacked, part: Part, losses: Samples) -> Tensor:
+    """One step of all networks; their mean loss before it."""
+    x, y, weight = part
+    each = losses(stacked.forward(x).flatten(0, 1), y.flatten(0, 1)) * weight.flatten()
+    loss = each.sum() / weight.shape[1]  # a sum over the networks: none of them feels the others
+    stacked.step(loss)
+    return loss.detach() / len(weight)

@@ -1,173 +1,90 @@
 """`GrowingClassifier` and `GrowingRegressor`: scikit-learn estimators with no architecture to choose.
 
-`fit` starts with one hidden layer, inserts layers where they are worth most while a held-out part improves, and stops by itself. Then
-it trains again on all samples, through the epochs and insertions that proved best (``refit=False`` leaves that out).
+`fit` starts with one hidden layer, adds layers and units while the held-out samples improve, and stops by itself. Several networks
+grow together, and each holds out another part, so every sample takes part in the decision. At the end all train on all samples for a
+while (``refit=False`` leaves that out), and the prediction is their mean.
 """
 
 from __future__ import annotations
 
-import copy
-from numbers import Integral, Real
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, softmax
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot, softmax
 
 from sensli.integrations import missing
-from sensli.integrations.fitting import Data, Plan, fit_again, fit_growing
+from sensli.integrations.estimator import GrowingEstimator, moments
 
 try:
     import numpy as np
-    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-    from sklearn.model_selection import train_test_split
-    from sklearn.utils import check_random_state
-    from sklearn.utils._param_validation import Interval
+    from sklearn.base import ClassifierMixin, RegressorMixin
+    from sklearn.utils import compute_sample_weight
+    from sklearn.utils._param_validation import StrOptions
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+    from sklearn.utils.validation import validate_data
 except ImportError as error:
     raise missing("sklearn", error) from error
 
-FEWEST_HELD_OUT = 10  # fewer samples decide nothing: then all are used for training, and the loss is the training loss
 
-
-def _whole() -> Any:
-    return Interval(Integral, 1, None, closed="left")
-
-
-class _Growing(BaseEstimator):  # type: ignore[misc]
-    """What both estimators share. Inputs are standardised inside, with the mean and deviation of the training data."""
-
-    def __init__(
-        self,
-        *,
-        width: int = 100,
-        max_layers: int = 8,
-        learning_rate: float = 3e-3,
-        weight_decay: float = 1e-4,
-        batch_size: int = 200,
-        max_epochs: int = 2000,
-        validation_fraction: float = 0.1,
-        patience: int = 10,
-        tolerance: float = 1e-3,
-        tau: float = 0.0,
-        refit: bool = True,
-        warm_start: bool = False,
-        random_state: Any = None,
-        verbose: int = 0,
-    ) -> None:
-        self.width = width
-        self.max_layers = max_layers
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.batch_size = batch_size
-        self.max_epochs = max_epochs
-        self.validation_fraction = validation_fraction
-        self.patience = patience
-        self.tolerance = tolerance
-        self.tau = tau
-        self.refit = refit
-        self.warm_start = warm_start
-        self.random_state = random_state
-        self.verbose = verbose
-
-    model_: nn.Sequential
-
-    # What scikit-learn's `_validate_params` checks when fitting begins, before anything changes.
-    _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
-        "width": [_whole()],
-        "max_layers": [_whole()],
-        "learning_rate": [Interval(Real, 0, None, closed="neither")],
-        "weight_decay": [Interval(Real, 0, None, closed="left")],
-        "batch_size": [_whole()],
-        "max_epochs": [_whole()],
-        "validation_fraction": [Interval(Real, 0, 1, closed="left")],
-        "patience": [_whole()],
-        "tolerance": [Interval(Real, 0, 1, closed="left")],
-        "tau": [Interval(Real, 0, None, closed="left")],
-        "refit": ["boolean"],
-        "warm_start": ["boolean"],
-        "random_state": ["random_state"],
-        "verbose": ["verbose"],
-    }
-
-    def _fit(self, x: Any, y: Any, sample_weight: Any, outputs: int, groups: Any = None) -> None:
-        """Train on targets that are tensors already; ``groups`` are the classes to hold out in equal proportions."""
-        weight = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
-        counts = weight > 0
-        if not counts.any():
-            raise ValueError("all sample weights are zero, so there is nothing to fit.")
-        x, y, weight = x[counts], y[counts], weight[counts]
-        random = check_random_state(self.random_state)
-        held_out = int(self.validation_fraction * len(x))
-        if held_out >= FEWEST_HELD_OUT:
-            rows = np.arange(len(x))
-            alike = (
-                None if groups is None or np.unique(groups[counts], return_counts=True)[1].min() < 2 else groups[counts]
-            )
-            alike = None if alike is not None and len(np.unique(alike)) > held_out else alike
-            chosen, others = train_test_split(rows, test_size=held_out, stratify=alike, random_state=random)
-        else:
-            chosen = others = slice(None)
-        plan = Plan(
-            self.learning_rate, self.weight_decay, self.batch_size, self.max_epochs, self.patience, self.tolerance,
-            self.max_layers - 1, self.tau,
-        )  # fmt: skip
-        with torch.random.fork_rng(devices=[]):  # the user's own draws continue as if nothing had been fitted
-            torch.manual_seed(int(random.randint(2**31 - 1)))
-            if not (self.warm_start and hasattr(self, "model_")):
-                self.model_ = _network(x[chosen], weight[chosen], self.width, outputs)
-            start, say = copy.deepcopy(self.model_), print if self.verbose else _silent
-            train, rest = (_data(x[part], y[part], weight[part]) for part in (chosen, others))
-            # What a warm start continues with must not have seen the held-out part, which decides there too.
-            again = self.refit and not self.warm_start and held_out >= FEWEST_HELD_OUT
-            fitted = fit_growing(self.model_, train, rest, self._loss, plan, say)
-            if again:
-                self.model_ = start
-                self.model_[0] = _Standardize(*_moments(x, weight)).double()
-                say(f"again on all {len(x)} samples: {' + '.join(map(str, fitted.way))} epochs")
-                fit_again(self.model_, _data(x, y, weight), self._loss, plan, fitted)
-        self.history_ = fitted.history
-        self.validation_loss_ = fitted.loss
-        self.n_iter_ = fitted.epochs
-        self.n_layers_ = sum(isinstance(module, nn.Linear) for module in self.model_.modules()) - 1
-
-    def _output(self, x: Any) -> Tensor:
-        check_is_fitted(self)
-        x = validate_data(self, x, reset=False, dtype=np.float64)
-        with torch.no_grad():
-            out: Tensor = self.model_(torch.from_numpy(x))
-            return out
-
-    @staticmethod
-    def _loss(output: Tensor, rest: Any) -> Tensor:
-        raise NotImplementedError
-
-
-class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
-    """A classifier that grows its network during `fit`.
+class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc]
+    """A classifier that grows its networks during `fit`.
 
     Args:
-        width: The number of units of each hidden layer (default: 100).
-        max_layers: The largest number of hidden layers; `fit` starts with one (default: 8).
+        members: The number of networks, whose mean is the prediction; each holds out another part of the samples (default: 5).
+        width: The number of units of the hidden layer that `fit` starts with, and of those it adds at a time (default: 100).
+        max_layers: The largest number of hidden layers (default: 4).
+        max_width: The largest number of units of a hidden layer (default: 200).
         learning_rate: The learning rate of AdamW (default: 3e-3).
         weight_decay: The decoupled weight decay (default: 1e-4).
         batch_size: The number of samples in a batch (default: 200).
-        max_epochs: The largest number of epochs (default: 2000).
-        validation_fraction: The share of the samples that is held out to decide when to grow and to stop (default: 0.1).
-        patience: The number of evaluations of the held-out part without an improvement before growing or stopping (default: 10).
-        tolerance: The smallest relative improvement that counts (default: 1e-3).
+        max_epochs: The largest number of epochs (default: 500).
+        patience: The number of evaluations of the held-out samples without an improvement before growing or stopping (default: 10).
+        tolerance: The smallest relative improvement that counts (default: 1e-2).
         tau: The threshold of `sensli.Grower` (default: 0.0).
-        refit: Whether to train again on all samples, through the epochs and insertions that were best (default: True).
-        warm_start: Whether the next `fit` continues with the network of the last one (default: False).
+        refit: Whether to train on all samples at the end, none held out, for a fifth of the epochs (default: True).
+        class_weight: Weights of the classes by label, or ``"balanced"`` for the inverse of their frequencies. None weights all
+            equally.
+        warm_start: Whether the next `fit` continues with the networks of the last one (default: False).
         random_state: The random seed, or a numpy RandomState.
         verbose: Whether to print what happens (default: 0).
     """
 
     classes_: Any
+    _classify: ClassVar[bool] = True
+    _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
+        **GrowingEstimator._parameter_constraints,
+        "class_weight": [StrOptions({"balanced"}), dict, None],
+    }
+
+    def __init__(
+        self,
+        *,
+        members: int = 5,
+        width: int = 100,
+        max_layers: int = 4,
+        max_width: int = 200,
+        learning_rate: float = 3e-3,
+        weight_decay: float = 1e-4,
+        batch_size: int = 200,
+        max_epochs: int = 500,
+        patience: int = 10,
+        tolerance: float = 1e-2,
+        tau: float = 0.0,
+        refit: bool = True,
+        class_weight: Any = None,
+        warm_start: bool = False,
+        random_state: Any = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(
+            members=members, width=width, max_layers=max_layers, max_width=max_width, learning_rate=learning_rate,
+            weight_decay=weight_decay, batch_size=batch_size, max_epochs=max_epochs, patience=patience, tolerance=tolerance, tau=tau,
+            refit=refit, warm_start=warm_start, random_state=random_state, verbose=verbose,
+        )  # fmt: skip
+        self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingClassifier:
-        """Fit the network.
+        """Fit the networks.
 
         Args:
             X: The samples, of shape (n, features).
@@ -178,15 +95,50 @@ class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
             The estimator itself.
         """
         self._validate_params()
-        first = not (self.warm_start and hasattr(self, "model_"))
-        X, y = validate_data(self, X, y, dtype=np.float64, reset=first)
+        X, y = validate_data(self, X, y, dtype=np.float64, reset=not self._continues)
         check_classification_targets(y)
-        classes, index = np.unique(y, return_inverse=True)
-        if not first and not np.array_equal(classes, self.classes_):
-            raise ValueError(f"warm_start=True continues with the classes {self.classes_}, but y contains {classes}.")
+        classes = np.unique(y)
+        if self._continues and not np.array_equal(classes, self.classes_):
+            raise ValueError(
+                f"{type(self).__name__}(warm_start=True) continues with the classes {self.classes_}, but y contains {classes}."
+            )
+        weight = self._class_weights(sample_weight, X, y)
         self.classes_ = classes
-        self._fit(X, index, sample_weight, max(2, len(classes)), groups=index)
+        self._fit(X, np.searchsorted(classes, y), weight, max(2, len(classes)))
         return self
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> GrowingClassifier:
+        """Train for one pass over some samples, without growth: after `fit` with the networks that it grew.
+
+        Args:
+            X: The samples, of shape (n, features).
+            y: The labels, of shape (n,).
+            classes: All labels that will ever come. Needed at the first call, unless `fit` was called before.
+            sample_weight: The weight of each sample. None weights all equally.
+
+        Returns:
+            The estimator itself.
+        """
+        self._validate_params()
+        known = getattr(self, "classes_", None) if classes is None else np.unique(classes)
+        if known is None:
+            raise ValueError(f"classes must be given at the first call of {type(self).__name__}.partial_fit, got None.")
+        if hasattr(self, "model_") and not np.array_equal(known, self.classes_):
+            raise ValueError(
+                f"classes must be those of the first call of {type(self).__name__}.partial_fit, {self.classes_}, got {known}."
+            )
+        X, y = validate_data(self, X, y, dtype=np.float64, reset=not hasattr(self, "model_"))
+        check_classification_targets(y)
+        if not np.isin(y, known).all():
+            raise ValueError(f"y must contain only the classes {known} of {type(self).__name__}, got {np.unique(y)}.")
+        weight = self._class_weights(sample_weight, X, y)
+        self.classes_ = known
+        self._partial_fit(X, np.searchsorted(known, y), weight, max(2, len(known)))
+        return self
+
+    def _class_weights(self, sample_weight: Any, X: Any, y: Any) -> Any:
+        weight = self._weights(sample_weight, X)
+        return weight if self.class_weight is None else weight * compute_sample_weight(self.class_weight, y)
 
     def predict_proba(self, X: Any) -> Any:
         """The probability of each class, in the order of ``classes_``.
@@ -207,34 +159,42 @@ class GrowingClassifier(ClassifierMixin, _Growing):  # type: ignore[misc]
         return self.classes_[output[:, : len(self.classes_)].argmax(1).numpy()]
 
     @staticmethod
-    def _loss(output: Tensor, rest: Any) -> Tensor:
-        target, weight = rest
-        loss: Tensor = (cross_entropy(output, target, reduction="none") * weight).mean()
-        return loss
+    def _losses(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target, reduction="none")
+
+    @staticmethod
+    def _scores(output: Tensor, target: Tensor) -> Tensor:
+        # The squared error of the probabilities: one sample that is wrong and sure of it does not outweigh all others.
+        return (output.softmax(-1) - one_hot(target, output.shape[-1])).square().sum(-1)
 
 
-class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
-    """A regressor that grows its network during `fit`; targets are standardised inside, so their unit does not matter.
+class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
+    """A regressor that grows its networks during `fit`; targets are standardised inside, so their unit does not matter.
 
     Args:
-        width: The number of units of each hidden layer (default: 100).
-        max_layers: The largest number of hidden layers; `fit` starts with one (default: 8).
+        members: The number of networks, whose mean is the prediction; each holds out another part of the samples (default: 5).
+        width: The number of units of the hidden layer that `fit` starts with, and of those it adds at a time (default: 100).
+        max_layers: The largest number of hidden layers (default: 4).
+        max_width: The largest number of units of a hidden layer (default: 200).
         learning_rate: The learning rate of AdamW (default: 3e-3).
         weight_decay: The decoupled weight decay (default: 1e-4).
         batch_size: The number of samples in a batch (default: 200).
-        max_epochs: The largest number of epochs (default: 2000).
-        validation_fraction: The share of the samples that is held out to decide when to grow and to stop (default: 0.1).
-        patience: The number of evaluations of the held-out part without an improvement before growing or stopping (default: 10).
-        tolerance: The smallest relative improvement that counts (default: 1e-3).
+        max_epochs: The largest number of epochs (default: 500).
+        patience: The number of evaluations of the held-out samples without an improvement before growing or stopping (default: 10).
+        tolerance: The smallest relative improvement that counts (default: 1e-2).
         tau: The threshold of `sensli.Grower` (default: 0.0).
-        refit: Whether to train again on all samples, through the epochs and insertions that were best (default: True).
-        warm_start: Whether the next `fit` continues with the network of the last one (default: False).
+        refit: Whether to train on all samples at the end, none held out, for a fifth of the epochs (default: True).
+        warm_start: Whether the next `fit` continues with the networks of the last one (default: False).
         random_state: The random seed, or a numpy RandomState.
         verbose: Whether to print what happens (default: 0).
     """
 
+    _classify: ClassVar[bool] = False
+    _y_mean: Any
+    _y_scale: Any
+
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingRegressor:
-        """Fit the network.
+        """Fit the networks.
 
         Args:
             X: The samples, of shape (n, features).
@@ -245,19 +205,39 @@ class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
             The estimator itself.
         """
         self._validate_params()
-        first = not (self.warm_start and hasattr(self, "model_"))
+        X, targets, weight = self._checked(X, y, sample_weight, first=not self._continues)
+        self._fit(X, (targets - self._y_mean) / self._y_scale, weight, targets.shape[1])
+        return self
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingRegressor:
+        """Train for one pass over some samples, without growth: after `fit` with the networks that it grew.
+
+        Args:
+            X: The samples, of shape (n, features).
+            y: The targets, of shape (n,) or (n, targets).
+            sample_weight: The weight of each sample. None weights all equally.
+
+        Returns:
+            The estimator itself.
+        """
+        self._validate_params()
+        X, targets, weight = self._checked(X, y, sample_weight, first=not hasattr(self, "model_"))
+        self._partial_fit(X, (targets - self._y_mean) / self._y_scale, weight, targets.shape[1])
+        return self
+
+    def _checked(self, X: Any, y: Any, sample_weight: Any, *, first: bool) -> tuple[Any, Any, Any]:
+        """Samples, targets as columns, weights; the first time the moments of the targets are kept."""
         X, y = validate_data(self, X, y, dtype=np.float64, reset=first, multi_output=True, y_numeric=True)
         targets = y.reshape(len(y), -1).astype(np.float64)
-        if first:
-            weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-            self._y_mean, self._y_scale = _moments(targets, weight)
-        elif targets.shape[1] != len(self._y_mean):
+        if not first and targets.shape[1] != len(self._y_mean):
             raise ValueError(
-                f"warm_start=True continues with {len(self._y_mean)} targets, but y has {targets.shape[1]}."
+                f"{type(self).__name__} continues with {len(self._y_mean)} targets, but y has {targets.shape[1]}."
             )
+        weight = self._weights(sample_weight, X)
+        if first:
+            self._y_mean, self._y_scale = moments(targets, weight)
         self._flat = y.ndim == 1
-        self._fit(X, (targets - self._y_mean) / self._y_scale, sample_weight, targets.shape[1])
-        return self
+        return X, targets, weight
 
     def predict(self, X: Any) -> Any:
         """The predicted targets.
@@ -270,48 +250,12 @@ class GrowingRegressor(RegressorMixin, _Growing):  # type: ignore[misc]
         return found[:, 0] if self._flat else found
 
     @staticmethod
-    def _loss(output: Tensor, rest: Any) -> Tensor:
-        target, weight = rest
-        loss: Tensor = ((output - target).square().mean(1) * weight).mean()
-        return loss
+    def _losses(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean(-1)
+
+    _scores = _losses
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
-
-
-class _Standardize(nn.Module):
-    """``(x - mean) / scale`` with the moments of the training data."""
-
-    mean: Tensor
-    scale: Tensor
-
-    def __init__(self, mean: Any, scale: Any) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.from_numpy(mean))
-        self.register_buffer("scale", torch.from_numpy(scale))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.scale
-
-
-def _network(x: Any, weight: Any, width: int, outputs: int) -> nn.Sequential:
-    layers = [_Standardize(*_moments(x, weight)), nn.Linear(x.shape[1], width), nn.ReLU(), nn.Linear(width, outputs)]
-    return nn.Sequential(*layers).double()  # as scikit-learn computes; the networks are small
-
-
-def _moments(values: Any, weight: Any) -> tuple[Any, Any]:
-    """Weighted mean and deviation of each column; a column that does not vary keeps its scale."""
-    mean = np.average(values, axis=0, weights=weight)
-    scale = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weight))
-    return mean, np.where(scale > 1e-12 * np.maximum(1.0, np.abs(mean)), scale, 1.0)
-
-
-def _data(x: Any, y: Any, weight: Any) -> Data:
-    # Weights of mean one: the mean over a batch then is the weighted mean loss, also of batches drawn from the whole.
-    return torch.from_numpy(x), (torch.from_numpy(np.asarray(y)), torch.from_numpy(weight / weight.mean()))
-
-
-def _silent(line: str) -> None:
-    pass
