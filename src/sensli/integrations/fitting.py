@@ -27,7 +27,7 @@ from sensli.surgery.replaying import repeat
 Samples = Callable[[Tensor, Tensor], Tensor]  # outputs and targets to one number per sample
 STAGE = 30  # evaluations after which a growth is tried even if the loss still falls
 STEPS = 10  # the smallest number between two evaluations: an epoch of few data says little
-FINISH = 0.2  # share of the epochs that the networks train on all samples at the end
+FINISH = 0.5  # share of the epochs that the networks train on all samples at the end
 
 
 class Diverged(ValueError):
