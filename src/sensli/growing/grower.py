@@ -25,7 +25,7 @@ from sensli.growing.strategies import strategy_of
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.trials.arms import Outcome, Trying
 from sensli.growing.trials.trial import Trial
-from sensli.growing.triggers import Moment, Trigger
+from sensli.growing.trigger import Moment, Trigger
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.merits.ranking import Selection

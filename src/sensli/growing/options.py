@@ -13,7 +13,7 @@ from sensli.growing.logs import Log, check_log
 from sensli.growing.strategies import STRATEGIES
 from sensli.growing.strategies.strategy import Strategy, check_strategy
 from sensli.growing.trials.trial import Trial
-from sensli.growing.triggers import Trigger
+from sensli.growing.trigger import Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.merits import check_per
 from sensli.merits.norms import choose

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sensli.growing.options import Options
-from sensli.growing.triggers import Moment
+from sensli.growing.trigger import Moment
 from sensli.moves.sites import Site
 from sensli.surgery.history.record import factor_text
 

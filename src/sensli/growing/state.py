@@ -11,7 +11,7 @@ from torch import nn
 from sensli.errors import HistoryError, SensliError
 from sensli.growing.following import Followers
 from sensli.growing.strategies.strategy import Strategy
-from sensli.growing.triggers import Trigger
+from sensli.growing.trigger import Trigger
 from sensli.modules import checks
 from sensli.modules.marks import grown
 from sensli.surgery.history.history import History

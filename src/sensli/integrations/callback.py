@@ -11,7 +11,7 @@ from torch import nn
 from sensli.errors import UnsupportedModel
 from sensli.growing.grower import Grower
 from sensli.growing.options import Options
-from sensli.growing.triggers import Trigger
+from sensli.growing.trigger import Trigger
 from sensli.integrations.looking import Facts
 from sensli.merits.backward import LossFunction
 from sensli.modules import checks

@@ -13,7 +13,7 @@ from sensli.growing.options import Options
 from sensli.growing.searching import Search
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.threshold import Threshold
-from sensli.growing.triggers import Moment
+from sensli.growing.trigger import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.measuring import measure
 from sensli.merits.merits import Merit, Merits

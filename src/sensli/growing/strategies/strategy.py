@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import nn
 
 from sensli.errors import WrongType
-from sensli.growing.triggers import Moment
+from sensli.growing.trigger import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
