@@ -106,8 +106,8 @@ def table(runs: Sequence[Run], part: str) -> str:
     cost = (len(networks[0]) + 3 * KEPT) / (4 * len(networks[0]))
     header = ["steps", "rank agreement", "winner right", "growth won", "regret", "regret, raced"]
     return (
-        f"{text_table(header, rows)}\n{len(runs)} looks; regret in thousandths of the loss, mean ± 95 %; never growing {_shown(never)}, always "
-        f"the best merit {_shown(always)}; a growth is best at the end in {grew:.0%}; a race costs {cost:.0%} of a trial"
+        f"{text_table(header, rows)}\n{len(runs)} looks; regret in thousandths of the loss, mean ± 95 %; never growing {_shown(never)}, "
+        f"always the best merit {_shown(always)}; a growth is best at the end in {grew:.0%}; a race costs {cost:.0%} of a trial"
     )
 
 

@@ -1,4 +1,4 @@
-"""`Diminishing`: fires where the curve of the metric over FLOPs has become flat against its own past, whatever the units and despite noise."""
+"""`Diminishing`: fires where the curve of the metric over FLOPs is flat against its own past, whatever the units and despite noise."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_it_resumes_from_its_state_to_the_bit() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"spent": math.inf}, {"spent": "1"}, {"first": [1]}, {"first": 3}, {"recent": None}, {"recent": [[1, math.nan]]}, {"recent": [[1, "2"]]},
-        {"waited": -1}, {"waited": True}, {"declined": 1.5}, {"declined": 64}, {"more": 1},
+        {"spent": math.inf}, {"spent": "1"}, {"first": [1]}, {"first": 3}, {"recent": None}, {"recent": [[1, math.nan]]},
+        {"recent": [[1, "2"]]}, {"waited": -1}, {"waited": True}, {"declined": 1.5}, {"declined": 64}, {"more": 1},
     ],
 )  # fmt: skip
 def test_a_state_that_is_not_one_is_refused(change: dict[str, Any]) -> None:
