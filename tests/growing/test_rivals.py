@@ -21,7 +21,7 @@ from sensli.growing.strategies.tiny import Tiny
 from sensli.growing.triggers import Every
 from sensli.moves.width.width import Width
 
-WIDENING = ["random-place", "net2net", "netmorph", "gradmax", "tiny", "nest", "senn", "north"]
+WIDENING = ["random-units", "net2net", "netmorph", "gradmax", "tiny", "nest", "senn", "north"]
 
 
 def mlp(activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:

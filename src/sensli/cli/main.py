@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sensli import __version__
+from sensli.compare import cli as compare
 from sensli.errors import SensliError
 from sensli.merits.merits import PER
 from sensli.moves.choosing import KINDS
@@ -30,6 +31,7 @@ examples:
   sensli sites mymodels:make_cnn --input 1x3x32x32 --grow both --units 8    layers, and 8 more units or channels
   sensli report history.json                          the animation of your own training, as one HTML file
   sensli paper run 2                                  an experiment of the paper, with table and figure
+  sensli compare run spirals --seeds 10               growing and fixed networks side by side, at equal FLOPs
   sensli sites saved/model --text notes.txt           where a language model would gain most
 """
 
@@ -162,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     paper.add_parser(commands)
+    compare.add_parser(commands)
     return parser
 
 

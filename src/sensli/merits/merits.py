@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from sensli.errors import MeasurementError, WrongType, ZeroMerits
@@ -150,6 +150,12 @@ class Merits(Sequence[Merit]):
             checks.one_of("cost", cost, PER, other="None")
         again = copy(self)
         again.compared = cost
+        return again
+
+    def with_sites(self, sites: Sequence[Site]) -> Merits:
+        """The same values for other sites, given in the same order, such as those that `measure` was given."""
+        again = copy(self)
+        again._merits = tuple(replace(merit, site=site) for merit, site in zip(self, sites, strict=True))
         return again
 
     def _worth(self, merit: Merit) -> float:

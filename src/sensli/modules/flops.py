@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False
             f"cannot count {type(model).__name__}: it has lazy layers, whose shapes the first run would fix. "
             "Run the model once yourself, then count."
         )
-    counter = _Counter(elementwise)
+    counter = FlopCounter(elementwise=elementwise)
     with _unchanged(model), torch.no_grad():
         try:
             with eager(), counter:  # a compiler would run into the counter and give the model up
@@ -135,8 +135,9 @@ def _lstm(data: Any, from_input: Any, from_state: Any, *args: Any, out_val: Any,
     return int(2 * data.shape[0] * data.shape[1] * (from_input.numel() + from_state.numel()))
 
 
-# Products that torch's own registry of formulas does not have. Each takes the arguments of the operation.
-_PRODUCTS: dict[str, Callable[..., int]] = {
+Rule = Callable[..., int]  # takes the arguments of the operation, and its result as out_val
+# Products that torch's own registry of formulas does not have.
+PRODUCTS: dict[str, Rule] = {
     "mv": lambda matrix, vector, out_val: 2 * matrix.numel(),
     "addmv": lambda bias, matrix, vector, out_val, **scale: 2 * matrix.numel(),
     "dot": lambda one, other, out_val: 2 * one.numel(),
@@ -157,7 +158,10 @@ _PER_INPUT = frozenset(
     _fused_rms_norm max_pool2d_with_indices max_pool3d_with_indices mkldnn_max_pool2d mkldnn_max_pool3d avg_pool2d avg_pool3d
     _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d
     fractional_max_pool3d scatter_add scatter_reduce index_add index_reduce col2im
-    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa allclose
+    nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward _softmax_backward_data _log_softmax_backward_data
+    native_batch_norm_backward native_layer_norm_backward native_group_norm_backward max_pool2d_with_indices_backward
+    avg_pool2d_backward _adaptive_avg_pool2d_backward embedding_dense_backward
     """.split()  # noqa: SIM905 (a table of names)
 )
 
@@ -176,12 +180,13 @@ _FREE = frozenset(
 )
 
 
-class _Counter(TorchDispatchMode):
-    """Adds up the operations of everything that runs inside."""
+class FlopCounter(TorchDispatchMode):
+    """Adds up the operations of everything that runs inside, backward passes included."""
 
     supports_higher_order_operators = True
+    products: ClassVar[Mapping[str, Rule]] = PRODUCTS
 
-    def __init__(self, elementwise: bool) -> None:
+    def __init__(self, *, elementwise: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.elementwise = elementwise
         self.total = 0
@@ -193,7 +198,9 @@ class _Counter(TorchDispatchMode):
             func, torch._ops.OpOverload
         )  # the others, such as flex_attention, take functions as arguments
         name = func._schema.name.removeprefix("aten::") if known else str(func)
-        rule = flop_registry.get(func.overloadpacket if known else func) or _PRODUCTS.get(name)
+        # In place (addmm_, relu_) or not, it is the same operation.
+        packet = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket) if known else func
+        rule = flop_registry.get(packet) or self.products.get(name.removesuffix("_"))
         if known and rule is None:
             with self:  # under inference_mode composite operations arrive whole
                 out = func.decompose(*args, **kwargs)
@@ -207,7 +214,6 @@ class _Counter(TorchDispatchMode):
         elif not known:
             self.unknown[name] += 1
         elif not _is_free(func, name, args, kwargs):
-            # In place (relu_) or not, it is the same operation.
             if torch.Tag.pointwise in func.tags:
                 self.total += _size(out) if self.elementwise else 0
             elif name.removesuffix("_") in _PER_INPUT:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 # The name for Grower(strategy=...) -> the file here, and the class in it.
 STRATEGIES: dict[str, tuple[str, str]] = {
     "sensli": ("sensli", "Sensli"),
-    "random-place": ("random_place", "RandomPlace"),
+    "random-start": ("random_start", "RandomStart"),
+    "random-units": ("random_units", "RandomUnits"),
     "net2net": ("net2net", "Net2Net"),
     "netmorph": ("netmorph", "NetMorph"),
     "gradmax": ("gradmax", "GradMax"),

@@ -36,7 +36,7 @@ def draw(plan: Plan, results: Results, folder: Path, formats: tuple[str, ...] = 
         figure = DRAWERS[kind](plan, results)
         for suffix in formats:
             path = folder / f"exp-{plan.key}-{kind}.{suffix}"
-            _save(figure, path)
+            save(figure, path)
             if suffix == formats[0]:
                 written.append(path)
     return written
@@ -252,7 +252,8 @@ def _shades(count: int) -> list[Any]:
     return [shades(0.12 + 0.85 * i / max(count - 1, 1)) for i in range(count)]
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as its file name says; the same figure gives the same bytes."""
     buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
     # no date in the file: the same results give the same bytes
     figure.savefig(buffer, format=kind, metadata={"CreationDate": None} if kind == "pdf" else None)

@@ -15,7 +15,7 @@ from sensli.merits.merits import Merit, Merits
 from sensli.moves.sites import Site, Sites
 
 
-class RandomPlace(Rival):
+class RandomUnits(Rival):
     """Measures nothing."""
 
     def propose(self, model: nn.Module, example: Any) -> Sites:

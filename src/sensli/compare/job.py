@@ -1,0 +1,59 @@
+"""A job: one method on one task under one seed with one budget, and the digest of all that decides its numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sensli.compare.methods import Method
+from sensli.compare.task import Task
+
+FORMAT = 1  # of the numbers: raised when the same job would give others
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train. ``budget`` is a factor on the task's own."""
+
+    task: Task
+    method: Method
+    seed: int
+    budget: float = 1.0
+
+    def __str__(self) -> str:
+        size = "" if self.budget == 1 else f" x {self.budget:g}"
+        return f"{self.task.name}{size}, {self.method.name}, seed {self.seed}"
+
+    @property
+    def digest(self) -> str:
+        """The same for all seeds."""
+        content = json.dumps({"format": FORMAT, **self.facts()}, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    def facts(self) -> dict[str, Any]:
+        """What decides the numbers, besides the seed and the code: plain data. Looks do not concern a fixed size."""
+        task = self.task
+        grows = {"looks": task.looks, "units": task.units, "looked_at": task.looked_at} if self.method.grows else {}
+        return {
+            "task": task.name,
+            "network": str(task.network(self.method.size, 0)),
+            "large": str(task.network("large", 0)),
+            "optimizer": task.recipe,
+            "batch": task.batch,
+            "steps": task.steps,
+            "warmup": task.warmup,
+            "points": task.points,
+            "budget": self.budget,
+            "options": dict(self.method.options),
+            **grows,
+        }
+
+    def seconds(self) -> float:
+        """What it takes on one core of a small machine, roughly."""
+        task = self.task
+        batch = task.batch or task.looked_at
+        total = 3 * task.forward_flops("large") * batch * task.steps * self.budget
+        steps = task.steps * self.budget * task.forward_flops("large") / task.forward_flops(self.method.size)
+        return total / 1.5e10 + steps * 5e-4

@@ -1,0 +1,65 @@
+"""The arms of a comparison: networks of fixed size, SensLI, its controls, and every strategy that is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sensli.compare.errors import BadComparison
+from sensli.compare.task import Task
+from sensli.growing.strategies import STRATEGIES
+from sensli.paper.reading import unknown
+
+
+@dataclass(frozen=True)
+class Method:
+    """What trains: the network it begins with, and what it gives `Grower`; a network of fixed size gives nothing."""
+
+    name: str
+    what: str
+    kind: str  # "fixed", "sensli", "control" or "rival"
+    size: str = "small"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def grows(self) -> bool:
+        return self.kind != "fixed"
+
+
+_GROWING = (
+    Method("layers", "SensLI: a layer where its merit is largest", "sensli", options={"grow": "layers"}),
+    Method("units", "SensLI: units where their merit is largest", "sensli", options={"grow": "units"}),
+    Method("both", "SensLI: a layer or units, whichever has the largest merit", "sensli", options={"grow": "both"}),
+    Method(
+        "random-place", "the sites and starts of 'both', a random one of them", "control",
+        options={"grow": "both", "select": "random"},
+    ),
+    Method(
+        "random-start", "the place that 'both' chooses, units with random rows", "control",
+        options={"grow": "both", "strategy": "random-start"},
+    ),
+)  # fmt: skip
+_KNOWN = {"sensli", *(method.options.get("strategy") for method in _GROWING)}
+KINDS = ("fixed", "sensli", "control", "rival")  # each is also the name of all its methods; "all" is all of them
+
+
+def methods(task: Task) -> dict[str, Method]:
+    """All methods of a task, the networks of fixed size first."""
+    words = {"small": "the network that every growth begins with", "large": "the largest network, from scratch"}
+    fixed = [Method(size, words.get(size, "a fixed size between them"), "fixed", size) for size in task.sizes]
+    rivals = [
+        Method(name, f"Grower(strategy={name!r})", "rival", options={"strategy": name, "grow": "both"})
+        for name in STRATEGIES
+        if name not in _KNOWN
+    ]
+    return {method.name: method for method in (*fixed, *_GROWING, *rivals)}
+
+
+def chosen(task: Task, names: Sequence[str]) -> list[Method]:
+    """The methods of these names, each once, in the order of `methods`."""
+    known = methods(task)
+    for name in names:
+        if name not in known and name not in (*KINDS, "all"):
+            raise BadComparison(f"--methods: {unknown('method', name, [*known, *KINDS, 'all'])}")
+    return [one for one in known.values() if "all" in names or one.kind in names or one.name in names]

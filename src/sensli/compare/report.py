@@ -1,0 +1,133 @@
+"""The report: for each task that has results its verdict, table, figure and command; as Markdown, HTML and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sensli.compare import figure, summary
+from sensli.compare.methods import Method, methods
+from sensli.compare.run import Run
+from sensli.compare.store import Store
+from sensli.compare.summary import Row, Runs
+from sensli.compare.tables import table, verdict
+from sensli.compare.task import Task
+from sensli.compare.tasks import TASKS
+from sensli.paper.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
+from sensli.paper.errors import NoResults, StoreError
+from sensli.paper.figures import check_available
+from sensli.text.strict_json import dumps as strict_json
+from sensli.text.tables import short_number
+from sensli.text.writing import write_bytes
+
+TITLE = "Growth methods, side by side"
+_OPENING = (
+    "All methods of a task start from the same small network of a seed, see the same batches in the same order, follow one learning-rate "
+    "schedule stated in shares of the FLOPs, and stop when the FLOPs are spent. What a look computes counts: it runs under a counter "
+    "that sees every product. All methods look at the same moments, must grow while something fits, and may not become larger than "
+    "`large`. The test data are used once, at the end.",
+    "**minus small**, **minus large**: the test loss of the method minus that of the small and of the large network, seed by seed, with a "
+    "95 % interval; below 0 the method is better. **front ratio**: FLOPs that the growing run needs to reach a validation loss, divided by "
+    "those of the best fixed network of the same seed; *at the end* for the lowest loss that both reached, *at its worst* and *on average* "
+    "over the losses on the way there. Below 1 growing was faster than knowing the best size in advance. **decisions**: the share of "
+    "the FLOPs that looks took.",
+    "The front is the best of several runs at each moment, which favours it where curves are noisy. With few seeds the intervals are wide, "
+    "and a difference that an interval does not separate from 0 is called unclear, not equal.",
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A task with what is stored of it."""
+
+    task: Task
+    methods: list[Method]
+    runs: Runs
+    rows: list[Row]
+
+    @property
+    def seeds(self) -> int:
+        return max(len(own) for own in self.runs.values())
+
+
+def gather(store: Store, tasks: Sequence[Task], seeds: int, budget: float) -> list[Told]:
+    """The tasks that have results."""
+    told = []
+    for task in tasks:
+        known = list(methods(task).values())
+        try:
+            runs = summary.load(task, known, seeds, budget, store)
+        except NoResults:
+            continue
+        told.append(Told(task, known, runs, summary.rows(known, runs)))
+    if not told:
+        raise NoResults(
+            f"{store.root}: no run with the budget x {budget:g} is stored. Compute some with: sensli compare run spirals"
+        )
+    return told
+
+
+def write(store: Store, folder: Path, seeds: int, budget: float) -> list[Path]:
+    """Write README.md with its figures, report.html and summary.json into `folder`."""
+    check_available()
+    told = gather(store, list(TASKS.values()), seeds, budget)
+    blocks: list[Block] = [Heading(TITLE, 1), *(Paragraph(text) for text in _OPENING)]
+    for one in told:
+        path = folder / "figures" / f"{one.task.name}.png"
+        figure.draw(one.task, one.methods, one.runs, path)
+        blocks += _section(one, path, budget)
+    files = {
+        "README.md": markdown(blocks, folder),
+        "report.html": page(blocks, TITLE),
+        "summary.json": strict_json([_record(one) for one in told], indent=1) + "\n",
+    }
+    for name, content in files.items():
+        write_bytes(folder / name, content.encode(), StoreError)
+    return [folder / name for name in files]
+
+
+def _section(one: Told, path: Path, budget: float) -> list[Block]:
+    task = one.task
+    names = " ".join(one.runs)
+    size = "" if budget == 1 else f" --budget {budget:g}"
+    command = f"sensli compare run {task.name} --methods {names} --seeds {one.seeds}{size}"
+    spent = next(iter(next(iter(one.runs.values())).values())).budget
+    return [
+        Heading(task.title[0].upper() + task.title[1:]),
+        Paragraph(
+            f"{short_number(spent)} FLOPs each, {task.recipe}, {task.batch or 'all'} samples a step; looks after "
+            f"{', '.join(f'{share:.0%}' for share in task.looks)} of the FLOPs, each given {task.looked_at:,} samples."
+        ),
+        Bullets(tuple(verdict(one.rows))),
+        Picture(path, f"{task.name}: validation loss over FLOPs. {command}"),
+        table(one.rows),
+        Paragraph("What grew, in the run of the first seed:"),
+        _grown(one),
+        Paragraph(f"Computed by `{command}`, written by `sensli compare report`."),
+    ]
+
+
+def _grown(one: Told) -> Table:
+    lines = []
+    for method in one.methods:
+        if method.grows and method.name in one.runs:
+            run = next(iter(one.runs[method.name].values()))
+            lines.append((method.name, "; ".join(f"{flops / run.budget:.0%}: {what}" for flops, what in run.grown)))
+    return Table(("method", "share of the FLOPs: growth"), tuple(lines))
+
+
+def _record(one: Told) -> dict[str, Any]:
+    def plain(run: Run) -> dict[str, Any]:
+        names = ("test_loss", "test_error", "parameters", "forward", "decisions", "budget", "steps", "uncounted")
+        last = {"validation_loss": run.validation[-1]}
+        return {**last, **{name: getattr(run, name) for name in names}}
+
+    runs = {name: {str(seed): plain(run) for seed, run in own.items()} for name, own in one.runs.items()}
+    ratios = {row.method.name: _factors(row) for row in one.rows if row.end is not None}
+    return {"task": one.task.name, "title": one.task.title, "runs": runs, "front_ratios": ratios}
+
+
+def _factors(row: Row) -> dict[str, str]:
+    return {"end": str(row.end), "worst": str(row.worst), "mean": str(row.mean)}

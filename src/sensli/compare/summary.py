@@ -1,0 +1,129 @@
+"""What the runs of a task say: each method beside the small, the large and the best fixed network, seed by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sensli.compare.front import Curve, Ratios, front_ratios
+from sensli.compare.job import Job
+from sensli.compare.methods import Method
+from sensli.compare.run import Run
+from sensli.compare.store import Store
+from sensli.compare.task import Task
+from sensli.paper.errors import NoResults
+from sensli.paper.statistics import Interval, Paired, interval, paired
+
+Runs = Mapping[str, Mapping[int, Run]]  # method -> seed -> run
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A ratio's geometric mean over the seeds with its 95 % interval."""
+
+    log: Interval
+
+    @property
+    def mean(self) -> float:
+        return math.exp(self.log.mean)
+
+    def __str__(self) -> str:
+        if self.log.runs < 2:
+            return f"{self.mean:.2f} (one run)"
+        return f"{self.mean:.2f} [{math.exp(self.log.low):.2f}, {math.exp(self.log.high):.2f}]"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method: means over its seeds, differences to others over the seeds that both have."""
+
+    method: Method
+    seeds: int
+    validation: Interval
+    test: Interval
+    error: Interval | None
+    to_small: Paired | None  # test loss, this method minus the other one
+    to_large: Paired | None
+    end: Factor | None  # front ratios; of growing methods only
+    worst: Factor | None
+    mean: Factor | None
+    decisions: float  # share of all FLOPs
+    parameters: float
+
+
+def load(task: Task, methods: Sequence[Method], seeds: int, budget: float, store: Store) -> dict[str, dict[int, Run]]:
+    """The stored runs of these methods; those that have none are left out."""
+    found: dict[str, dict[int, Run]] = {}
+    for method in methods:
+        jobs = {seed: Job(task, method, seed, budget) for seed in range(seeds)}
+        runs = {seed: run for seed, job in jobs.items() if (run := store.load(job)) is not None}
+        if runs:
+            found[method.name] = runs
+    if not found:
+        raise NoResults(
+            f"{store.root}: no run of the task {task.name} with the budget x {budget:g} is stored. Compute them with: "
+            f"sensli compare run {task.name}"
+        )
+    return found
+
+
+def curve(run: Run) -> Curve:
+    return Curve(tuple(run.flops), tuple(run.validation))
+
+
+def fixed_curves(runs: Runs, methods: Sequence[Method], seed: int) -> list[Curve] | None:
+    """The curves of all fixed networks under a seed; None if one of them is missing, since the front would be too high."""
+    names = [method.name for method in methods if not method.grows and method.name in runs]
+    if not names or any(seed not in runs[name] for name in names):
+        return None
+    return [curve(runs[name][seed]) for name in names]
+
+
+def rows(methods: Sequence[Method], runs: Runs) -> list[Row]:
+    """One row for each method that has runs."""
+    return [_row(method, methods, runs) for method in methods if method.name in runs]
+
+
+def _row(method: Method, methods: Sequence[Method], runs: Runs) -> Row:
+    own = runs[method.name]
+    errors = [run.test_error for run in own.values() if run.test_error is not None]
+    ratios = _ratios(method, methods, runs)
+    return Row(
+        method=method,
+        seeds=len(own),
+        validation=_interval([run.validation[-1] for run in own.values()]),
+        test=_interval([run.test_loss for run in own.values()]),
+        error=_interval(errors) if errors else None,
+        to_small=_difference(own, runs.get("small")) if method.name != "small" else None,
+        to_large=_difference(own, runs.get("large")) if method.name != "large" else None,
+        end=_factor([one.end for one in ratios]),
+        worst=_factor([one.worst for one in ratios]),
+        mean=_factor([one.mean for one in ratios]),
+        decisions=sum(run.decisions / run.budget for run in own.values()) / len(own),
+        parameters=sum(run.parameters for run in own.values()) / len(own),
+    )
+
+
+def _ratios(method: Method, methods: Sequence[Method], runs: Runs) -> list[Ratios]:
+    if not method.grows:
+        return []
+    fronts = {seed: fixed_curves(runs, methods, seed) for seed in runs[method.name]}
+    return [front_ratios(curve(runs[method.name][seed]), fixed) for seed, fixed in fronts.items() if fixed is not None]
+
+
+def _difference(own: Mapping[int, Run], other: Mapping[int, Run] | None) -> Paired | None:
+    both = sorted(own.keys() & (other or {}).keys())
+    if other is None or not both:
+        return None
+    return paired(*(torch.tensor([some[seed].test_loss for seed in both]) for some in (own, other)))
+
+
+def _interval(values: Sequence[float]) -> Interval:
+    return interval(torch.tensor(values, dtype=torch.float64))
+
+
+def _factor(values: Sequence[float]) -> Factor | None:
+    return Factor(_interval([math.log(value) for value in values])) if values else None

@@ -1,0 +1,82 @@
+"""The table of a task, and what it says in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sensli.compare.summary import Row
+from sensli.paper.document import Table
+from sensli.paper.statistics import CONFIRMED, OPPOSITE, Interval, Paired, number
+from sensli.text.tables import short_number
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Final losses at equal FLOPs, paired differences, front ratios, costs."""
+    header: tuple[str, ...] = (
+        "method", "seeds", "parameters", "validation loss", "test loss", "test error", "minus small", "minus large",
+        "front ratio at the end", "at its worst", "on average", "decisions",
+    )  # fmt: skip
+    errors = any(row.error is not None for row in rows)
+    lines = tuple(_line(row) for row in rows)
+    if not errors:
+        place = header.index("test error")
+        header, lines = _without(header, place), tuple(_without(line, place) for line in lines)
+    return Table(header, lines)
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    return (
+        row.method.name,
+        str(row.seeds),
+        short_number(round(row.parameters)),
+        _mean(row.validation),
+        _mean(row.test),
+        _mean(row.error),
+        _difference(row.to_small),
+        _difference(row.to_large),
+        *("" if factor is None else str(factor) for factor in (row.end, row.worst, row.mean)),
+        f"{row.decisions:.1%}" if row.method.grows else "",
+    )
+
+
+def _without(cells: tuple[str, ...], place: int) -> tuple[str, ...]:
+    return cells[:place] + cells[place + 1 :]
+
+
+def _mean(value: Interval | None) -> str:
+    return "" if value is None else number(value.mean)
+
+
+def _difference(value: Paired | None) -> str:
+    return "" if value is None else str(value.difference)
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each growing method, and one for the best fixed network; intervals decide the words."""
+    fixed = [row for row in rows if not row.method.grows]
+    lines = []
+    if fixed:
+        best = min(fixed, key=lambda row: row.test.mean)
+        lines.append(
+            f"Of the fixed sizes, `{best.method.name}` ended with the lowest test loss ({number(best.test.mean)})."
+        )
+    for row in rows:
+        if row.method.grows:
+            parts = [_against("small", row.to_small), _against("large", row.to_large), _against_front(row)]
+            lines.append(f"`{row.method.name}`: {'; '.join(part for part in parts if part)}.")
+    return lines
+
+
+def _against(name: str, difference: Paired | None) -> str:
+    if difference is None:
+        return ""
+    if difference.difference.runs < 2:
+        return f"one seed, so nothing can be said about `{name}`"
+    word = {CONFIRMED: "better than", OPPOSITE: "worse than"}.get(difference.verdict(), "not clearly different from")
+    return f"{word} `{name}` ({difference.difference})"
+
+
+def _against_front(row: Row) -> str:
+    if row.end is None or row.worst is None:
+        return ""
+    return f"needs {row.end} times the FLOPs of the best fixed network at the end, {row.worst} at its worst"

@@ -1,0 +1,21 @@
+"""The tasks, one small file each; what is known of a task without its data is in its file."""
+
+from __future__ import annotations
+
+from sensli.compare.errors import BadComparison
+from sensli.compare.task import Task
+from sensli.compare.tasks.cifar import RESNET, VGG
+from sensli.compare.tasks.fashion import FASHION
+from sensli.compare.tasks.spirals import SPIRALS
+from sensli.compare.tasks.teacher import TEACHER
+from sensli.compare.tasks.text import TEXT
+from sensli.paper.reading import unknown
+
+TASKS: dict[str, Task] = {task.name: task for task in (TEACHER, SPIRALS, FASHION, VGG, RESNET, TEXT)}
+
+
+def find(name: str) -> Task:
+    """A task by its name."""
+    if name not in TASKS:
+        raise BadComparison(f"TASK: {unknown('task', name, TASKS)}")
+    return TASKS[name]

@@ -1,0 +1,115 @@
+"""A byte-level transformer on the help topics that come with Python: windows of 64 bytes, the next byte at each place."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from sensli.compare.task import Data, Part, Task
+
+BYTES, WINDOW, WIDTH, HEADS = 256, 64, 64, 4
+
+
+class Attention(nn.Module):
+    """Each place sees itself and those before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.all = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, places, width = x.shape
+        query, key, value = self.all(x).view(samples, places, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        y: Tensor = self.out(seen.transpose(1, 2).reshape(samples, places, width))
+        return y
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, both normalised before and added to the stream."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.activation = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        y: Tensor = x + self.down(self.activation(self.up(self.norm2(x))))
+        return y
+
+
+class Transformer(nn.Module):
+    """A stack of equal blocks on embedded bytes."""
+
+    def __init__(self, blocks: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, width)
+        self.places = nn.Parameter(0.02 * torch.randn(WINDOW, width))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(self.blocks(self.embedding(x) + self.places)))
+        return y
+
+
+def next_byte(output: Tensor, target: Tensor) -> Tensor:
+    """The mean cross-entropy over all places."""
+    return cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@lru_cache(maxsize=1)
+def _windows() -> Tensor:
+    """All topics one after another, cut into windows, in an order drawn once."""
+    from pydoc_data.topics import topics  # most of a megabyte, which other commands need not read
+
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    count = (len(codes) - 1) // WINDOW
+    windows = codes[: count * WINDOW + 1].unfold(0, WINDOW + 1, WINDOW)
+    return windows[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+
+
+def load(folder: Path | None, seed: int) -> Data:
+    """Nine tenths of the windows to train on, the rest in halves; the same for all seeds."""
+    windows = _windows()
+    held = len(windows) // 20
+
+    def part(some: Tensor) -> Part:
+        return Part(some[:, :-1].contiguous(), some[:, 1:].contiguous())
+
+    return Data(part(windows[2 * held :]), part(windows[:held]), part(windows[held : 2 * held]))
+
+
+TEXT = Task(
+    name="text",
+    title="the help topics of Python, byte by byte, transformers of width 64",
+    sizes={
+        "small": partial(Transformer, 2),
+        "middle": partial(Transformer, 4),
+        "large": partial(Transformer, 6),
+    },
+    load=load,
+    example=((WINDOW,), torch.long),
+    loss=next_byte,
+    optimizer=partial(torch.optim.AdamW, lr=2e-3),
+    recipe="AdamW 0.002",
+    batch=16,
+    steps=400,
+    looks=(0.1, 0.2, 0.3, 0.4),
+    units=0.5,
+    looked_at=64,
+    warmup=0.05,
+    points=25,
+    counts_errors=False,
+)

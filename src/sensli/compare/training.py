@@ -1,0 +1,217 @@
+"""Train one job: the same loop for every method. A step costs what was counted once for the network as it is; a look costs what ran."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from sensli.compare.flops import Counted, training_flops
+from sensli.compare.job import Job
+from sensli.compare.run import Run
+from sensli.compare.task import Data, Part
+from sensli.growing.checkpoint import load_checkpoint, save_checkpoint
+from sensli.growing.grower import Grower
+from sensli.growing.triggers import Budget, Every
+from sensli.modules.flops import count_flops
+from sensli.paper.seeds import generator, run_seed
+
+Tell = Callable[[float], None]  # the share of the FLOPs that is spent
+EVALUATED_AT_ONCE = 500
+SAVE_EVERY = 10.0  # seconds
+
+
+def train(job: Job, data: Data, *, state: Path | None = None, tell: Tell | None = None) -> Run:
+    """Train until the FLOPs are spent. ``state`` is where an interrupted run resumes from, and is kept for that."""
+    training = Training(job, data)
+    if state is not None and state.exists():
+        training.restore(state)
+    saved = time.monotonic()
+    while not training.finished:
+        training.advance()
+        if state is not None and time.monotonic() - saved >= SAVE_EVERY:
+            training.save(state)
+            saved = time.monotonic()
+        if tell is not None:
+            tell(training.share)
+    return training.ended()
+
+
+class Training:
+    """A run on its way: the model, what trains and grows it, and the record."""
+
+    def __init__(self, job: Job, data: Data) -> None:
+        self.job, self.task, self.data = job, job.task, data
+        self.run = Run()
+        self.spent = 0.0
+        self._began = time.perf_counter()
+        large = self.task.network("large", job.seed)
+        self.run.budget = job.budget * self.task.steps * training_flops(large, self._batch(0), self.task.loss)
+        self.limit = int(count_flops(large, self.task.sample()))
+        self.model = self._model()
+        self.optimizer = self.task.optimizer(self.model.parameters())
+        self.scheduler = self._scheduler(self.optimizer)
+        self.grower = self._grower(self.model, self.optimizer, self.scheduler) if job.method.grows else None
+        self._step_flops: int | None = None  # of the model as it is
+        self._losses: list[Tensor] = []
+
+    # --- the parts, as a checkpoint rebuilds them ---
+
+    def _model(self) -> nn.Module:
+        return self.task.network(self.job.method.size, self.job.seed)
+
+    def _scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, lambda _: self.task.rate(self.share))
+
+    def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
+        """All methods look at the same moments and must stay below the size of the large network; none may refuse to grow."""
+        return Grower(
+            model, optimizer, example=self.task.sample(), trigger=Every(1) & Budget(flops=self.limit),
+            tau=0.0, floor=0.0, max_factor=None, scheduler=scheduler, seed=run_seed(self.job.seed, 0, "place"),
+            **{"units": self.task.units, **self.job.method.options},
+        )  # fmt: skip
+
+    # --- the loop ---
+
+    @property
+    def share(self) -> float:
+        """The share of the FLOPs that is spent."""
+        return self.spent / self.run.budget
+
+    @property
+    def finished(self) -> bool:
+        return self.share >= 1 and bool(self.run.flops)
+
+    def advance(self) -> None:
+        """What is due now, a point of the curve or a look, and one step."""
+        if self.share >= len(self.run.flops) / self.task.points:
+            self._point()
+        if self.grower is not None and self._look_is_due():
+            self._look()
+        self._step()
+
+    def _step(self) -> None:
+        x, y = self._batch(self.run.steps)
+        if self._step_flops is None:
+            self._step_flops = training_flops(self.model, (x, y), self.task.loss)
+        self.model.train()
+        self.optimizer.zero_grad()
+        loss = self.task.loss(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self._losses.append(loss.detach())
+        self.run.steps += 1
+        self.spent += self._step_flops
+        self.scheduler.step()
+
+    def _look_is_due(self) -> bool:
+        return self.run.looks < len(self.task.looks) and self.share >= self.task.looks[self.run.looks]
+
+    def _look(self) -> None:
+        """One call of the grower. All that runs inside is counted, the validation loss that it may decide by included."""
+        assert self.grower is not None
+        batches = list(self._looked_at())
+        with Counted() as counted, warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # nothing fits any more, or all merits are zero: no growth says so
+            metric = self._loss_of(self.data.validation)
+            self.model.train()
+            before = len(self.grower.history)
+            self.grower.step(batches, self.task.loss, metric=metric)
+        self.run.looks += 1
+        self.run.decisions += counted.total
+        self.spent += counted.total
+        for name, times in counted.unknown.items():
+            self.run.uncounted[name] = self.run.uncounted.get(name, 0) + times
+        self.run.grown += [(self.spent, str(growth.site)) for growth in self.grower.history[before:]]
+        self._step_flops = None
+
+    def _point(self) -> None:
+        """A point of the curve: for the reader, not for the method, and not counted."""
+        train = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+        self._losses.clear()
+        self.run.flops.append(self.spent)
+        self.run.train.append(train)
+        self.run.validation.append(self._loss_of(self.data.validation))
+
+    def ended(self) -> Run:
+        """The record with its last point and what the test data say."""
+        self._point()
+        run = self.run
+        run.test_loss = self._loss_of(self.data.test)
+        run.test_error = self._error_of(self.data.test) if self.task.counts_errors else None
+        run.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        run.forward = int(count_flops(self.model, self.task.sample()))
+        run.seconds += time.perf_counter() - self._began
+        return run
+
+    # --- data ---
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The batch of a step, the same for all methods of a seed. A rest that fills no batch is left to another epoch."""
+        part, size = self.data.train, self.task.batch
+        if size is None:
+            return part.x, part.y
+        epoch, place = divmod(step, len(part) // size)
+        index = self._order(epoch)[place * size : (place + 1) * size]
+        return part.x[index], part.y[index]
+
+    def _order(self, epoch: int) -> Tensor:
+        if getattr(self, "_drawn", (None,))[0] != epoch:
+            source = generator(self.job.seed, epoch, "order")
+            self._drawn = epoch, torch.randperm(len(self.data.train), generator=source)
+        return self._drawn[1]
+
+    def _looked_at(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The training samples of a look, others at each one, in batches as large as those of a step."""
+        part, size = self.data.train, self.task.batch
+        if size is None:
+            yield part.x, part.y
+            return
+        source = generator(self.job.seed, self.run.looks, "look")
+        index = torch.randperm(len(part), generator=source)[: self.task.looked_at]
+        for some in index.split(size):
+            yield part.x[some], part.y[some]
+
+    @torch.no_grad()
+    def _loss_of(self, part: Part) -> float:
+        return sum(float(self.task.loss(output, y)) * len(y) for output, y in self._outputs(part)) / len(part)
+
+    @torch.no_grad()
+    def _error_of(self, part: Part) -> float:
+        return sum(int((output.argmax(1) != y).sum()) for output, y in self._outputs(part)) / len(part)
+
+    def _outputs(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+        self.model.eval()
+        for x, y in zip(part.x.split(EVALUATED_AT_ONCE), part.y.split(EVALUATED_AT_ONCE), strict=True):
+            yield self.model(x), y
+
+    # --- interruptions ---
+
+    def save(self, path: Path) -> None:
+        """All that is needed to resume, between two steps."""
+        now = time.perf_counter()
+        self.run.seconds += now - self._began
+        self._began = now
+        extra = {"run": self.run.to_dict(), "spent": self.spent, "losses": self._losses}
+        save_checkpoint(
+            path, self.model, optimizer=self.optimizer, scheduler=self.scheduler, grower=self.grower, extra=extra
+        )
+
+    def restore(self, path: Path) -> None:
+        """Continue where `save` was called."""
+        grows = self.job.method.grows
+        found = load_checkpoint(
+            path, self._model, lambda model: self.task.optimizer(model.parameters()),
+            make_scheduler=self._scheduler, make_grower=self._grower if grows else None,
+        )  # fmt: skip
+        self.model, self.optimizer, self.scheduler, self.grower = found.model, found.optimizer, found.scheduler, found.grower  # fmt: skip
+        self.run = Run.from_dict(found.extra["run"])
+        self.spent, self._losses = found.extra["spent"], found.extra["losses"]

@@ -1,0 +1,117 @@
+"""Computing what is missing, in this process or in several; each run is on disk before it is reported."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from sensli.compare.job import Job
+from sensli.compare.methods import methods
+from sensli.compare.store import Store
+from sensli.compare.tasks import find
+from sensli.compare.training import Tell, train
+from sensli.errors import CheckpointError, SensliError
+from sensli.growing.terminal import Reach, progress
+
+
+def compute(jobs: Sequence[Job], store: Store, folder: Path | None = None, processes: int = 1) -> list[str]:
+    """Compute the runs that the store lacks; what a method refuses to do is said and left out, and is returned.
+
+    Data that cannot be had stop everything, before the first run.
+    """
+    store.check_writable()
+    work = store.missing(jobs)
+    if not work:
+        return []
+    for task in {job.task.name: job.task for job in work}.values():
+        task.load(folder, 0)
+    with progress("comparing", sum(job.seconds() for job in work)) as reach:
+        done = _here(work, store, folder, reach) if processes == 1 else _apart(work, store, folder, reach, processes)
+        return [line for line in done if line]
+
+
+def _here(work: Sequence[Job], store: Store, folder: Path | None, reach: Reach) -> Iterator[str]:
+    before = 0.0
+    with one_thread():
+        for job in work:
+            cost = job.seconds()
+
+            def tell(share: float, job: Job = job, before: float = before, cost: float = cost) -> None:
+                reach(before + share * cost, str(job))
+
+            yield _told(job, one(job, store, folder, tell))
+            before += cost
+
+
+def _apart(work: Sequence[Job], store: Store, folder: Path | None, reach: Reach, processes: int) -> Iterator[str]:
+    """One thread each: networks this small gain nothing from more. Fresh processes: a fork would inherit torch's threads."""
+    before = 0.0
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin) as pool:
+        waiting: dict[Future[str], Job] = {
+            pool.submit(_apart_one, job.task.name, job.method.name, job.seed, job.budget, store.root, folder): job
+            for job in work
+        }
+        try:
+            while waiting:
+                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    job = waiting.pop(future)
+                    yield _told(job, future.result())
+                    before += job.seconds()
+                    reach(before, f"{len(waiting)} runs left")
+        except BaseException:  # Ctrl-C, or a process that was killed: what is unfinished resumes from its state
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
+
+
+def _begin() -> None:
+    """In a new process: one thread, and an end without a traceback when the terminal sends Ctrl-C to all."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+
+def _apart_one(task: str, method: str, seed: int, budget: float, root: Path, folder: Path | None) -> str:
+    """By name: networks and losses are functions, which do not travel to another process."""
+    known = find(task)
+    return one(Job(known, methods(known)[method], seed, budget), Store(root), folder)
+
+
+def one(job: Job, store: Store, folder: Path | None, tell: Tell | None = None) -> str:
+    """Train and store one run, from where it was interrupted; returns why it cannot be done, or nothing."""
+    data = job.task.load(folder, job.seed)
+    state = store.state(job)
+    try:
+        try:
+            run = train(job, data, state=state, tell=tell)
+        except CheckpointError:  # a damaged state, or one of other code: from the start
+            state.unlink(missing_ok=True)
+            run = train(job, data, state=state, tell=tell)
+    except SensliError as error:
+        state.unlink(missing_ok=True)
+        return str(error)
+    store.save(job, run)
+    return ""
+
+
+def _told(job: Job, refused: str) -> str:
+    print(f"{job}: {f'left out: {refused}' if refused else 'done'}", flush=True)
+    return f"{job}: {refused}" if refused else ""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
