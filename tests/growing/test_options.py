@@ -234,8 +234,8 @@ def test_a_strategy_says_where_what_it_is_worth_and_what_is_taken() -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_registered_strategy_is_made_by_its_name(name: str) -> None:
     growing = grower(deep(), strategy=name)
-    assert isinstance(growing._strategy, Strategy) and growing.options.common["strategy"] == name
-    assert type(growing._strategy).__module__ == f"sensli.growing.strategies.{STRATEGIES[name][0]}"
+    assert isinstance(growing.strategy, Strategy) and growing.options.common["strategy"] == name
+    assert type(growing.strategy).__module__ == f"sensli.growing.strategies.{STRATEGIES[name][0]}"
 
 
 def test_a_strategy_that_is_not_registered_is_refused_with_those_that_are() -> None:

@@ -114,14 +114,14 @@ class Training:
         return self.run.looks < len(self.task.looks) and self.share >= self.task.looks[self.run.looks]
 
     def _look(self) -> None:
-        """One call of the grower. All that runs inside is counted, the validation loss that it may decide by included."""
+        """One call of the grower. All that runs inside is counted, and so is the validation loss if the strategy decides by it."""
         assert self.grower is not None
         batches = list(self._looked_at())
         with Counted() as counted, warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", UserWarning
             )  # nothing fits any more, or all merits are zero: no growth says so
-            metric = self._loss_of(self.data.validation)
+            metric = self._loss_of(self.data.validation) if self.grower.strategy.needs_metric else None
             self.model.train()
             before = len(self.grower.history)
             self.grower.step(batches, self.task.loss, metric=metric)

@@ -170,6 +170,11 @@ class Grower:
         )
 
     @property
+    def strategy(self) -> Strategy:
+        """What the looks ask: the object that was given, or the one of the name that was given."""
+        return self._strategy
+
+    @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that follow, without wrappers of other libraries."""
         return self._followers.optimizers

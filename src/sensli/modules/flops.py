@@ -159,6 +159,7 @@ _PER_INPUT = frozenset(
     _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d
     fractional_max_pool3d scatter_add scatter_reduce index_add index_reduce col2im
     upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa allclose
+    mse_loss mse_loss_backward
     nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward _softmax_backward_data _log_softmax_backward_data
     native_batch_norm_backward native_layer_norm_backward native_group_norm_backward max_pool2d_with_indices_backward
     avg_pool2d_backward _adaptive_avg_pool2d_backward embedding_dense_backward

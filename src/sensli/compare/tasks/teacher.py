@@ -51,7 +51,7 @@ TEACHER = Task(
     optimizer=partial(torch.optim.SGD, lr=0.1),
     recipe="SGD 0.1",
     batch=None,
-    steps=3000,
+    steps=1500,
     looks=(0.1, 0.2, 0.3, 0.4, 0.5),
     units=1,
     looked_at=SAMPLES,

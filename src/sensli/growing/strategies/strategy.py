@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -25,6 +25,10 @@ class Strategy(Protocol):
     With several processes each of them asks its own strategy, and all must get the same answers. One that remembers nothing
     inherits what follows the three questions.
     """
+
+    needs_metric: ClassVar[bool] = (
+        False  # whether `choose` reads ``moment.metric``; where FLOPs are compared, it is paid for then
+    )
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
@@ -63,7 +67,7 @@ class Strategy(Protocol):
 
 def check_strategy(strategy: str | Strategy, known: Iterable[str]) -> None:
     """Refuse what is neither registered nor a strategy."""
-    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+    if isinstance(strategy, type) and isinstance(strategy, Strategy):
         hint = f"Call it: strategy={strategy.__name__}(...)."
         checks.refuse("strategy", "a Strategy object, or the name of one", strategy, WrongType, hint)
     if not isinstance(strategy, Strategy):
