@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from sensli.compare.tasks import find
 from sensli.compare.training import Tell, train
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.terminal import Reach, progress
+from sensli.paper.stacked import one_thread
 
 
 def compute(jobs: Sequence[Job], store: Store, folder: Path | None = None, processes: int = 1) -> list[str]:
@@ -105,13 +105,3 @@ def one(job: Job, store: Store, folder: Path | None, tell: Tell | None = None) -
 def _told(job: Job, refused: str) -> str:
     print(f"{job}: {f'left out: {refused}' if refused else 'done'}", flush=True)
     return f"{job}: {refused}" if refused else ""
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

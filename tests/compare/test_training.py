@@ -1,0 +1,199 @@
+"""Runs: what is equal for all methods, what they pay for, and that an interruption changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sensli.compare import training, work
+from sensli.compare.flops import training_flops
+from sensli.compare.job import Job
+from sensli.compare.methods import chosen, methods
+from sensli.compare.run import Run
+from sensli.compare.store import Store
+from sensli.compare.tasks import TASKS
+from sensli.compare.tasks.spirals import SPIRALS
+from sensli.compare.training import Training, train
+from sensli.growing.strategies import STRATEGIES
+
+TINY = replace(SPIRALS, steps=12, looks=(0.2, 0.5), points=6, batch=120, looked_at=240)
+DATA = TINY.load(None, 0)
+
+
+def job(method: str, seed: int = 0, task: Any = TINY) -> Job:
+    return Job(task, methods(task)[method], seed)
+
+
+def plain(run: Run) -> dict[str, Any]:
+    """Without the only number that a machine decides."""
+    return {**run.to_dict(), "seconds": 0}
+
+
+def test_a_fixed_network_pays_its_steps_and_nothing_else() -> None:
+    run = train(job("small"), DATA)
+    batch = DATA.train.x[:120], DATA.train.y[:120]
+    step, large = (training_flops(TINY.network(size, 0), batch, TINY.loss) for size in ("small", "large"))
+    assert run.budget == 12 * large and run.decisions == 0 and run.looks == 0
+    assert run.flops[-1] == run.steps * step and 0 <= run.flops[-1] - run.budget < step
+    assert len(run.flops) == TINY.points + 1 and run.flops[0] == 0
+
+
+def test_a_growing_run_pays_for_its_looks_and_stays_below_the_large_network() -> None:
+    run = train(job("both"), DATA)
+    assert run.looks == 2 and len(run.grown) == 2 and not run.uncounted
+    looked = 2 * 240 * TINY.forward_flops("small")  # at least: forward passes of what the first look was given
+    assert looked < run.decisions < run.budget
+    assert TINY.forward_flops("small") < run.forward <= TINY.forward_flops("large")
+    assert run.flops[-1] >= run.budget and run.steps < train(job("small"), DATA).steps
+
+
+def test_all_methods_have_one_start_and_one_order() -> None:
+    first = [train(job(name), DATA) for name in ("small", "layers", "units")]
+    assert len({run.validation[0] for run in first}) == 1
+    assert len({run.validation[1] for run in first}) == 1, "before the first look they are the same run"
+    assert train(job("small", seed=1), DATA).validation[0] != first[0].validation[0]
+
+
+def test_the_rate_follows_the_share_of_the_flops() -> None:
+    task = replace(TINY, warmup=0.1)
+    assert [task.rate(share) for share in (0.0, 0.05, 0.1, 0.5, 0.75, 1.0, 1.1)] == [0.02, 0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
+    one = Training(job("small"), DATA)
+    while one.share < 0.75:
+        one.advance()
+    assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 2 * (1 - one.share))
+
+
+@pytest.mark.parametrize("name", ["both", "random-place"])
+def test_a_run_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
+    state, resumed = tmp_path / "state.ckpt", Training(job(name), DATA)
+    for stop in (0.35, 0.8):  # between and after the looks
+        while resumed.share < stop:
+            resumed.advance()
+        resumed.save(state)
+        resumed = Training(job(name), DATA)
+        resumed.restore(state)
+    while not resumed.finished:
+        resumed.advance()
+    assert plain(resumed.ended()) == plain(train(job(name), DATA))
+
+
+def test_an_interrupted_run_continues_from_what_it_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
+    store, one = Store(tmp_path), job("large")
+
+    def interrupt(share: float) -> None:
+        if share > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work.one(one, store, None, interrupt)
+    assert store.state(one).exists() and store.load(one) is None
+    shares: list[float] = []
+    assert work.one(one, store, None, shares.append) == ""
+    assert shares[0] > 0.5 and not store.state(one).exists()
+    assert plain(store.load(one)) == plain(train(one, DATA))  # type: ignore[arg-type]
+
+
+def test_only_what_is_missing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    store, jobs = Store(tmp_path), [job(name, seed) for seed in (0, 1) for name in ("small", "large")]
+    assert work.compute(jobs[:3], store) == []
+    assert capsys.readouterr().out.count("done") == 3 and store.missing(jobs) == jobs[3:]
+    store.path(jobs[0]).write_text("{}")  # damaged: computed again
+    work.compute(jobs, store)
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "spirals, large, seed 1: done",
+        "spirals, small, seed 0: done",
+    ]
+    assert plain(store.load(jobs[0])) == plain(train(jobs[0], DATA))  # type: ignore[arg-type]
+    other = job("small", task=replace(TINY, steps=13))
+    assert store.load(other) is None, "another configuration has another place"
+
+
+def test_a_state_that_cannot_be_used_is_computed_from_the_start(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    store, one = Store(tmp_path), job("small")
+    store.state(one).parent.mkdir(parents=True)
+    store.state(one).write_bytes(b"no checkpoint")
+    assert work.one(one, store, None) == ""
+    assert plain(store.load(one)) == plain(train(one, DATA)) and not store.state(one).exists()  # type: ignore[arg-type]
+
+
+def test_what_a_method_refuses_is_said_and_the_others_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    known = methods(TINY)
+    nowhere = replace(known["layers"], name="nowhere", options={"grow": "layers", "where": "conv"})
+    jobs = [Job(TINY, nowhere, 0), Job(TINY, known["small"], 0)]
+    refused = work.compute(jobs, Store(tmp_path))
+    assert len(refused) == 1 and "there is nowhere to grow for where='conv'" in refused[0]
+    out = capsys.readouterr().out
+    assert "spirals, nowhere, seed 0: left out: there is nowhere" in out and "spirals, small, seed 0: done" in out
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_several_processes_give_the_same_runs(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    known = methods(SPIRALS)
+    jobs = [Job(SPIRALS, known[name], 0, 0.02) for name in ("large", "both")]
+    here, apart = Store(tmp_path / "here"), Store(tmp_path / "apart")
+    work.compute(jobs, here)
+    work.compute(jobs, apart, processes=2)
+    for one in jobs:
+        mine, theirs = here.load(one), apart.load(one)
+        assert mine is not None and theirs is not None and plain(mine) == plain(theirs)
+
+
+# --- methods ---
+
+
+def test_every_registered_strategy_is_a_method() -> None:
+    known = methods(TINY)
+    named = {method.options.get("strategy", "sensli") for method in known.values() if method.grows}
+    assert named == set(STRATEGIES)
+    assert [one.name for one in chosen(TINY, ["units", "small"])] == ["small", "units"]
+    assert {one.kind for one in chosen(TINY, ["fixed", "control"])} == {"fixed", "control"}
+    assert chosen(TINY, ["all"]) == list(known.values())
+
+
+def test_a_random_start_has_the_place_of_the_best_rows_and_other_rows() -> None:
+    known = methods(TINY)
+    random = replace(known["random-start"], options={**known["random-start"].options, "grow": "units"})
+    best, drawn = (Training(Job(TINY, method, 0), DATA) for method in (known["units"], random))
+    for one in (best, drawn):
+        while one.run.looks == 0:
+            one.advance()
+    assert best.run.grown == drawn.run.grown, "one place, found at one cost"
+    mine, theirs = (dict(one.model.named_parameters()) for one in (best, drawn))
+    assert {name: value.shape for name, value in mine.items()} == {name: value.shape for name, value in theirs.items()}
+    assert any(not torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# --- tasks ---
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if name not in ("fashion", "vgg", "resnet")])
+def test_the_parts_of_a_task_do_not_overlap_and_fit_its_networks(name: str) -> None:
+    task = TASKS[name]
+    data = task.load(None, 3)
+    parts = [{tuple(row) for row in part.x.flatten(1).tolist()} for part in (data.train, data.validation, data.test)]
+    if name != "text":  # windows of a text may repeat
+        assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
+    for size in task.sizes:
+        loss = task.loss(task.network(size, 0)(data.train.x[:3]), data.train.y[:3])
+        assert torch.isfinite(loss)
+    assert torch.equal(task.load(None, 3).train.x, data.train.x)
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_the_small_network_is_the_smallest_and_no_other_is_larger_than_the_large_one(name: str) -> None:
+    task = TASKS[name]
+    sizes = {size: task.forward_flops(size) for size in task.sizes}
+    assert next(iter(sizes)) == "small" and list(sizes)[-1] == "large"
+    assert min(sizes.values()) == sizes["small"] and max(sizes.values()) <= 1.01 * sizes["large"]
+    assert list(task.looks) == sorted(task.looks) and task.looks[0] > 0 and task.looks[-1] <= 0.5
