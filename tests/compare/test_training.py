@@ -45,9 +45,9 @@ def test_a_fixed_network_pays_its_steps_and_nothing_else() -> None:
 def test_a_growing_run_pays_for_its_looks_and_stays_below_the_large_network() -> None:
     run = train(job("both"), DATA)
     assert run.looks == 2 and len(run.grown) == 2 and not run.uncounted
-    looked = 2 * 240 * TINY.forward_flops("small")  # at least: forward passes of what the first look was given
+    looked = 2 * 240 * TINY.forward_flops["small"]  # at least: forward passes of what the first look was given
     assert looked < run.decisions < run.budget
-    assert TINY.forward_flops("small") < run.forward <= TINY.forward_flops("large")
+    assert TINY.forward_flops["small"] < run.forward <= TINY.forward_flops["large"]
     assert run.flops[-1] >= run.budget and run.steps < train(job("small"), DATA).steps
 
 
@@ -193,7 +193,7 @@ def test_the_parts_of_a_task_do_not_overlap_and_fit_its_networks(name: str) -> N
 @pytest.mark.parametrize("name", list(TASKS))
 def test_the_small_network_is_the_smallest_and_no_other_is_larger_than_the_large_one(name: str) -> None:
     task = TASKS[name]
-    sizes = {size: task.forward_flops(size) for size in task.sizes}
+    sizes = {size: task.forward_flops[size] for size in task.sizes}
     assert next(iter(sizes)) == "small" and list(sizes)[-1] == "large"
     assert min(sizes.values()) == sizes["small"] and max(sizes.values()) <= 1.01 * sizes["large"]
     assert list(task.looks) == sorted(task.looks) and task.looks[0] > 0 and task.looks[-1] <= 0.5

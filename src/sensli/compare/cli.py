@@ -84,7 +84,7 @@ def _list(args: argparse.Namespace) -> None:
             for seed in range(args.seeds)
         )
         seconds = sum(Job(task, method, 0, args.budget).seconds() for method in known.values())
-        sizes = " to ".join(short_number(task.forward_flops(size)) for size in ("small", "large"))
+        sizes = " to ".join(short_number(task.forward_flops[size]) for size in ("small", "large"))
         lines.append(
             (task.name, task.title, sizes, f"{seconds / 60:.1f} min", f"{stored} of {len(known) * args.seeds} runs")
         )

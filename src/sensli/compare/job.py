@@ -38,8 +38,8 @@ class Job:
         grows = {"looks": task.looks, "units": task.units, "looked_at": task.looked_at} if self.method.grows else {}
         return {
             "task": task.name,
-            "network": str(task.network(self.method.size, 0)),
-            "large": str(task.network("large", 0)),
+            "network": task.outlines[self.method.size],
+            "large": task.outlines["large"],
             "optimizer": task.recipe,
             "batch": task.batch,
             "steps": task.steps,
@@ -54,6 +54,6 @@ class Job:
         """What it takes on one core of a small machine, roughly."""
         task = self.task
         batch = task.batch or task.looked_at
-        total = 3 * task.forward_flops("large") * batch * task.steps * self.budget
-        steps = task.steps * self.budget * task.forward_flops("large") / task.forward_flops(self.method.size)
+        total = 3 * task.forward_flops["large"] * batch * task.steps * self.budget
+        steps = task.steps * self.budget * task.forward_flops["large"] / task.forward_flops[self.method.size]
         return total / 1.5e10 + steps * 5e-4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -67,9 +68,15 @@ class Task:
         shape, kind = self.example
         return torch.zeros(count, *shape, dtype=kind)
 
-    def forward_flops(self, size: str) -> int:
-        """FLOPs of a forward pass of one sample through the network of this size."""
-        return int(count_flops(self.network(size, 0), self.sample()))
+    @cached_property
+    def outlines(self) -> dict[str, str]:
+        """The networks by size as they print: their layers and shapes."""
+        return {size: str(self.network(size, 0)) for size in self.sizes}
+
+    @cached_property
+    def forward_flops(self) -> dict[str, int]:
+        """FLOPs of a forward pass of one sample through the network of each size."""
+        return {size: int(count_flops(self.network(size, 0), self.sample())) for size in self.sizes}
 
     def rate(self, share: float) -> float:
         """The factor of the learning rate after this share of the FLOPs: constant to the half, then linear to 0."""

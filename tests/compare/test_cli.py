@@ -1,0 +1,130 @@
+"""`sensli compare` from end to end, on a task that takes a second, and what its tables say of runs made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sensli.cli.main import main
+from sensli.compare.methods import methods
+from sensli.compare.run import Run
+from sensli.compare.summary import rows
+from sensli.compare.tables import table, verdict
+from sensli.compare.tasks import TASKS
+from sensli.compare.tasks.spirals import SPIRALS
+
+SMALL = replace(SPIRALS, steps=6, looks=(0.3,), points=4)
+Call = Callable[..., int]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(TASKS, "spirals", SMALL)
+    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    return lambda *words: main(["compare", *words])
+
+
+def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("spirals", "--methods", "small", "large", "units", "--seeds", "2")
+    assert call("run", *asked) == 0
+    first = capsys.readouterr().out
+    assert first.count(": done") == 6 and "front ratio at the end" in first and "units: " in first
+    assert call("run", *asked) == 0
+    assert ": done" not in capsys.readouterr().out, "nothing was missing"
+    assert call("show", *asked) == 0
+    assert capsys.readouterr().out == first[first.index("\n\ntwo spirals") + 1 :]
+    assert call("list", "--seeds", "2") == 0
+    listed = capsys.readouterr().out
+    assert "6 of 20 runs" in listed and "random-place" in listed and "0 of" in listed
+    assert call("report", "--to", "page") == 0
+    text = (tmp_path / "page" / "README.md").read_text()
+    assert "`sensli compare run spirals --methods small large units --seeds 2`" in text and "minus small" in text
+    assert (tmp_path / "page" / "figures" / "spirals.png").stat().st_size > 2000
+    assert "data:image/png" in (tmp_path / "page" / "report.html").read_text()
+    (stored,) = json.loads((tmp_path / "page" / "summary.json").read_text())
+    assert stored["task"] == "spirals" and stored["runs"].keys() == {"small", "large", "units"}
+    assert stored["front_ratios"].keys() == {"units"}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("run", "spiral"), "TASK: unknown task 'spiral'. Did you mean 'spirals'? Known: "),
+        (("run", "spirals", "--methods", "smal"), "--methods: unknown method 'smal'. Did you mean 'small'? Known: "),
+        (("run", "spirals", "--seeds", "0"), "--seeds must be at least 1, got 0."),
+        (("run", "spirals", "--jobs", "0"), "--jobs must be at least 1, got 0."),
+        (("run", "spirals", "--budget", "0"), "--budget must be a number above 0 (for example 0.5), got 0."),
+        (("run", "spirals", "--budget", "nan"), "--budget must be a number above 0 (for example 0.5), got nan."),
+        (("show", "spirals"), "compare-results: no run of the task spirals with the budget x 1 is stored. Compute them with: "),
+        (("report",), "compare-results: no run with the budget x 1 is stored. Compute some with: sensli compare run spirals"),
+        (("list", "--out", "file"), "file is a file, not a results folder. Choose a folder with --out."),
+        (("run", "fashion", "--data", "empty"), "Fashion-MNIST is incomplete in empty/fashion_mnist"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(
+    call: Call, words: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SENSLI_OFFLINE", "1")
+    (tmp_path / "file").write_text("")
+    assert call(*words) == 2
+    out = capsys.readouterr()
+    assert out.err.startswith(f"sensli: {text}") and out.err.count("\n") == 1 and not out.out
+    assert not (tmp_path / "compare-results" / "spirals-x1").exists()
+
+
+@pytest.mark.parametrize("words", [(), ("list",), ("run",), ("show",), ("report",)])
+def test_help_says_what_can_be_asked_for(
+    call: Call, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call(*words, "--help")
+    out = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0 and "example: sensli compare" in out
+    if words == ("run",):
+        assert f"one of {', '.join(TASKS)}" in out and "--budget F" in out and "--methods METHOD" in out
+
+
+# --- the numbers of the table ---
+
+
+def made(test: float, losses: tuple[float, ...], decisions: float = 0.0) -> Run:
+    """A run of 100 FLOPs, its points equally far apart."""
+    flops = [100.0 * point / (len(losses) - 1) for point in range(len(losses))]
+    return Run(
+        flops, list(losses), list(losses), budget=100.0, decisions=decisions, parameters=10, test_loss=test, test_error=0.5
+    )  # fmt: skip
+
+
+def test_differences_and_ratios_are_paired_by_seed() -> None:
+    known = [method for name, method in methods(SPIRALS).items() if name in ("small", "large", "both")]
+    runs = {
+        "small": {0: made(1.0, (8, 2, 1)), 1: made(2.0, (8, 2, 1)), 2: made(9.0, (8, 2, 1))},
+        "large": {0: made(0.5, (8, 4, 1)), 1: made(1.0, (8, 4, 1))},
+        "both": {0: made(0.9, (8, 4.5, 1), 5.0), 1: made(1.9, (8, 4.5, 1), 5.0)},
+    }
+    small, large, both = rows(known, runs)
+    assert both.to_small is not None and both.to_large is not None
+    assert both.to_small.difference.mean == pytest.approx(-0.1) and both.to_small.difference.runs == 2
+    assert both.to_large.difference.mean == pytest.approx(0.65)
+    assert small.to_small is None and large.to_large is None and small.end is None
+    assert both.decisions == pytest.approx(0.05) and both.end is not None and both.worst is not None
+    assert both.end.mean == pytest.approx(1.0) and both.worst.mean > 1.2
+    shown = table([small, large, both])
+    assert shown.rows[2][0] == "both" and shown.rows[2][-1] == "5.0%"
+    said = verdict([small, large, both])
+    assert said[0] == "Of the fixed sizes, `large` ended with the lowest test loss (0.750)."
+    assert "better than `small`" in said[1] and "not clearly different from `large`" in said[1]
+
+
+def test_one_seed_gives_no_verdict_and_a_missing_size_no_front() -> None:
+    known = [method for name, method in methods(SPIRALS).items() if name in ("small", "large", "both")]
+    runs = {"small": {0: made(1.0, (8, 1))}, "large": {1: made(1.0, (8, 1))}, "both": {0: made(0.1, (8, 1))}}
+    (_, _, both) = rows(known, runs)
+    assert both.end is None and both.to_large is None
+    assert verdict([both]) == ["`both`: one seed, so nothing can be said about `small`."]
