@@ -15,8 +15,8 @@ from sensli.compare.store import Store
 from sensli.compare.summary import load, rows
 from sensli.compare.tables import table, verdict
 from sensli.compare.tasks import TASKS, find
-from sensli.paper.document import Table
-from sensli.paper.tables import plain
+from sensli.paper.report.document import Table
+from sensli.paper.report.tables import plain
 from sensli.text.tables import short_number
 
 RESULTS = Path("compare-results")

@@ -13,8 +13,8 @@ from sensli.compare.methods import Method
 from sensli.compare.run import Run
 from sensli.compare.summary import Runs, fixed_curves
 from sensli.compare.task import Task
-from sensli.paper.figures import COLOURS, DPI, check_available, save
-from sensli.paper.statistics import band
+from sensli.paper.report.figures import COLOURS, DPI, check_available, save
+from sensli.paper.report.statistics import band
 
 POINTS = 80
 

@@ -9,7 +9,7 @@ from typing import Any
 from sensli.compare.errors import BadComparison
 from sensli.compare.task import Task
 from sensli.growing.strategies import STRATEGIES
-from sensli.paper.reading import unknown
+from sensli.paper.plans.reading import unknown
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ _GROWING = (
     Method("layers", "SensLI: a layer where its merit is largest", "sensli", options={"grow": "layers"}),
     Method("units", "SensLI: units where their merit is largest", "sensli", options={"grow": "units"}),
     Method("both", "SensLI: a layer or units, whichever has the largest merit", "sensli", options={"grow": "both"}),
+    Method("natural", "as 'both', by the natural merit", "sensli", options={"grow": "both", "norm": "natural"}),
     Method(
         "random-place", "the sites and starts of 'both', a random one of them", "control",
         options={"grow": "both", "select": "random"},

@@ -15,9 +15,9 @@ from sensli.compare.summary import Row, Runs
 from sensli.compare.tables import table, verdict
 from sensli.compare.task import Task
 from sensli.compare.tasks import TASKS
-from sensli.paper.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
 from sensli.paper.errors import NoResults, StoreError
-from sensli.paper.figures import check_available
+from sensli.paper.report.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
+from sensli.paper.report.figures import check_available
 from sensli.text.strict_json import dumps as strict_json
 from sensli.text.tables import short_number
 from sensli.text.writing import write_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sensli.paper.files import Damaged
+from sensli.paper.running.files import Damaged
 from sensli.text.strict_json import lenient, strict
 from sensli.text.typed import check_types
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from sensli.compare.job import Job
 from sensli.compare.run import Run
 from sensli.paper.errors import StoreError
-from sensli.paper.files import Damaged, read_json, write_json
-from sensli.paper.origin import provenance
+from sensli.paper.running.files import Damaged, read_json, write_json
+from sensli.paper.running.origin import provenance
 from sensli.text.writing import check_writable
 
 

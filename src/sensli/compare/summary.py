@@ -15,7 +15,7 @@ from sensli.compare.run import Run
 from sensli.compare.store import Store
 from sensli.compare.task import Task
 from sensli.paper.errors import NoResults
-from sensli.paper.statistics import Interval, Paired, interval, paired
+from sensli.paper.report.statistics import Interval, Paired, interval, paired
 
 Runs = Mapping[str, Mapping[int, Run]]  # method -> seed -> run
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sensli.compare.summary import Row
-from sensli.paper.document import Table
-from sensli.paper.statistics import CONFIRMED, OPPOSITE, Interval, Paired, number
+from sensli.paper.report.document import Table
+from sensli.paper.report.statistics import CONFIRMED, OPPOSITE, Interval, Paired, number
 from sensli.text.tables import short_number
 
 

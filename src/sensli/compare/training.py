@@ -20,7 +20,7 @@ from sensli.growing.checkpoint import load_checkpoint, save_checkpoint
 from sensli.growing.grower import Grower
 from sensli.growing.triggers import Budget, Every
 from sensli.modules.flops import count_flops
-from sensli.paper.seeds import generator, run_seed
+from sensli.paper.plans.seeds import generator, run_seed
 
 Tell = Callable[[float], None]  # the share of the FLOPs that is spent
 EVALUATED_AT_ONCE = 500

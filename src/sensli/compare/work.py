@@ -18,7 +18,7 @@ from sensli.compare.tasks import find
 from sensli.compare.training import Tell, train
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.terminal import Reach, progress
-from sensli.paper.stacked import one_thread
+from sensli.paper.engines.stacked import one_thread
 
 
 def compute(jobs: Sequence[Job], store: Store, folder: Path | None = None, processes: int = 1) -> list[str]:

@@ -9,7 +9,7 @@ from sensli.compare.tasks.fashion import FASHION
 from sensli.compare.tasks.spirals import SPIRALS
 from sensli.compare.tasks.teacher import TEACHER
 from sensli.compare.tasks.text import TEXT
-from sensli.paper.reading import unknown
+from sensli.paper.plans.reading import unknown
 
 TASKS: dict[str, Task] = {task.name: task for task in (TEACHER, SPIRALS, FASHION, VGG, RESNET, TEXT)}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from sensli.compare.task import Data, Part
-from sensli.paper import pipeline
-from sensli.paper.config import Data as Wanted
+from sensli.paper.data import pipeline
+from sensli.paper.plans.config import Data as Wanted
 
 
 @lru_cache(maxsize=1)  # all methods and seeds of a task train on the same images

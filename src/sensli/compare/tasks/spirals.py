@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from sensli.compare.task import Data, Part, Task
 from sensli.compare.tasks.plain import plain
-from sensli.paper import spirals
+from sensli.paper.data import spirals
 
 TRAIN, HELD = 360, 120
 

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from sensli.compare.task import Data, Part, Task
 from sensli.compare.tasks.plain import plain
-from sensli.paper.seeds import generator
+from sensli.paper.plans.seeds import generator
 
 FEATURES, HIDDEN, SAMPLES = 10, 10, 1000
 
