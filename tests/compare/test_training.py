@@ -51,6 +51,14 @@ def test_a_growing_run_pays_for_its_looks_and_stays_below_the_large_network() ->
     assert run.flops[-1] >= run.budget and run.steps < train(job("small"), DATA).steps
 
 
+def test_the_flops_of_a_run_are_those_of_its_steps_and_its_looks() -> None:
+    one, batch, steps = Training(job("both"), DATA), (DATA.train.x[:120], DATA.train.y[:120]), 0
+    while not one.finished:
+        one.advance()
+        steps += training_flops(one.model, batch, TINY.loss)  # of the network that has just taken a step
+    assert one.run.decisions > 0 and one.spent == steps + one.run.decisions
+
+
 def test_all_methods_have_one_start_and_one_order() -> None:
     first = [train(job(name), DATA) for name in ("small", "layers", "units")]
     assert len({run.validation[0] for run in first}) == 1

@@ -41,9 +41,9 @@ FASHION = Task(
     optimizer=partial(torch.optim.Adam, lr=1e-3),
     recipe="Adam 0.001",
     batch=64,
-    steps=1000,
+    steps=600,
     looks=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4),
     units=0.5,
-    looked_at=1024,
+    looked_at=512,
     points=40,
 )

@@ -24,11 +24,12 @@ class Strategy(Protocol):
 
     With several processes each of them asks its own strategy, and all must get the same answers. One that remembers nothing
     inherits what follows the three questions.
+
+    Attributes:
+        needs_metric: Whether `choose` reads ``moment.metric`` (default: False). Where FLOPs are compared, the metric is paid for then.
     """
 
-    needs_metric: ClassVar[bool] = (
-        False  # whether `choose` reads ``moment.metric``; where FLOPs are compared, it is paid for then
-    )
+    needs_metric: ClassVar[bool] = False
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
