@@ -153,7 +153,14 @@ class Merits(Sequence[Merit]):
         return again
 
     def with_sites(self, sites: Sequence[Site]) -> Merits:
-        """The same values for other sites, given in the same order, such as those that `measure` was given."""
+        """The same values for other sites, such as those that `measure` was given, which do not carry the rows that it found.
+
+        Args:
+            sites: As many sites, in the same order.
+
+        Returns:
+            The merits of these sites.
+        """
         again = copy(self)
         again._merits = tuple(replace(merit, site=site) for merit, site in zip(self, sites, strict=True))
         return again
