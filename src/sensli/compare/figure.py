@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -17,10 +18,11 @@ from sensli.paper.report.figures import COLOURS, DPI, check_available, save
 from sensli.paper.report.statistics import band
 
 POINTS = 80
+DASHES = ((0, (5, 2)), (0, (1, 1)), (0, (1, 3)), (0, (3, 1, 1, 1)), (0, (7, 2, 1, 2)))
 
 
 def draw(task: Task, methods: Sequence[Method], runs: Runs, path: Path) -> None:
-    """Means over the seeds with 95 % bands for what grows, thin dashed means for the fixed sizes, the front in black."""
+    """Geometric means over the seeds with 95 % bands for what grows, thin grey ones for the fixed sizes, the front in black."""
     check_available()
     from matplotlib.figure import Figure
 
@@ -29,32 +31,43 @@ def draw(task: Task, methods: Sequence[Method], runs: Runs, path: Path) -> None:
     grid = torch.linspace(0, 1, POINTS)
     figure = Figure(figsize=(7.6, 4.6), dpi=DPI, layout="constrained")
     axis = figure.subplots()
-    colours = iter(COLOURS * len(shown))
+    colours, dashes = cycle(COLOURS), cycle(DASHES)
+    means: list[float] = []
     for method in shown:
-        values = torch.stack([_at(run, grid * total) for run in runs[method.name].values()])
-        mean, half = band(values)
+        mean, low, high = _band(torch.stack([_at(run, grid * total) for run in runs[method.name].values()]))
+        means += mean.tolist()
         if method.grows:
             colour = next(colours)
             axis.plot(grid.numpy(), mean.numpy(), color=colour, linewidth=1.5, label=method.name)
-            axis.fill_between(
-                grid.numpy(), (mean - half).numpy(), (mean + half).numpy(), color=colour, alpha=0.15, linewidth=0
-            )
+            axis.fill_between(grid.numpy(), low.numpy(), high.numpy(), color=colour, alpha=0.12, linewidth=0)
         else:
-            style = {"small": "--", "large": "-."}.get(method.name, ":")
-            axis.plot(grid.numpy(), mean.numpy(), color="0.45", linestyle=style, linewidth=1.1, label=method.name)
+            axis.plot(
+                grid.numpy(), mean.numpy(), color="0.45", linestyle=next(dashes), linewidth=1.1, label=method.name
+            )
     seeds = sorted({seed for own in runs.values() for seed in own})
     fronts = [fixed for seed in seeds if (fixed := fixed_curves(runs, shown, seed)) is not None]
     if fronts:
         best = torch.tensor([[front_at(fixed, float(share) * total) for share in grid] for fixed in fronts])
-        axis.plot(grid.numpy(), best.mean(0).numpy(), color="black", linewidth=1.0, label="front of the fixed sizes")
+        axis.plot(grid.numpy(), _band(best)[0].numpy(), color="black", linewidth=1.0, label="front of the fixed sizes")
     axis.set_yscale("log")
+    axis.set_ylim(min(means) / 2, 2 * max(means))  # bands of few seeds may be wider than all curves together
     axis.set_xlim(BEGIN / 2, 1)
     axis.set_xlabel("share of the FLOPs, all looks included")
     axis.set_ylabel("validation loss")
-    axis.set_title(f"{task.title}: mean of {len(seeds)} seeds with 95 % bands", fontsize=9, loc="left")
+    axis.set_title(f"{task.title}: geometric mean of {_seeds(len(seeds))}", fontsize=9, loc="left")
     axis.legend(frameon=False, fontsize=8, ncols=2)
     axis.grid(alpha=0.25, linewidth=0.5)
     save(figure, path)
+
+
+def _seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds with 95 % bands"
+
+
+def _band(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The geometric mean over the runs, and both ends of its 95 % band: losses of one task lie orders of magnitude apart."""
+    mean, half = band(values.clamp(min=1e-12).log())
+    return mean.exp(), (mean - half).exp(), (mean + half).exp()
 
 
 def _at(run: Run, flops: Tensor) -> Tensor:

@@ -61,17 +61,17 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             f"Of the fixed sizes, `{best.method.name}` ended with the lowest test loss ({number(best.test.mean)})."
         )
     for row in rows:
-        if row.method.grows:
+        if row.method.grows and row.seeds == 1:
+            lines.append(f"`{row.method.name}`: one seed, so nothing can be said.")
+        elif row.method.grows:
             parts = [_against("small", row.to_small), _against("large", row.to_large), _against_front(row)]
             lines.append(f"`{row.method.name}`: {'; '.join(part for part in parts if part)}.")
     return lines
 
 
 def _against(name: str, difference: Paired | None) -> str:
-    if difference is None:
+    if difference is None or difference.difference.runs < 2:
         return ""
-    if difference.difference.runs < 2:
-        return f"one seed, so nothing can be said about `{name}`"
     word = {CONFIRMED: "better than", OPPOSITE: "worse than"}.get(difference.verdict(), "not clearly different from")
     return f"{word} `{name}` ({difference.difference})"
 
