@@ -40,7 +40,7 @@ def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == first[first.index("\n\ntwo spirals") + 1 :]
     assert call("list", "--seeds", "2") == 0
     listed = capsys.readouterr().out
-    assert "6 of 22 runs" in listed and "random-place" in listed and "0 of" in listed
+    assert f"6 of {2 * len(methods(SMALL))} runs" in listed and "random-place" in listed and "0 of" in listed
     assert call("report", "--to", "page") == 0
     text = (tmp_path / "page" / "README.md").read_text()
     assert "`sensli compare run spirals --methods small large units --seeds 2`" in text and "minus small" in text
