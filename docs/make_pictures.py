@@ -36,7 +36,7 @@ def main() -> None:
                 picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
                 frames.append(
                     picture.resize((720, 540), Image.Resampling.LANCZOS).quantize(
-                        64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+                        64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
                     )
                 )
                 times.append(200)
