@@ -108,6 +108,8 @@ def test_stages_are_opened_and_heads_are_not() -> None:
     block = Block(16)
     block.heads = nn.ModuleList(Block(1) for _ in range(3))
     assert paths(nn.Sequential(block, Block(16))) == ["0", "1"]
+    two_attentions = nn.TransformerDecoderLayer(4, 1, 8)
+    assert paths(nn.TransformerDecoder(two_attentions, 2)) == ["layers.0", "layers.1"]
 
 
 def test_a_layer_inside_a_block_has_its_own_box_after_it() -> None:

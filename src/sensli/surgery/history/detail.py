@@ -106,9 +106,12 @@ def _kind(module: nn.Module, in_a_row: bool) -> tuple[type, ...] | None:
 
 
 def _is_group(module: nn.Module) -> bool:
-    """Whether equal blocks are most of a module, as in a stage of a network; the heads of an attention are not most of its block."""
+    """Whether equal blocks in a row are most of a module, as in a stage of a network.
+
+    The heads of an attention are not most of its block, and its two attentions are not in a row.
+    """
     half = _count(module) / 2
-    for parent in module.modules():
+    for parent in (part for part in module.modules() if isinstance(part, _RUNS)):
         equal = _equal(parent)
         if equal and sum(_count(part) for part in parent.children() if id(part) in equal) > half:
             return True
