@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+import ranks
 from sensli import Growth, History, find_sites, grow, load_checkpoint, measure, replay, save_checkpoint, undo
 from sensli.errors import FunctionChanged, HistoryError
 from sensli.moves.sites import Site
@@ -200,3 +203,32 @@ def test_a_growth_that_fails_its_check_leaves_sources_and_optimizer_as_they_were
     with pytest.raises(FunctionChanged):
         grow(model, site, optimizer=optimizer, check=X)
     assert same(values(model, optimizer), before)
+
+
+def start_in_two_processes() -> Any:
+    rank, found = dist.get_rank(), {}
+    for start in STARTS:
+        model = make_model()
+        sites = find_sites(model, X[:2], grow="units", units=7, start=start)
+        wrapped = DistributedDataParallel(model)
+        merits = measure(wrapped, sites, [(X[rank::2], Y[rank::2])], cross_entropy)
+        grow(wrapped, merits.best, check=X)
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        both = [torch.empty_like(weights) for _ in range(2)]
+        dist.all_gather(both, weights)
+        assert torch.equal(*both)
+        found[start] = [merit.value for merit in merits], weights
+    return found
+
+
+@pytest.mark.process
+def test_two_processes_start_their_units_alike(tmp_path: Path) -> None:
+    found = ranks.run(start_in_two_processes, 2, tmp_path)
+    for start in STARTS:
+        model = make_model()
+        sites = find_sites(model, X[:2], grow="units", units=7, start=start)
+        merits = measure(model, sites, [(X, Y)], cross_entropy)
+        assert found[start][0] == pytest.approx([merit.value for merit in merits], rel=1e-10)
+        grow(model, merits.best)
+        expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+        torch.testing.assert_close(found[start][1], expected, rtol=1e-8, atol=1e-8)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _ROUNDS = 16  # in which candidates are chosen
 _SAMPLES = 8  # values of each candidate, for each candidate: more do not tell better how alike two of them are
+_COLUMNS = 4  # of each candidate, for each candidate: as many tell which gradients are large (a flattened channel has thousands)
 
 # The replica that all widths measured together in a model share, while they are.
 _REPLICAS: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
@@ -131,10 +132,8 @@ def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
     """
     # Sums in single precision are not quite those of vectors: so little is added that it changes nothing.
     least = torch.finfo(likeness.dtype).eps * len(likeness) * float(likeness.diagonal().max()) + 1e-200
-    left, likeness = gradients.double(), likeness.double()
-    if left.shape[1] > 4 * left.shape[0]:  # of long vectors only the inner products matter
-        values, vectors = torch.linalg.eigh((gradients @ gradients.T).double())
-        left = vectors * values.clamp_min(0).sqrt()
+    left = gradients[:, :: max(1, gradients.shape[1] // (_COLUMNS * len(gradients)))].double()
+    likeness = likeness.double()
     explained = left.new_zeros(0, len(left))  # of each candidate, along the directions taken so far
     chosen: list[int] = []
     while True:
