@@ -22,33 +22,34 @@ IMAGES, SEEDS, EPOCHS, EVERY, MORE, WIDEST = 6000, 4, 30, 3, 8, 64
 
 
 def starts() -> list[Figure]:
-    """Training loss and first merit of every start against random rows, the same seeds for all."""
+    """Training loss and first merit of sensitive rows against every other start, the same seeds for all."""
     data = _data()
     how = (
         f"784-8-8-10 grown to 784-{WIDEST}-{WIDEST}-10, {MORE} units a layer every {EVERY} of {EPOCHS} epochs, {IMAGES} images, SGD with "
         f"momentum, geometric mean of {SEEDS} paired seeds"
     )
     found = {} if data is None else {start: [_grown(start, seed, *data) for seed in range(SEEDS)] for start in STARTS}
-    figures = []
-    for start in STARTS:
-        if start != "random":
-            name = f"training loss: {start} / random"
-            figures.append(Figure(name, _ratio(found, start, 0), 1.0, f"{how}{_losses(found, start)}"))
-    return [*figures, Figure("first merit: sensitive / random", _ratio(found, "sensitive", 1), 1.0, how, at_most=False)]
+    figures = [
+        Figure(f"training loss: sensitive / {other}", _ratio(found, other, 0), 1.0, f"{how}; {_losses(found, other)}")
+        for other in STARTS
+        if other != "sensitive"
+    ]
+    merit = Figure("first merit: sensitive / random", _ratio(found, "random", 1), 1.0, how, at_most=False)
+    return [*figures, merit]
 
 
-def _ratio(found: dict[str, list[tuple[float, float]]], start: str, which: int) -> float | None:
+def _ratio(found: dict[str, list[tuple[float, float]]], other: str, which: int) -> float | None:
     if not found:
         return None
-    logs = [math.log(a[which] / b[which]) for a, b in zip(found[start], found["random"], strict=True)]
+    logs = [math.log(a[which] / b[which]) for a, b in zip(found["sensitive"], found[other], strict=True)]
     return math.exp(statistics.mean(logs))
 
 
-def _losses(found: dict[str, list[tuple[float, float]]], start: str) -> str:
+def _losses(found: dict[str, list[tuple[float, float]]], other: str) -> str:
     if not found:
-        return "; SENSLI_DATA has no Fashion-MNIST"
-    mine, random = ([f"{loss:.3f}" for loss, _ in found[name]] for name in (start, "random"))
-    return f"; {', '.join(mine)} against {', '.join(random)}"
+        return "SENSLI_DATA has no Fashion-MNIST"
+    mine, its = ([f"{loss:.3f}" for loss, _ in found[name]] for name in ("sensitive", other))
+    return f"{', '.join(mine)} against {', '.join(its)}"
 
 
 def _grown(start: str, seed: int, x: Tensor, y: Tensor) -> tuple[float, float]:

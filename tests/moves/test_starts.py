@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli import Probe, find_sites, grow, measure, undo
+from sensli.errors import MeasurementError
 from sensli.moves.sites import Site
 from sensli.moves.width.starts.registry import STARTS
 from widening import new_gradients, widened
@@ -140,6 +141,14 @@ def test_rows_that_are_zero_learn_from_the_first_step_on_after_a_relu_too() -> N
     assert model[0].weight[6:].abs().max() == 0 and model[0].bias[6:].max() == torch.finfo(torch.float64).eps
     mean_loss(model(x), y).backward()
     assert model[0].weight.grad[6:].norm(dim=1).min() > 0 and growth.site.move.start == "gradmax"
+
+
+def test_the_natural_merit_of_units_that_are_zero_is_refused() -> None:
+    model, x, y = made("mlp")
+    sites = find_sites(model, x, grow="units", start="gradmax")
+    with pytest.raises(MeasurementError, match="norm='natural' needs new columns, but with start='gradmax'"):
+        measure(model, sites, [(x, y)], mean_loss, norm="natural")
+    assert measure(model, sites, [(x, y)], mean_loss).best.value > 0  # no hook is left
 
 
 REFUSED = {
