@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from models import loss_fn
 from oracle import extended
 from sensli import Grower, Probe, find_sites, grow, measure, triggers
-from sensli.errors import ZeroMerits
+from sensli.errors import MeasurementError, ZeroMerits
 from sensli.merits import natural
 from sensli.moves import factors
 
@@ -170,14 +170,22 @@ def test_new_units_equal_loops_in_the_widened_network(name):
         (axis,) = [axis for axis in merit.site.move.axes if axis.fill == "column"]
         wide, old, inner = copy.deepcopy(model), merit.site.move.units, axis.inner
         again = next(s for s in find_sites(wide, x[:1], grow="units", units=2) if str(s) == str(merit.site))
-        rows = merit.site.move._rows
-        grow(wide, type(again)(again.point, type(again.move)(**{**again.move.__dict__, "_rows": rows})))
+        entries = merit.site.move._entries
+        grow(wide, type(again)(again.point, type(again.move)(**{**again.move.__dict__, "_entries": entries})))
         reader = wide.get_submodule(axis.module.path)
         dim = 1 if isinstance(reader, nn.Conv2d) else -1
         part = lambda value, dim=dim, old=old, inner=inner: value.narrow(dim, old * inner, 2 * inner)  # noqa: E731
         value = natural_of(wide, [axis.module.path], list(zip(x, y, strict=True)), part)
         assert merit.value == pytest.approx(max(value, 0.0), rel=1e-10, abs=1e-10)
     assert found.best.value > 0
+
+
+def test_a_gradient_that_is_not_of_a_map_is_refused_before_anything_runs():
+    model, x, y = case("plain")
+    sites = find_sites(model, x[:1], grow="units", start="gradmax")
+    with pytest.raises(MeasurementError, match=r"norm='natural' is not known for .*units? in 0 .*Use another norm"):
+        measure(model, sites, [(x, y)], lambda *_: pytest.fail("ran"), norm="natural")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("name", ["plain", "conv", "twins"])

@@ -233,7 +233,9 @@ def test_registry_and_choice() -> None:
 
 
 def test_errors_name_what_is_known() -> None:
-    with pytest.raises(ValueError, match=r"norm must be one of 'auto', 'frobenius', .*'operator_l1', 'natural', got 'spectral'"):
+    with pytest.raises(
+        ValueError, match=r"norm must be one of 'auto', 'frobenius', .*'operator_l1', 'natural', got 'spectral'"
+    ):
         choose("spectral", [])
     with pytest.raises(ValueError, match=r"norm must be one of .*, got 'auto'"):
         squared_norm(torch.zeros(2, 2), "auto")

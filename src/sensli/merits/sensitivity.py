@@ -76,6 +76,11 @@ class SiteCatch:
         self.site = site
         self.sums: dict[str, Sum] = {}
         self.gauge = site.move.gauge(site, model)
+        if natural and not self.gauge.factors:
+            raise MeasurementError(
+                f"norm='natural' is not known for '{site}': its gradient has no moments to compare with. Use another norm, for example "
+                "norm='frobenius'."
+            )
         self.gauge.natural = natural
         self._metrics: list[Metric] = []
         self.shape = self.gauge.shape

@@ -129,6 +129,8 @@ class Gauge:
     Sums are additive over batches and processes. The norm of the gradients that follow from the sums is the merit.
     """
 
+    factors: ClassVar[bool] = False  # whether it can catch the moments of the natural merit
+
     points: Sequence[tuple[Point, nn.Module]] = ()  # where an activation and its cotangent are caught
     weights: Sequence[nn.Parameter] = ()  # parameters put into the model for the time of the measurement
     shape: tuple[int, ...] = field(

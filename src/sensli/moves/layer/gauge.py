@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True)
 class LayerGauge(Gauge):
     """Sums the gradient of the virtual layer's measured weight, and counts the passes in which a unit was alive."""
+
+    factors: ClassVar[bool] = True
 
     layer: Layer
     anchor: nn.Module

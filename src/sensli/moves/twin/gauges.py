@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from sensli.moves.uses import Use, watch_uses
 
 class _TwinGauge(Gauge):
     """A twin for measuring: it shares the parameters of its block, except those that are zero in it."""
+
+    factors: ClassVar[bool] = True
 
     def __init__(self, point: Point, block: nn.Module, module: nn.Module, measured: Sequence[str]) -> None:
         super().__init__(shape=(1, *point.shape))

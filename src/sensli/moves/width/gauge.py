@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,8 @@ class ReaderGauge(Gauge):
 
 class ColumnGauge(ReaderGauge):
     """Sums the gradients of the columns for all candidates and, if not all will be taken, how much the candidates resemble each other."""
+
+    factors: ClassVar[bool] = True
 
     def __init__(self, width: Width, candidates: Entries) -> None:
         self._entries = candidates if width._entries is None else width._entries

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sensli.errors import MeasurementError
 from sensli.modules.arguments import first_tensor
 from sensli.modules.dropout import NoDropout
 from sensli.modules.running import run, untouched
@@ -75,11 +74,6 @@ class RowGauge(ReaderGauge):
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
-        if self.natural:
-            raise MeasurementError(
-                "norm='natural' needs new columns, but with start='gradmax' the rows are measured, whose units are zero. Use another norm "
-                "or another start."
-            )
         return {f"bypass{index}": self._columns(index, self._read(index), cotangent)}
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
