@@ -294,9 +294,7 @@ class Grower:
         candidates = allowed[: options.trial.candidates]
         if not candidates:
             return None
-        trying = Trying(
-            options.trial, self.model, self._followers, self.history, options, self._example, together, self.calls
-        )
+        trying = Trying(options.trial, self.model, self._followers, self.history, options, self._example, together)
         return trying.run(candidates, batches, loss_fn, on_failure)
 
     def _grow(self, together: Together, chosen: Sequence[Merit], metric: float | None) -> list[tuple[Merit, Growth]]:

@@ -58,7 +58,6 @@ class Trying:
     options: Options
     example: Any
     together: Together
-    call: int
 
     def run(
         self, candidates: Sequence[Merit], batches: Iterable[Any], loss_fn: LossFunction | None, on_failure: ExitStack
@@ -83,9 +82,8 @@ class Trying:
         arms, best = list[Arm](), None
         for merit, number, each in zip((None, *candidates), steps, flops, strict=True):
             if merit is not None:
-                self.followers.insert(
-                    self.model, merit, self.history, self.options, when={self.options.unit: self.call}, first=True
-                )
+                # Only tried: when it was says nothing, and is not kept.
+                self.followers.insert(self.model, merit, self.history, self.options, when={}, first=True)
             losses = self._train(drawn[-number:], loss_fn)
             end = self._snapshot()  # before the metric, which is only asked
             spent = PASSES * each * sum(map(count_samples, drawn[-number:]))

@@ -12,6 +12,7 @@ from sensli.growing.trials.trial import Trial
 from sensli.merits.backward import LossFunction, scalar_loss, split
 from sensli.modules import checks
 from sensli.modules.running import device_of, run, to_device
+from sensli.modules.wrappers import bare
 
 
 class Steps:
@@ -32,7 +33,8 @@ class Steps:
         return checks.number("what step(model, optimizer, batch) returns", loss, "the loss of the batch, a number")
 
     def _plain(self, batch: Any, index: int) -> float:
-        given, target = split(batch, index, self._model if self._loss_fn is not None else None)
+        own = None if self._loss_fn is None else bare(self._model)  # without a loss all keys of a batch go to the model
+        given, target = split(batch, index, own)
         device = device_of(self._model)
         for optimizer in self._followers.optimizers:
             optimizer.zero_grad()
