@@ -48,6 +48,11 @@ def test_width_and_depth(here: Callable[[str], str]) -> None:
     assert 56 < parameters <= 120
 
 
+def test_try_before_you_keep(here: Callable[[str], str]) -> None:
+    printed = here("07_try_before_you_keep.py")
+    assert "won the trial of 4 networks: mean loss" in printed and "trials ended with a growth" in printed
+
+
 @pytest.mark.process
 def test_resume_goes_on_where_it_stopped(here: Callable[[str], str], tmp_path: Path) -> None:
     assert "from call 0, 0 growths" in here("10_resume.py")

@@ -8,7 +8,7 @@ from torch import nn
 
 from sensli.errors import MeasurementError
 from sensli.growing.following import Followers
-from sensli.growing.trials.trial import Trial
+from sensli.growing.trials.trial import EXTRAS, Trial, named
 from sensli.merits.backward import LossFunction, scalar_loss, split
 from sensli.modules import checks
 from sensli.modules.running import device_of, run, to_device
@@ -20,7 +20,7 @@ class Steps:
 
     def __init__(self, trial: Trial, model: nn.Module, followers: Followers, loss_fn: LossFunction | None) -> None:
         self._trial, self._model, self._followers, self._loss_fn = trial, model, followers, loss_fn
-        self._extras = trial.extras(scheduler=followers.scheduler, averaged=followers.averaged)
+        self._extras = {} if trial.step is None else {n: getattr(followers, n) for n in named(trial.step, EXTRAS)}
         if trial.step is None and not model.training:
             model.train()  # a loop that has just evaluated would do so before its next step
 

@@ -60,10 +60,6 @@ class Trial:
         self.last = checks.share("last", last, 0.5)
         self.stateful = _stateful(stateful)
 
-    def extras(self, **given: Any) -> dict[str, Any]:
-        """Those of the given arguments that the step names."""
-        return {} if self.step is None else {name: given[name] for name in _named(self.step, EXTRAS)}
-
     def __repr__(self) -> str:
         """What several processes must have in common; functions and data are each one's own."""
         functions = "".join(f", {name}=a function" for name in ("step", "metric") if getattr(self, name) is not None)
@@ -81,14 +77,15 @@ def _taking(name: str, value: Any, what: str, count: int, extras: Sequence[str] 
     except (TypeError, ValueError):  # of some functions that are not Python's nobody knows it
         return value
     try:
-        signature.bind(*(None,) * count, **dict.fromkeys(_named(value, extras)))
+        signature.bind(*(None,) * count, **dict.fromkeys(named(value, extras)))
     except TypeError as error:
         given = f"{getattr(value, '__name__', type(value).__name__)}{signature}"
         raise ValueError(f"{name} must be {what}, got {given}: {error}.") from None
     return value
 
 
-def _named(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+def named(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """Those of the names that the function has arguments of."""
     try:
         return [name for name in names if name in inspect.signature(function).parameters]
     except (TypeError, ValueError):
