@@ -13,6 +13,7 @@ import argparse
 import copy
 import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,30 +107,72 @@ def table(runs: Sequence[Run], part: str) -> str:
     cost = (len(networks[0]) + 3 * KEPT) / (4 * len(networks[0]))
     header = ["steps", "rank agreement", "winner right", "growth won", "regret", "regret, raced"]
     return (
-        f"{text_table(header, rows)}\n{len(runs)} looks; regret in thousandths of the loss, mean ± 95 %; never growing {_shown(never)}, "
-        f"always the best merit {_shown(always)}; a growth is best at the end in {grew:.0%}; a race costs {cost:.0%} of a trial"
+        f"{text_table(header, rows)}\n{len(runs)} looks; regret: loss at the end / that of the best, geometric mean and 95 % interval\n"
+        f"never growing {_factor(never)}, always the best merit {_factor(always)}\n"
+        f"a growth is best at the end in {grew:.0%}; a race costs {cost:.0%} of a trial"
     )
+
+
+def draw(results: dict[str, list[Run]], file: Path) -> None:
+    """The agreement of ranks over the length of a trial, a panel for each task."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    panels: Any = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
+    for panel, (name, runs) in zip(panels, results.items(), strict=True):
+        for part, colour in (("training", "#1f6fb4"), ("held out", "#d1652c")):
+            found = [
+                interval(torch.tensor(_agreements(runs, part, index), dtype=torch.float64))
+                for index in range(len(SHARES) - 1)
+            ]
+            panel.plot(
+                SHARES[:-1],
+                [each.mean for each in found],
+                "o-",
+                color=colour,
+                markersize=3,
+                label=f"loss on {part} data",
+            )
+            panel.fill_between(
+                SHARES[:-1], [e.low for e in found], [e.high for e in found], color=colour, alpha=0.15, linewidth=0
+            )
+        panel.axhline(0, color="grey", linewidth=0.5)
+        panel.set(title=name, xscale="log", xlabel="length of the trial / time to the end", ylim=(-0.6, 1.05))
+        panel.set_xticks(SHARES[:-1], [f"1/{round(1 / share)}" for share in SHARES[:-1]], minor=False)
+        panel.minorticks_off()
+    panels[0].set_ylabel("agreement of ranks")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.savefig(file, metadata={"Date": None})
+
+
+def _agreements(runs: Sequence[Run], part: str, index: int) -> list[float]:
+    return [agreement([each[index] for each in run[part]], [each[-1] for each in run[part]]) for run in runs]
 
 
 def _row(runs: Sequence[Run], part: str, index: int) -> list[str]:
     losses = [run[part] for run in runs]
-    agreed = [agreement([each[index] for each in one], [each[-1] for each in one]) for one in losses]
+    agreed = _agreements(runs, part, index)
     right = sum(winner(one, index) == winner(one, -1) for one in losses) / len(losses)
     grew = sum(winner(one, index) > 0 for one in losses) / len(losses)
-    race = _shown([_regret(one, raced(one, index)) for one in losses]) if index >= 2 else ""
+    race = _factor([_regret(one, raced(one, index)) for one in losses]) if index >= 2 else ""
     return [
-        _shown(agreed, 1.0, 2), f"{right:.0%}", f"{grew:.0%}", _shown([_regret(one, winner(one, index)) for one in losses]), race,
+        _shown(agreed), f"{right:.0%}", f"{grew:.0%}", _factor([_regret(one, winner(one, index)) for one in losses]), race,
     ]  # fmt: skip
 
 
 def _regret(losses: Sequence[Sequence[float]], network: int) -> float:
-    """How much larger the loss at the end is than that of the best network."""
-    return losses[network][-1] - min(each[-1] for each in losses)
+    """The logarithm of how many times the loss at the end is that of the best network."""
+    return math.log(losses[network][-1] / min(each[-1] for each in losses))
 
 
-def _shown(values: Sequence[float], unit: float = 1e3, digits: int = 0) -> str:
-    found = interval(torch.tensor(values, dtype=torch.float64) * unit)
-    return f"{found.mean:.{digits}f} ± {found.high - found.mean:.{digits}f}"
+def _shown(values: Sequence[float]) -> str:
+    found = interval(torch.tensor(values, dtype=torch.float64))
+    return f"{found.mean:.2f} ± {found.high - found.mean:.2f}"
+
+
+def _factor(values: Sequence[float]) -> str:
+    found = interval(torch.tensor(values, dtype=torch.float64))
+    return f"{math.exp(found.mean):.3f} ({math.exp(found.low):.2f} to {math.exp(found.high):.2f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("horizon.json"), help="default: %(default)s")
     parser.add_argument("--show", type=Path, help="only print the tables of a file that was written before")
+    parser.add_argument("--draw", type=Path, help="also draw the agreement of ranks into this file (needs matplotlib)")
     args = parser.parse_args(arguments)
     results: dict[str, list[Run]] = json.loads(args.show.read_text()) if args.show else {}
     tasks = {} if args.show else {name: TASKS[name](folder(args.data)) for name in args.tasks}
@@ -150,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, runs in results.items():
         for part in ("training", "held out"):
             print(f"\n{name}, loss on {part} data\n{table(runs, part)}")
+    if args.draw:
+        draw(results, args.draw)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 All spend the same FLOPs, looks and trials included. The small network, and the large one that `Every` ends with, are trained beside them.
 
-    python -m benchmarks.when --data DIR          # both tasks; about three minutes on one core
+    python -m benchmarks.when --data DIR          # both tasks; about two minutes on one core
     python -m benchmarks.when --show when.json    # the tables again
 """
 
@@ -28,9 +28,9 @@ from sensli.paper.data import folder
 from sensli.paper.report.statistics import interval
 from sensli.text.tables import text_table
 
-EPOCHS = 40  # of the small network: the budget of all
+EPOCHS = 30  # of the small network: the budget of all
 TRIAL = 2  # epochs
-SEEDS = 6
+SEEDS = 4
 # Chosen beforehand, so that each could look about as often: three growths at most, as all.
 TRIGGERS: dict[str, Callable[[], Trigger]] = {
     "Every(8)": lambda: triggers.Every(8),
