@@ -4,22 +4,28 @@
 layers also `insert`) takes the best one without changing the function, and the optimizer follows. `Grower` does all of it once per epoch.
 """
 
-from sensli.errors import SensliError
-from sensli.growing import triggers
-from sensli.growing.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from sensli.growing.grower import Grower
-from sensli.growing.trials.trial import Trial
-from sensli.merits import norms
-from sensli.merits.measuring import measure
-from sensli.merits.merits import Merit, Merits
-from sensli.merits.probe import Probe
-from sensli.modules.flops import count_flops
-from sensli.moves.finding import find_sites
-from sensli.moves.sites import Site, Sites
-from sensli.surgery.dead import recycle, remove_dead
-from sensli.surgery.history.history import Growth, History
-from sensli.surgery.insertion import grow, insert, undo
-from sensli.surgery.replaying import replay
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sensli.errors import SensliError
+    from sensli.growing import triggers
+    from sensli.growing.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+    from sensli.growing.grower import Grower
+    from sensli.growing.trials.trial import Trial
+    from sensli.merits import norms
+    from sensli.merits.measuring import measure
+    from sensli.merits.merits import Merit, Merits
+    from sensli.merits.probe import Probe
+    from sensli.modules.flops import count_flops
+    from sensli.moves.finding import find_sites
+    from sensli.moves.sites import Site, Sites
+    from sensli.surgery.dead import recycle, remove_dead
+    from sensli.surgery.history.history import Growth, History
+    from sensli.surgery.insertion import grow, insert, undo
+    from sensli.surgery.replaying import replay
 
 __version__ = "0.1.0"
 
@@ -29,3 +35,39 @@ __all__ = [
     "count_flops", "find_sites", "grow", "insert", "load_checkpoint", "measure", "norms", "recycle", "remove_dead",
     "replay", "save_checkpoint", "triggers", "undo",
 ]  # fmt: skip
+
+# Where each name lives. They are imported when they are first asked for: torch takes seconds, which a help text need not wait for.
+_HOMES = {
+    "errors": ("SensliError",),
+    "growing.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+    "growing.grower": ("Grower",),
+    "growing.trials.trial": ("Trial",),
+    "merits.measuring": ("measure",),
+    "merits.merits": ("Merit", "Merits"),
+    "merits.probe": ("Probe",),
+    "modules.flops": ("count_flops",),
+    "moves.finding": ("find_sites",),
+    "moves.sites": ("Site", "Sites"),
+    "surgery.dead": ("recycle", "remove_dead"),
+    "surgery.history.history": ("Growth", "History"),
+    "surgery.insertion": ("grow", "insert", "undo"),
+    "surgery.replaying": ("replay",),
+}
+_MODULES = {"triggers": "growing.triggers", "norms": "merits.norms"}
+_ROOMS = ("errors", "growing", "integrations", "merits", "modules", "moves", "page", "paper", "surgery", "text")
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is not None:
+        found = getattr(import_module(f"sensli.{home}"), name)
+    elif name in _MODULES or name in _ROOMS:
+        found = import_module(f"sensli.{_MODULES.get(name, name)}")
+    else:
+        raise AttributeError(f"module 'sensli' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

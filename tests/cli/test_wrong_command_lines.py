@@ -132,6 +132,7 @@ BATCHES: dict[str, Any] = {
     "nothing": [],
     "single": (torch.zeros(8, 4),),
     "tensor": torch.zeros(3, 4),
+    "tensors": [torch.zeros(3, 4), torch.zeros(3)],
     "width": (torch.zeros(8, 3), torch.zeros(8).long()),
     "length": (torch.zeros(8, 4), torch.zeros(9).long()),
     "class": (torch.zeros(8, 4), torch.full((8,), 7)),

@@ -10,7 +10,7 @@ import pytest
 
 from experiments import GOOD
 from sensli.cli.main import main
-from sensli.paper import cli
+from sensli.paper import cli, commands
 from sensli.paper.__main__ import main as module
 from sensli.paper.errors import BadExperiment
 
@@ -65,6 +65,26 @@ def test_what_was_run_is_what_is_stated_where_nothing_differs(call, capsys):
     assert "recipe 'stated'" in capsys.readouterr().out
 
 
+def test_a_folder_that_holds_something_else_says_what(call, capsys):
+    """Fewer runs, fewer epochs, another seed: show and list name the options that would show it."""
+    assert call("show", "8") == 2
+    assert "results holds no results." in capsys.readouterr().err
+    made = ["--runs", "2", "--epochs-scale", "0.01"]
+    assert call("run", "8", "--as", "stated", *made) == 0
+    held = "results holds experiment 8 (stated) with --runs 2 --epochs-scale 0.01."
+    capsys.readouterr()
+    for words in ([], ["--runs", "3", "--epochs-scale", "0.01"], ["--seed", "5", *made]):
+        assert call("show", "8", *words) == 2
+        told = capsys.readouterr().err
+        assert held in told and told.count("\n") == 1
+    assert call("list") == 0
+    assert capsys.readouterr().out.endswith(f"\nComputed with other options: {held}\n")
+    assert call("list", *made) == 0
+    assert "with other options" not in capsys.readouterr().out
+    assert call("show", "8", "4", *made) == 0
+    assert "Not shown, because it is not computed with these options: 4 (stated)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -95,10 +115,10 @@ def test_ctrl_c_is_no_traceback(call, capsys, monkeypatch):
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.runner, "run", stop)
+    monkeypatch.setattr(commands.runner, "run", stop)
     assert call("run", "2") == 130
     assert capsys.readouterr().err == "Interrupted. Run the same command again to resume.\n"
-    monkeypatch.setattr(cli.tables, "plain", stop)
+    monkeypatch.setattr(commands.tables, "plain", stop)
     assert call("list") == 130
     assert capsys.readouterr().err == "Interrupted.\n", "there is nothing to resume"
 

@@ -1,5 +1,5 @@
 """``python -m sensli.cli``."""
 
-from sensli.cli.main import main
+from sensli.cli.start import main
 
 raise SystemExit(main())

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from sensli.errors import BadExample
 from sensli.growing import storage
 from sensli.merits.backward import LossFunction
+from sensli.modules.running import describe
 
 
 def read_batches(path: Path) -> list[Any]:
@@ -31,6 +32,12 @@ def read_batches(path: Path) -> list[Any]:
             f"'{path}' cannot be read as a batch: {type(error).__name__}: {storage.told(error)}. Give a dict or a tuple of tensors "
             "written by torch.save, or a .safetensors file."
         ) from error
+    if isinstance(found, Tensor) or (isinstance(found, list) and found and all(isinstance(x, Tensor) for x in found)):
+        what = f"a {describe(found)}" if isinstance(found, Tensor) else f"a list of {len(found)} tensors"
+        raise BadExample(
+            f"'{path}' contains {what}, but merits need targets too. Save a pair, torch.save((x, y), path), or a list of pairs; to list "
+            "the sites without ranking them give --input."
+        )
     batches = found if isinstance(found, list) else [found]
     if not batches:
         raise BadExample(f"'{path}' contains an empty list. Give at least one batch.")

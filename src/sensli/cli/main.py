@@ -10,14 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sensli import __version__
+from sensli.cli.start import leaving_at_once
 from sensli.compare import cli as compare
 from sensli.errors import SensliError
-from sensli.merits.merits import PER
-from sensli.moves.choosing import KINDS
-from sensli.moves.finding import GROW, check_units
-from sensli.moves.layer.forms import FORMS
 from sensli.paper import cli as paper
 from sensli.text.commands import run_command
+from sensli.text.names import FORMS, GROW, KINDS, PER
 from sensli.text.strict_json import dumps as strict_json
 
 _DESCRIPTION = """\
@@ -45,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any("\0" in argument for argument in (sys.argv[1:] if arguments is None else arguments)):
         parser.error("an argument contains a NUL character")
     args = parser.parse_args(arguments)
+    with leaving_at_once():
+        import torch  # noqa: F401  # takes most of the time until the work begins; help and wrong arguments are answered without it
     return run_command(args)
 
 
@@ -180,6 +180,8 @@ _seed.__name__ = "seed"  # argparse says "invalid seed value"
 
 
 def _units(text: str) -> int | float:
+    from sensli.moves.finding import check_units
+
     try:
         return check_units(float(text) if "." in text or "e" in text.lower() else int(text))
     except ValueError:

@@ -14,12 +14,11 @@ from sensli.modules import checks
 from sensli.moves.sites import Site
 from sensli.text.extras import imported
 from sensli.text.html_tables import html_table
+from sensli.text.names import PER
 from sensli.text.tables import short_number, text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
 
 
 def check_per(per: str | None) -> None:

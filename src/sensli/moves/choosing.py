@@ -10,8 +10,8 @@ from torch import nn
 from sensli.errors import WrongType
 from sensli.modules import checks
 from sensli.moves.sites import Site
+from sensli.text.names import KINDS
 
-KINDS = ("conv", "linear", "block", "units")
 Where = str | Sequence[str] | Callable[[Site], bool] | None
 _WHAT = (
     f"a kind ({', '.join(map(repr, KINDS))}), a path or a pattern of paths (for example 'head.*'), a list of these, or a function "

@@ -12,7 +12,6 @@ from sensli.modules import checks
 from sensli.modules.wrappers import bare
 from sensli.moves.choosing import Where, check_where, chosen
 from sensli.moves.kinds import asked_for
-from sensli.moves.layer.forms import FORMS
 from sensli.moves.naming import remember
 from sensli.moves.point import Ref
 from sensli.moves.search import Request, Search
@@ -22,8 +21,7 @@ from sensli.moves.trace.stacks import parent_of
 from sensli.moves.trial import Trial
 from sensli.moves.twin.twins import INITS
 from sensli.moves.width.starts.registry import STARTS
-
-GROW = ("layers", "units", "both")
+from sensli.text.names import FORMS, GROW
 
 
 def check_request(layer: str, kernel_size: int | None, init: str) -> int | None:

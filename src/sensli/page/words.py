@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from sensli.merits.merits import PER
 from sensli.text.html_tables import html_table
+from sensli.text.names import PER
 from sensli.text.tables import short_number
 
 

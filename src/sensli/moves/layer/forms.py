@@ -30,11 +30,10 @@ from sensli.moves.layer.stand_in import StandIn
 from sensli.moves.move import Cost
 from sensli.moves.point import Point
 from sensli.moves.trace.activations import ACTIVATIONS, RELU, Activation
+from sensli.text.names import FORMS
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
-
-FORMS = ("relu", "residual", "parametric")
 
 BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

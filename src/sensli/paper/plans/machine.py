@@ -12,8 +12,6 @@ import torch
 
 from sensli.paper.errors import BadExperiment
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
-
 _BF16_TRIAL = """
 import torch
 x = torch.randn(4, 3, 8, 8, device="{device}").to(memory_format=torch.channels_last)

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from sensli.merits.merits import PER, Merit, Merits, worth_of
+from sensli.merits.merits import Merit, Merits, worth_of
 from sensli.surgery.history.outline import Unit
 from sensli.surgery.history.tried import Tried
+from sensli.text.names import PER
 
 UNITS = ("epoch", "step")  # what one call of `Grower.step` may be called
 LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at every step costs no memory

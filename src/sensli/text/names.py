@@ -1,0 +1,9 @@
+"""Names that a person types as arguments, and that the command line lists: here, so that its help needs nothing else."""
+
+from __future__ import annotations
+
+KINDS = ("conv", "linear", "block", "units")  # of sites
+FORMS = ("relu", "residual", "parametric")  # of new layers
+GROW = ("layers", "units", "both")  # what may grow
+PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
+DEVICES = ("auto", "cpu", "cuda", "mps")  # of the experiments
