@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
 from sensli import Grower, triggers  # noqa: E402
 from sensli.errors import SensliError, UnsupportedModel  # noqa: E402
-from sensli.integrations.lightning import GrowthCallback  # noqa: E402
+from sensli.integrations.lightning import GrowthCallback, grow_like  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers and loggers
 
@@ -55,17 +55,21 @@ class Module(pl.LightningModule):  # type: ignore[misc, name-defined, unused-ign
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)}
 
 
-def data() -> Any:
+def data(shuffle: bool = False) -> Any:
     x = torch.randn(64, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(x, (x[:, 0] * x[:, 1] > 0).long()), batch_size=16)
+    return DataLoader(TensorDataset(x, (x[:, 0] * x[:, 1] > 0).long()), batch_size=16, shuffle=shuffle)
 
 
 def fit(folder: Path, epochs: int, *callbacks: Any, ckpt_path: Any = None, **options: Any) -> tuple[Any, Any]:
     settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    module = Module(options.pop("dropout", 0.1))
+    module, train, seed = (
+        Module(options.pop("dropout", 0.1)),
+        data(options.pop("shuffle", False)),
+        options.pop("seed", 7),
+    )
     trainer = pl.Trainer(max_epochs=epochs, default_root_dir=folder, callbacks=[*callbacks], **{**settings, **options})
-    torch.manual_seed(7)
-    trainer.fit(module, data(), data(), ckpt_path=ckpt_path)
+    torch.manual_seed(seed)
+    trainer.fit(module, train, data(), ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -98,17 +102,50 @@ def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [{}, {"own_rate": 0.5}, {"freeze_rest": True}], ids=str)
 def test_resume_from_a_checkpoint_is_the_same_run_to_the_bit(own: dict[str, Any], tmp_path: Path) -> None:
-    # Without dropout: Lightning does not save the random state.
+    """With dropout and a loader that shuffles: the callback saves the random states, which Lightning does not."""
     options: dict[str, Any] = {"tau": 0.0, "select": "random", **own}
-    whole, _ = fit(tmp_path / "a", 7, GrowthCallback(triggers.Every(2), **options), dropout=0.0)
-    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), **options), dropout=0.0)
+    whole, _ = fit(tmp_path / "a", 7, GrowthCallback(triggers.Every(2), **options), shuffle=True)
+    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), **options), shuffle=True)
     trainer.save_checkpoint(tmp_path / "at5.ckpt")
     callback = GrowthCallback(triggers.Every(2), **options)
-    resumed, _ = fit(tmp_path / "c", 7, callback, ckpt_path=tmp_path / "at5.ckpt", dropout=0.0)
+    resumed, _ = fit(tmp_path / "c", 7, callback, ckpt_path=tmp_path / "at5.ckpt", shuffle=True, seed=8)
     assert len(callback.history) == 3
     assert list(resumed.state_dict()) == list(whole.state_dict())
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+class Growing(Module):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        grow_like(self, checkpoint)
+
+
+def test_what_has_grown_is_loaded_by_lightning_itself(tmp_path: Path) -> None:
+    callback = GrowthCallback(triggers.Every(2), tau=0.0)
+    module, trainer = fit(tmp_path, 2, callback)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    one = {name: value.clone() for name, value in module.state_dict().items()}
+    expected = trainer.validate(module, data(), verbose=False)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, data())  # once more with the same callback: it grows on
+    assert len(callback.history) == 2 and len(trainer.optimizers[0].param_groups[0]["params"]) == 10
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+
+    # A class that has the one line, and a Trainer without the callback.
+    loaded = Growing.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=True)
+    assert {name: value.tolist() for name, value in loaded.state_dict().items()} == {
+        name: value.tolist() for name, value in one.items()
+    }
+    plain = pl.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path)
+    assert plain.validate(Growing(), data(), ckpt_path=tmp_path / "one.ckpt", verbose=False) == expected
+    # The grown module back to an earlier checkpoint, as with ckpt_path="best", and forth again.
+    assert trainer.validate(module, data(), ckpt_path=tmp_path / "one.ckpt", verbose=False) == expected
+    assert len(callback.history) == 1 and list(module.state_dict()) == list(one)
+    trainer.validate(module, data(), ckpt_path=tmp_path / "two.ckpt", verbose=False)
+    assert len(callback.history) == 2
+    # Weights of a training that did not grow are what they were.
+    fit(tmp_path, 1)[1].save_checkpoint(tmp_path / "none.ckpt")
+    assert len(list(Growing.load_from_checkpoint(tmp_path / "none.ckpt").parameters())) == 6
 
 
 class Direct(Module):

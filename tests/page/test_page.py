@@ -62,13 +62,37 @@ def test_what_is_no_history_is_refused_in_one_line(
     assert not file.with_suffix(".html").exists()
 
 
+class Anything:
+    """What a user may have put into a checkpoint."""
+
+
+def test_checkpoints_of_other_libraries_are_read_whatever_else_is_in_them(tmp_path: Path) -> None:
+    """As Lightning and the Trainer of Hugging Face write them; the weights are not read."""
+    grower = grow()
+    state = {"grower": grower.state_dict(), "names": []}
+    content = {
+        "state_dict": grower.model.state_dict(), "hyper_parameters": {"any": Anything(), "path": tmp_path},
+        "callbacks": {"Other{}": {"x": 1}, "GrowthCallback": state},
+    }  # fmt: skip
+    torch.save(content, tmp_path / "last.ckpt")
+    for number in (4, 16, 8):
+        folder = tmp_path / "run" / f"checkpoint-{number}"
+        folder.mkdir(parents=True)
+        told = {**state, "grower": {**state["grower"], "calls": number}} if number == 16 else {"grower": None}
+        (folder / "sensli.json").write_text(json.dumps(told))
+    for name in ("last.ckpt", "run", "run/checkpoint-16"):
+        assert read_history(tmp_path / name).record == grower.history.record
+    with pytest.raises(HistoryError, match=r"is a folder without a history: it has no file 'checkpoint'"):
+        read_history(tmp_path)
+
+
 def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return (Path.touch, (tmp_path / "sprung",))  # type: ignore[return-value]
 
     torch.save({"grower": Trap()}, tmp_path / "bad.pt")
-    with pytest.raises(HistoryError, match="cannot be read"):
+    with pytest.raises(HistoryError, match="does not contain a history"):
         read_history(tmp_path / "bad.pt")
     assert not (tmp_path / "sprung").exists()
 

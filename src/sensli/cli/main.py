@@ -150,11 +150,13 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         help="write the animation of a training as one HTML file",
         description="Write the growth page of a training: the network, every decision with all merits, the metric. "
-        "The file is what grower.history.save(path) wrote, or a checkpoint "
-        "(of save_checkpoint, or of torch.save with grower.state_dict() in it).",
+        "The file is what grower.history.save(path) wrote, or a checkpoint: of save_checkpoint, of torch.save with grower.state_dict() in "
+        "it, of Lightning, or a folder of the Hugging Face Trainer.",
         epilog="example: sensli report history.json --out growth.html",
     )
-    report.add_argument("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON or a checkpoint")
+    report.add_argument(
+        "file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON, or a checkpoint (file or folder)"
+    )
     report.add_argument("--out", type=Path, help="where to write the page (default: next to the file, ending in .html)")
     report.add_argument("--title", default="A network grows", help="the heading of the page (default: %(default)s)")
     report.add_argument(
@@ -257,7 +259,8 @@ def _report(args: argparse.Namespace) -> None:
 
     history = read_history(args.file)
     data = page_data(history, title=args.title, measure=args.metric)
-    page = write_page(args.out or args.file.with_suffix(".html"), data)
+    beside = args.file if args.file.name else args.file.resolve()  # "." has no name
+    page = write_page(args.out or beside.with_suffix(".html"), data)
     if args.json:
         print(strict_json({"page": str(page), "looks": [look.to_dict() for look in history.record.looks]}, indent=1))
         return

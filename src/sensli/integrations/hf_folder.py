@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from sensli.errors import CheckpointError, brief
+from sensli.text.names import TRAINER_FILE
 from sensli.text.strict_json import dumps as strict_json
 from sensli.text.writing import write_bytes
 
-FILE = "sensli.json"
 FORMAT = 1
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:
     """Write plain data; an earlier file is replaced only when the new one is complete."""
-    write_bytes(folder / FILE, strict_json({"format": FORMAT, **state}).encode(), CheckpointError)
+    write_bytes(folder / TRAINER_FILE, strict_json({"format": FORMAT, **state}).encode(), CheckpointError)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
     """What `write` wrote; None if the file is missing, or the model had not begun to grow."""
-    file = folder / FILE
+    file = folder / TRAINER_FILE
     if not file.is_file():
         return None
     try:

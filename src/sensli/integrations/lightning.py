@@ -21,12 +21,31 @@ from sensli.modules import random_state
 from sensli.modules.marks import count_growths
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import History
-from sensli.surgery.replaying import replay
+from sensli.surgery.rewinding import carried, rewind
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:
     raise missing("lightning", error) from error
+
+
+def grow_like(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Give a module the layers that the weights of a checkpoint belong to: insert those that it lacks, remove those that came later.
+
+    One line in a module, ``def on_load_checkpoint(self, checkpoint): grow_like(self, checkpoint)``, lets ``load_from_checkpoint`` and a
+    Trainer without the callback read checkpoints of a training that grew. A checkpoint of one that did not changes nothing.
+
+    Args:
+        module: The LightningModule, as it was before its first growth or grown.
+        checkpoint: What Lightning hands to ``on_load_checkpoint``.
+
+    Raises:
+        HistoryError: If the growths do not fit the module. Nothing was changed.
+    """
+    for state in checkpoint.get("callbacks", {}).values():
+        if isinstance(state, dict) and isinstance(state.get("grower"), dict):
+            rewind(module, carried(module), _history_of(state))
+            return
 
 
 class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ignore]
@@ -45,11 +64,19 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
 
     def _prepare(self) -> None:
         self._example: Any = None  # the first batch
+        self._random: dict[str, Any] | None = None  # the random states in a checkpoint, until the training begins
 
     @property
     def history(self) -> History:
         """All growths so far."""
-        return self.grower.history if self.grower is not None else History()
+        if self.grower is not None:
+            return self.grower.history
+        return _history_of(self._resumed) if self._resumed else History()
+
+    @property
+    def _resumed(self) -> dict[str, Any] | None:
+        """The state that a checkpoint brought, if the model had begun to grow by then."""
+        return self._loaded if self._loaded and self._loaded["grower"] else None
 
     # --- the life of a fit ---
 
@@ -65,25 +92,43 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
                 "this strategy (ddp_spawn, ddp_fork, ddp_notebook) returns the trained weights to the module of the main process, which "
                 "has not grown. Use strategy='ddp' in a script."
             )
-        given = pl_module.on_load_checkpoint
+        if stage == "fit" and self.grower is not None:
+            # Of an earlier fit: this one has its own optimizers, and another module has no growths yet.
+            state, self.grower = self.state_dict(), None
+            self._loaded = state if len(_history_of(state)) == count_growths(pl_module) else None
+        given = getattr(pl_module.on_load_checkpoint, "given", pl_module.on_load_checkpoint)
 
         def grow_first(checkpoint: dict[str, Any]) -> None:
             # The callback's own hook comes after the weights; this one comes before them.
-            state = checkpoint.get("callbacks", {}).get(self.state_key)
-            if state and state["grower"] and not count_growths(pl_module):
-                replay(pl_module, History.from_dict(state["grower"]["history"]))
+            grow_like(pl_module, checkpoint)
             given(checkpoint)
 
+        grow_first.given = given  # type: ignore[attr-defined]  # set up again by every stage, and once is enough
         pl_module.on_load_checkpoint = grow_first  # type: ignore[method-assign, unused-ignore]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._loaded and self._loaded["grower"]:
+        state = self._resumed
+        if state is not None:
             # Before Lightning loads the optimizers' states by index: theirs is the order in which they followed the growth.
-            history = History.from_dict(self._loaded["grower"]["history"])
-            add_own_groups(history, trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
-            for optimizer, names in zip(trainer.optimizers, self._loaded["names"], strict=True):
+            add_own_groups(
+                _history_of(state), trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs]
+            )
+            for optimizer, names in zip(trainer.optimizers, state["names"], strict=True):
                 arrange(optimizer, names, pl_module)
-            freeze(pl_module, self._loaded.get("frozen", ()))
+            freeze(pl_module, state.get("frozen", ()))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Once after a resume. Each process draws its own numbers, and a checkpoint has those of the first one only.
+        if self._random is not None and trainer.world_size == 1:
+            random_state.restore(self._random)
+            fetcher: Any = trainer.fit_loop._data_fetcher
+            if fetcher is not None and not any(
+                hasattr(each, "state_dict") for each in fetcher.combined_loader.flattened
+            ):
+                iter(
+                    fetcher
+                )  # Lightning has begun the epoch's batches before: their order is drawn from the restored state
+        self._random = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._example is None:
@@ -110,8 +155,8 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             model: Any = trainer.strategy.model  # the wrapper, where there is one
             self.grower = self._make_grower(model, trainer.optimizers, schedulers, (self._example, 0))
-            if self._loaded and self._loaded["grower"]:
-                self.grower.load_state_dict(self._loaded["grower"])
+            if self._resumed is not None:
+                self.grower.load_state_dict(self._resumed["grower"])
         return self.grower
 
     def _metric(self, trainer: Trainer) -> float | None:
@@ -126,13 +171,23 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
 
     def state_dict(self) -> dict[str, Any]:
         if self.grower is None:
-            return self._loaded or {"grower": None, "names": []}
+            return {**(self._loaded or {"grower": None, "names": []}), "random": random_state.capture()}
         network, optimizers = bare(self.grower.model), self.grower.optimizers
         names = [names_in(each, network) for each in optimizers]
-        return {"grower": self.grower.state_dict(), "names": names, "frozen": frozen_in(network)}
+        return {
+            "grower": self.grower.state_dict(),
+            "names": names,
+            "frozen": frozen_in(network),
+            "random": random_state.capture(),  # Lightning does not save them
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict
+        self._loaded, self.grower = state_dict, None
+        self._random = state_dict.get("random")
+
+
+def _history_of(state: dict[str, Any]) -> History:
+    return History.from_dict(state["grower"]["history"])
 
 
 def _batches(trainer: Trainer, limit: int | None) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import History
 from sensli.surgery.rewinding import rewind
 from sensli.surgery.state.optim import as_optimizers
+from sensli.text.names import TRAINER_FILE
 
 try:
     from transformers import Trainer, TrainerCallback, __version__
@@ -233,14 +234,14 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         if homeless:
             raise CheckpointError(
                 f"the checkpoint contains weights that this model does not have: {homeless[0]} ({len(homeless)} such). "
-                f"Its {hf_folder.FILE} is missing or belongs to another model. Give the Trainer the model that growing began "
+                f"Its {TRAINER_FILE} is missing or belongs to another model. Give the Trainer the model that growing began "
                 "with, and the folder as it was saved."
             )
         lacking = hf_trainer.not_loaded(network, load_result.missing_keys)
         if self._history and lacking:
             raise CheckpointError(
                 f"the model has weights that the checkpoint lacks: {lacking[0]} ({len(lacking)} such). Give the Trainer the small model "
-                f"that growing began with, not a grown one: the layers in {hf_folder.FILE} are inserted again."
+                f"that growing began with, not a grown one: the layers in {TRAINER_FILE} are inserted again."
             )
         return given(load_result)
 

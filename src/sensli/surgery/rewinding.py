@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from sensli.errors import HistoryError
 from sensli.modules.copies import copied_model
+from sensli.modules.marks import count_growths, grown, told
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import Growth, History
 from sensli.surgery.insertion import undo
@@ -40,6 +42,17 @@ def rewind(
         now.pop()
     for growth in new:
         now.append(growth)
+
+
+def carried(model: nn.Module) -> History:
+    """The growths of a model, from the records that it carries itself."""
+    found = sorted((number, told(module, number)) for number, _, module in grown(model) if told(module, number))
+    if len(found) != count_growths(model):
+        raise HistoryError(
+            f"this {type(model).__name__} has grown {count_growths(model)} times, but carries {len(found)} records. Give the small model "
+            "that growing began with."
+        )
+    return History(growth for _, growth in found)
 
 
 def _go(model: nn.Module, gone: list[Growth], new: list[Growth], **followers: Any) -> None:

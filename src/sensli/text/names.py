@@ -6,4 +6,5 @@ KINDS = ("conv", "linear", "block", "units")  # of sites
 FORMS = ("relu", "residual", "parametric")  # of new layers
 GROW = ("layers", "units", "both")  # what may grow
 PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
+TRAINER_FILE = "sensli.json"  # beside the weights in every folder that a growing Trainer of Hugging Face saves
 DEVICES = ("auto", "cpu", "cuda", "mps")  # of the experiments
