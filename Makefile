@@ -1,9 +1,9 @@
-# make demo | quick | test | check | docs | bench: each makes .venv on its first call and installs what it needs.
+# make demo | quick | test | check | docs | bench | dist: each makes .venv on its first call and installs what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo quick test check format docs bench clean
+.PHONY: demo quick test check format docs bench dist clean
 .DEFAULT_GOAL := demo
 
 # One stamp per set of extras: a change of the pins or of the project file installs anew.
@@ -37,6 +37,11 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
+
+# Wheel and source archive, built by the pinned hatchling.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
