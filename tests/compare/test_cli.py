@@ -16,6 +16,7 @@ from sensli.compare.summary import rows
 from sensli.compare.tables import table, verdict
 from sensli.compare.tasks import TASKS
 from sensli.compare.tasks.spirals import SPIRALS
+from sensli.text.names import TASKS as NAMES
 
 SMALL = replace(SPIRALS, steps=6, looks=(0.3,), points=4)
 Call = Callable[..., int]
@@ -82,12 +83,13 @@ def test_a_mistake_is_one_line(
 def test_help_says_what_can_be_asked_for(
     call: Call, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert set(NAMES) == set(TASKS)
     with pytest.raises(SystemExit) as ended:
         call(*words, "--help")
     out = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0 and "example: sensli compare" in out
     if words == ("run",):
-        assert f"one of {', '.join(TASKS)}" in out and "--budget F" in out and "--methods METHOD" in out
+        assert f"one of {', '.join(NAMES)}" in out and "--budget F" in out and "--methods METHOD" in out
 
 
 # --- the numbers of the table ---

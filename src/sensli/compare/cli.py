@@ -1,23 +1,12 @@
-"""`sensli compare list | run | show | report`."""
+"""`sensli compare list | run | show | report`: what the command line takes. What it does is in `commands`, which needs torch."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
-from sensli.compare import report, work
-from sensli.compare.errors import BadComparison
-from sensli.compare.job import Job
-from sensli.compare.methods import KINDS, chosen, methods
-from sensli.compare.store import Store
-from sensli.compare.summary import load, rows
-from sensli.compare.tables import table, verdict
-from sensli.compare.tasks import TASKS, find
-from sensli.paper.report.document import Table
-from sensli.paper.report.tables import plain
-from sensli.text.tables import short_number
+from sensli.text.names import TASKS
 
 RESULTS = Path("compare-results")
 DEFAULT = ("fixed", "sensli", "control")
@@ -54,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
     show = command("show", "Show the table of a task from stored results.", " spirals")
     for one in (run, show):
         one.add_argument("task", metavar="TASK", help=f"one of {', '.join(TASKS)}")
-        names = f"names from 'sensli compare list', or {', '.join(KINDS)}, all (default: {' '.join(DEFAULT)})"
+        names = f"names or kinds from 'sensli compare list', or all (default: {' '.join(DEFAULT)})"
         one.add_argument("--methods", nargs="+", default=list(DEFAULT), metavar="METHOD", help=names)
     run.set_defaults(resumes=True)
     where = "folder of the images, or where to download them to (default: SENSLI_DATA, otherwise data)"
@@ -65,54 +54,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def execute(args: argparse.Namespace) -> None:
-    """Do what a command asks for."""
-    if args.seeds < 1:
-        raise BadComparison(f"--seeds must be at least 1, got {args.seeds}.")
-    if not 0 < args.budget < math.inf:
-        raise BadComparison(f"--budget must be a number above 0 (for example 0.5), got {args.budget:g}.")
-    {"list": _list, "run": _run, "show": _show, "report": _report}[args.compare_command](args)
+    from sensli.compare import commands
 
-
-def _list(args: argparse.Namespace) -> None:
-    store = Store(args.out)
-    lines = []
-    for task in TASKS.values():
-        known = methods(task)
-        stored = sum(
-            store.path(Job(task, method, seed, args.budget)).exists()
-            for method in known.values()
-            for seed in range(args.seeds)
-        )
-        seconds = sum(Job(task, method, 0, args.budget).seconds() for method in known.values())
-        sizes = " to ".join(short_number(task.forward_flops[size]) for size in ("small", "large"))
-        lines.append(
-            (task.name, task.title, sizes, f"{seconds / 60:.1f} min", f"{stored} of {len(known) * args.seeds} runs")
-        )
-    header = ("task", "what it is", "FLOPs of a sample", "all methods, one seed", "computed")
-    print(plain(Table(header, tuple(lines))))
-    named = tuple((one.name, one.kind, one.what) for one in methods(next(iter(TASKS.values()))).values())
-    print(f"\n{plain(Table(('method', 'kind', 'what it is'), named))}")
-
-
-def _run(args: argparse.Namespace) -> None:
-    if args.jobs < 1:
-        raise BadComparison(f"--jobs must be at least 1, got {args.jobs}.")
-    task = find(args.task)
-    wanted = chosen(task, args.methods)
-    # seed by seed, not method by method: what is stopped early has pairs to compare
-    jobs = [Job(task, method, seed, args.budget) for seed in range(args.seeds) for method in wanted]
-    work.compute(jobs, Store(args.out), args.data, args.jobs)
-    _show(args)
-
-
-def _show(args: argparse.Namespace) -> None:
-    task = find(args.task)
-    wanted = chosen(task, args.methods)
-    found = rows(wanted, load(task, wanted, args.seeds, args.budget, Store(args.out)))
-    print(f"\n{task.title}\n\n{plain(table(found))}\n")
-    print("\n".join(verdict(found)).replace("`", ""))
-
-
-def _report(args: argparse.Namespace) -> None:
-    for path in report.write(Store(args.out), args.to or args.out / "report", args.seeds, args.budget):
-        print(path)
+    commands.execute(args)

@@ -8,3 +8,4 @@ GROW = ("layers", "units", "both")  # what may grow
 PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
 TRAINER_FILE = "sensli.json"  # beside the weights in every folder that a growing Trainer of Hugging Face saves
 DEVICES = ("auto", "cpu", "cuda", "mps")  # of the experiments
+TASKS = ("teacher", "spirals", "fashion", "vgg", "resnet", "text")  # of `sensli compare`
