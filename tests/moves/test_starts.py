@@ -284,3 +284,31 @@ def test_the_second_of_two_neighbours_gets_what_was_measured(start: str, order: 
     plain, _ = widened(model, merits[two].site)
     grow(model, merits[two])  # nothing is left of the first
     assert all(torch.equal(mine, its) for mine, its in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.library
+@pytest.mark.parametrize(("start", "blocks"), [("gradmax", [0, 0]), ("net2net", [2])])
+def test_blocks_of_one_configuration_start_as_they_can(start: str, blocks: list[int]) -> None:
+    """All at once, or with a start for which each is different, one by one; the function is kept and the merit is right."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=30, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).double().eval()
+    tokens = torch.randint(0, 30, (4, 8))
+    sites = find_sites(model, {"input_ids": tokens}, grow="units", units=2, start=start)
+    sites = [site for site in sites if site.path.endswith("c_fc")]
+    assert [site.move.blocks for site in sites] == blocks
+
+    def loss(network: nn.Module) -> Tensor:
+        return F.cross_entropy(network(tokens).logits.flatten(0, 1), tokens.flatten())
+
+    batch = {"input_ids": tokens}
+    for merit in measure(
+        model, sites, [batch], lambda output, _: F.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
+    ):
+        wider, edit = widened(model, merit.site)
+        torch.testing.assert_close(loss(wider), loss(model), rtol=1e-12, atol=0)
+        loss(wider).backward()
+        expected = new_gradients(edit, "row" if start == "gradmax" else "column")
+        assert merit.value == pytest.approx(expected, rel=1e-10)

@@ -20,6 +20,7 @@ from sensli.moves.sites import Site
 from sensli.moves.twin.rebuilding import build_again, differences, shapes
 from sensli.moves.width.confirming import Trial
 from sensli.moves.width.heads import common_path, held_objects
+from sensli.moves.width.starts.registry import STARTS
 from sensli.moves.width.widening import covers_all_blocks, resizes
 from sensli.moves.width.width import Size, Width, family
 
@@ -84,6 +85,8 @@ class _Built:
 
 
 def _together(trial: Trial, model: nn.Module, group: list[Site], built: _Built) -> Site | None:
+    if len(group) > 1 and not STARTS[_width(group[0]).start].together:
+        return None
     described = built.around([axis.module.path for site in group for axis in _width(site).axes])
     return None if described is None else _Together(trial, model, group, *described).site()
 

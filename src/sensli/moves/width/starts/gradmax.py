@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ _STEEPEST = 10.0  # more is the work of a norm, which makes units of any size eq
 
 class GradMax(Start):
     """Columns by the gradient that they give the rows; random columns for a width that was never measured."""
+
+    together: ClassVar[bool] = False  # each block has its own bypass
 
     def refusal(self, site: Site, trial: Trial) -> str:
         assert isinstance(site.move, Width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
@@ -20,6 +20,8 @@ class Start:
 
     Everything is the same on all processes, and draws no global random number.
     """
+
+    together: ClassVar[bool] = True  # whether the units of several blocks can begin as one site
 
     def refusal(self, site: Site, trial: Trial) -> str:
         """Why the units of a site cannot begin so, after a trial on a copy; empty if they can."""
