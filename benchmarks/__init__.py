@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cnn, finding, measuring, natural, resume, sklearn, starts, transformers, widths
+from benchmarks import cnn, estimators, finding, measuring, natural, resume, starts, transformers, widths
 from benchmarks.figure import Figure
 from benchmarks.random_models import random_models
 from benchmarks.spirals import spirals
@@ -34,7 +34,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "confidence": measuring.confidence,
     "spirals": spirals,
     "resume": resume.resume,
-    "sklearn": sklearn.growing_estimators,
+    "tables": estimators.growing_estimators,
     "transformer": transformers.transformer_cost,
     "pipeline": cnn.pipeline_cost,
     "looking": cnn.look_cost,

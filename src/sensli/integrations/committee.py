@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ class Committee(nn.Module):
         return outputs.softmax(-1).mean(0).log() if self.classify else outputs.mean(0)
 
 
-def networks(count: int, inputs: int, width: int, outputs: int) -> list[nn.Module]:
-    """So many networks with one hidden layer, which differ in their first weights."""
-    return [nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs)) for _ in range(count)]
+def networks(count: int, sizes: Sequence[int]) -> list[nn.Module]:
+    """So many networks with layers of these sizes, from the inputs to the outputs, which differ in their first weights."""
+    return [_network(sizes) for _ in range(count)]
+
+
+def _network(sizes: Sequence[int]) -> nn.Sequential:
+    layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
+    return nn.Sequential(*(module for layer in layers[:-1] for module in (layer, nn.ReLU())), layers[-1])

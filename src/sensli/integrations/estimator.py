@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from sensli.integrations import missing
 from sensli.integrations.committee import Committee, networks
-from sensli.integrations.fitting import Data, Diverged, Fit, Plan, train_on
+from sensli.integrations.fitting import Fit, Plan
+from sensli.integrations.folds import Data, Diverged, train_on
 from sensli.integrations.stacked import Stacked
 from sensli.surgery.history.history import History
 
@@ -41,6 +42,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         self,
         *,
         members: int = 5,
+        layers: int = 2,
         width: int = 100,
         max_layers: int = 4,
         max_width: int = 200,
@@ -57,6 +59,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         verbose: int = 0,
     ) -> None:
         self.members = members
+        self.layers = layers
         self.width = width
         self.max_layers = max_layers
         self.max_width = max_width
@@ -80,6 +83,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     # What scikit-learn's `_validate_params` checks when fitting begins, before anything changes.
     _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
         "members": [_whole(2)],
+        "layers": [_whole()],
         "width": [_whole()],
         "max_layers": [_whole()],
         "max_width": [_whole()],
@@ -142,7 +146,8 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             first = not hasattr(self, "model_")
             model = self._start(x, weight, outputs) if first else self.model_
             if not hasattr(self, "_stacked"):
-                self._stacked = Stacked(list(model.members.float()), self.learning_rate, self.weight_decay)
+                model.members.float()
+                self._stacked = Stacked(list(model.members), self.learning_rate, self.weight_decay)
                 model.members.double()
             everything = torch.arange(len(x))
             data = _data(model, x, y, weight, [everything] * len(model.members), [], torch.float32)
@@ -156,7 +161,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         self._keep(model, [*getattr(self, "loss_curve_", ()), loss], self._stacked)
 
     def _start(self, x: Any, weight: Any, outputs: int) -> Committee:
-        members = networks(self.members, x.shape[1], self.width, outputs)
+        members = networks(self.members, [x.shape[1], *[self.width] * self.layers, outputs])
         return Committee(members, *moments(x, weight), classify=self._classify)
 
     def _keep(self, model: Committee, curve: list[float], stacked: Stacked | None = None) -> None:

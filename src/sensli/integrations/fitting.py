@@ -6,17 +6,16 @@ Every sample is held out by one network, so all samples together decide about a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from sensli.growing.grower import Grower
 from sensli.growing.triggers import Moment, Trigger
+from sensli.integrations.folds import Data, Samples, train_on
 from sensli.integrations.stacked import Stacked
 from sensli.moves.sites import Site
 from sensli.surgery.history.history import Growth, History
@@ -24,14 +23,9 @@ from sensli.surgery.history.outline import outline
 from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat
 
-Samples = Callable[[Tensor, Tensor], Tensor]  # outputs and targets to one number per sample
 STAGE = 30  # evaluations after which a growth is tried even if the loss still falls
 STEPS = 10  # the smallest number between two evaluations: an epoch of few data says little
 FINISH = 0.5  # share of the epochs that the networks train on all samples at the end
-
-
-class Diverged(ValueError):
-    """The loss is not a finite number any more."""
 
 
 @dataclass(frozen=True)
@@ -48,51 +42,6 @@ class Plan:
     max_width: int
     units: int  # how many more at a time
     tau: float
-
-
-Part = tuple[Tensor, Tensor, Tensor]  # inputs, targets, weights
-
-
-class Data:
-    """Samples, and which of them each network trains on and holds out. Without the latter nothing grows."""
-
-    def __init__(
-        self, x: Tensor, y: Tensor, weight: Tensor, rows: Sequence[Tensor], held_out: Sequence[Tensor] = ()
-    ) -> None:
-        self.x, self.y = x, y
-        self.weight = weight / weight.mean()  # the scale of the loss does not depend on that of the weights
-        self.rows, self._shares = self._padded(rows)
-        self.watched = self._padded(held_out or rows)
-        self.grows = len(held_out) > 0
-
-    def _padded(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Rows of equal number for every network, and the weights of these samples: zero where a row fills up."""
-        padded = pad_sequence(list(rows), batch_first=True)
-        real = torch.arange(padded.shape[1]) < torch.tensor([[len(each)] for each in rows])
-        return padded, self.weight[padded] * real
-
-    def part(self, rows: Tensor, weight: Tensor) -> Part:
-        """The samples of these rows."""
-        return self.x[rows], self.y[rows], weight
-
-    def count(self, size: int) -> int:
-        """How many batches of about this size there are in an epoch."""
-        return math.ceil(self.rows.shape[1] / size)
-
-    def batches(self, size: int) -> Iterator[Part]:
-        """One epoch in equally large batches, for each network its own; one batch keeps its order."""
-        count = self.count(size)
-        if count == 1:
-            yield self._whole
-            return
-        order = torch.rand(self.rows.shape).argsort(dim=1)
-        rows, weight = self.rows.gather(1, order), self._shares.gather(1, order)
-        for some, its in zip(rows.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True):
-            yield self.part(some, its)
-
-    @cached_property
-    def _whole(self) -> Part:
-        return self.part(self.rows, self._shares)
 
 
 @dataclass
@@ -233,8 +182,8 @@ class Fit:
         with torch.no_grad():
             return self.scores(stacked.forward(x, average=True).flatten(0, 1), y.flatten(0, 1))
 
-    def _note(self, value: float) -> Growth | None:
-        """Tell the record what the watched loss is at this epoch; if a growth was asked for, make it."""
+    def _note(self, value: float | None) -> Growth | None:
+        """Tell the record the watched loss of this epoch; if a growth was asked for, make it."""
         grower, batches = self._grower, list[Any]()
         if self._asked.kind:
             x, y, weight = next(self.data.batches(len(self.data.x)))
@@ -248,7 +197,7 @@ class Fit:
         before, scores = self.fitted.loss, self._best
         weights = [{name: value.clone() for name, value in each.state_dict().items()} for each in self.networks]
         self._asked.kind = kind
-        grown = self._note(before)
+        grown = self._note(None)  # the loss of this epoch has been told
         self._asked.kind = ""
         if grown is None:  # no place is worth it
             return False
@@ -260,15 +209,24 @@ class Fit:
         if self._enough(self.fitted.loss, before) and self._clear(scores):
             return True
         self.say("taken out again: it did not help")
+        self._take_out(kept)
+        for network, state in zip(self.networks, weights, strict=True):
+            network.load_state_dict(state)
+        self.fitted.loss, self._best = before, scores
+        return False
+
+    def _take_out(self, kept: int) -> None:
+        """Undo all growths but the first ones, and let the record say so."""
+        history, record = self._grower.history, self._grower.history.record
         while len(history) > kept:
             growth = history.pop()
             for network in self.networks:
                 undo(network, growth)
-        for network, state in zip(self.networks, weights, strict=True):
-            network.load_state_dict(state)
-        self.fitted.loss, self._best = before, scores
-        history.record.draw(self._began + self._epoch, outline(self.networks[0]))
-        return False
+        epoch = self._began + self._epoch
+        tried = ", ".join(record.looks[-1].merits[index].site for index in record.looks[-1].chosen)
+        why = f"tried {tried} and took it out again at epoch {epoch}, because the held-out samples did not get better"
+        record.looks[-1] = replace(record.looks[-1], inserted=(), chosen=(), added=(), reason=why)
+        record.draw(epoch, outline(self.networks[0]))
 
     def finish(self) -> None:
         """Train the networks on all samples for a while, with a learning rate that falls to zero."""
@@ -280,21 +238,3 @@ class Fit:
             stacked.optimizer.param_groups[0]["lr"] = self.plan.learning_rate * (1 - epoch / epochs)
             train_on(stacked, data, self.losses, self.plan.batch_size)
         stacked.write(stacked.flat)
-
-
-def train_on(stacked: Stacked, data: Data, losses: Samples, batch_size: int) -> float:
-    """One epoch of all networks; their mean training loss."""
-    loss = float(sum(_step(stacked, part, losses) for part in data.batches(batch_size))) / data.count(batch_size)
-    if not math.isfinite(loss):
-        rate = stacked.optimizer.param_groups[0]["lr"]
-        raise Diverged(f"learning_rate must be small enough for a finite loss, got {rate:g} and a loss of {loss}.")
-    return loss
-
-
-def _step(stacked: Stacked, part: Part, losses: Samples) -> Tensor:
-    """One step of all networks; their mean loss before it."""
-    x, y, weight = part
-    each = losses(stacked.forward(x).flatten(0, 1), y.flatten(0, 1)) * weight.flatten()
-    loss = each.sum() / weight.shape[1]  # a sum over the networks: none of them feels the others
-    stacked.step(loss)
-    return loss.detach() / len(weight)

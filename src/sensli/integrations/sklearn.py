@@ -1,6 +1,6 @@
 """`GrowingClassifier` and `GrowingRegressor`: scikit-learn estimators with no architecture to choose.
 
-`fit` starts with one hidden layer, adds layers and units while the held-out samples improve, and stops by itself. Several networks
+`fit` starts with two hidden layers, adds layers and units while the held-out samples improve, and stops by itself. Several networks
 grow together, and each holds out another part, so every sample takes part in the decision. At the end all train on all samples for a
 while (``refit=False`` leaves that out), and the prediction is their mean.
 """
@@ -31,7 +31,8 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
 
     Args:
         members: The number of networks, whose mean is the prediction; each holds out another part of the samples (default: 5).
-        width: The number of units of the hidden layer that `fit` starts with, and of those it adds at a time (default: 100).
+        layers: The number of hidden layers that `fit` starts with (default: 2).
+        width: The number of units of each of them, and of those that a layer gets at a time (default: 100).
         max_layers: The largest number of hidden layers (default: 4).
         max_width: The largest number of units of a hidden layer (default: 200).
         learning_rate: The learning rate of AdamW (default: 3e-3).
@@ -60,6 +61,7 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         self,
         *,
         members: int = 5,
+        layers: int = 2,
         width: int = 100,
         max_layers: int = 4,
         max_width: int = 200,
@@ -77,7 +79,7 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         verbose: int = 0,
     ) -> None:
         super().__init__(
-            members=members, width=width, max_layers=max_layers, max_width=max_width, learning_rate=learning_rate,
+            members=members, layers=layers, width=width, max_layers=max_layers, max_width=max_width, learning_rate=learning_rate,
             weight_decay=weight_decay, batch_size=batch_size, max_epochs=max_epochs, patience=patience, tolerance=tolerance, tau=tau,
             refit=refit, warm_start=warm_start, random_state=random_state, verbose=verbose,
         )  # fmt: skip
@@ -173,7 +175,8 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
 
     Args:
         members: The number of networks, whose mean is the prediction; each holds out another part of the samples (default: 5).
-        width: The number of units of the hidden layer that `fit` starts with, and of those it adds at a time (default: 100).
+        layers: The number of hidden layers that `fit` starts with (default: 2).
+        width: The number of units of each of them, and of those that a layer gets at a time (default: 100).
         max_layers: The largest number of hidden layers (default: 4).
         max_width: The largest number of units of a hidden layer (default: 200).
         learning_rate: The learning rate of AdamW (default: 3e-3).

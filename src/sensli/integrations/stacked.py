@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,9 @@ class Stacked:
         return {"networks": self._networks, "steps": self._steps, **state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Stacked.__init__(self, state["networks"], 0.0, 0.0)  # the rate and the decay are the optimizer's
+        networks = [copy.deepcopy(network).to(state["flat"].dtype) for network in state["networks"]]
+        Stacked.__init__(self, networks, 0.0, 0.0)  # the rate and the decay are the optimizer's
+        self._networks = state["networks"]
         self.flat.copy_(state["flat"])
         self.average.copy_(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
