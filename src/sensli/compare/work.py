@@ -54,7 +54,7 @@ def _apart(work: Sequence[Job], store: Store, folder: Path | None, reach: Reach,
     """One thread each: networks this small gain nothing from more. Fresh processes: a fork would inherit torch's threads."""
     before = 0.0
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin) as pool:
+    with ProcessPoolExecutor(min(processes, len(work)), multiprocessing.get_context("spawn"), _begin) as pool:
         waiting: dict[Future[str], Job] = {
             pool.submit(_apart_one, job.task.name, job.method.name, job.seed, job.budget, store.root, folder): job
             for job in work

@@ -34,6 +34,8 @@ class AutoGrow(Strategy):
         where: Which sites to consider, as in `find_sites`.
     """
 
+    needs_metric = True
+
     def __init__(self, *, least: float = LEAST, where: Any = None) -> None:
         self.least = least
         self._search = Search(layer="twin", where=where)
