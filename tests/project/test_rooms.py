@@ -108,3 +108,9 @@ def test_contributing_names_files_that_are_there() -> None:
     named = re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|md))`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(named) > 25
     assert [name for name in named if not (SOURCE / name).exists() and not (ROOT / name).exists()] == []
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone: a second one of the same name stops the whole run."""
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
