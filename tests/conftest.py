@@ -11,7 +11,7 @@ import torch
 torch.set_num_threads(1)
 
 # All tests of these need other processes.
-PROCESSES = {"test_fsdp.py", "test_ray.py"}
+PROCESSES = {"test_fsdp.py", "test_fsdp_widths.py", "test_ray.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -266,6 +266,63 @@ class Attention(nn.Module):
         return weights @ self.v(x) + (x if self.skip else 0)
 
 
+class Heads(nn.Module):
+    """Attention with several heads, however it is written."""
+
+    def __init__(self, kind: str, width: int, written: str, dim: int) -> None:
+        super().__init__()
+        self.written, self.dim, self.heads, self.shared = written, dim, 4, 2 if "grouped" in written else 1
+        inner, outer = self.heads * dim, self.heads // self.shared * dim
+        if written == "torch":
+            self.inner = nn.MultiheadAttention(width, 2, batch_first=True)
+        elif "fused" in written:
+            self.qkv = nn.Linear(width, inner + 2 * outer)
+        else:
+            self.q, self.k, self.v = (nn.Linear(width, size) for size in (inner, outer, outer))
+        self.out = nn.Linear(width if written == "torch" else inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.written == "torch":
+            return x + self.out(self.inner(x, x, x, need_weights=False)[0])
+        if "fused" in self.written:
+            both = self.heads // self.shared * self.dim
+            maps = self.qkv(x).split([self.heads * self.dim, both, both], -1)
+        else:
+            maps = self.q(x), self.k(x), self.v(x)
+        q, k, v = (each.unflatten(-1, (-1, self.dim)).transpose(-3, -2) for each in maps)
+        k, v = (each.repeat_interleave(self.shared, -3) for each in (k, v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(-3, -2).flatten(-2))
+
+
+class Wide(nn.Module):
+    """A width between two layers, and what may happen to its units on the way."""
+
+    def __init__(self, kind: str, width: int, way: str, act: str, norm: str) -> None:
+        super().__init__()
+        self.kind, self.way, wide = kind, way, width + 2
+        self.up, self.norm = a_map(kind, width, 2 * wide if way == "gate" else wide), a_norm(kind, norm, wide)
+        self.act = nn.PReLU(wide) if way == "prelu" and kind != "tokens" else an_act(act)
+        if way == "depthwise" and kind in CONVS:
+            self.deep = CONVS[kind](wide, wide, 3, padding=1, groups=wide)
+        flat = way == "flatten" and kind in CONVS
+        self.down = nn.Linear(2 * wide, width) if flat else a_map(kind, 2 * wide if way == "twice" else wide, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, dim = self.up(x), 1 if self.kind in CONVS else -1
+        if self.way == "gate":
+            y, gate = y.chunk(2, dim)
+            y = y * gate.sigmoid()
+        y = self.act(self.norm(y))
+        if hasattr(self, "deep"):
+            y = self.deep(y)
+        if self.way == "twice":
+            y = torch.cat([y, -y], dim)
+        if isinstance(self.down, nn.Linear) and self.kind in CONVS:
+            y = self.down(F.adaptive_avg_pool1d(y.flatten(2), 2).flatten(1))
+            return x + y.reshape(*y.shape, *(1 for _ in x.shape[2:]))
+        return x + self.down(y)
+
+
 class Encoder(nn.Module):
     """torch's own encoder."""
 
@@ -461,9 +518,18 @@ PIECES: dict[str, tuple[Callable[..., nn.Module], dict[str, tuple[Any, ...]]]] =
     "annealed": (Annealed, {"act": ACTS}),
     "remembering": (Remembering, {"where": ("attribute", "dict")}),
     "attention": (Attention, {"act": ("relu", "softmax"), "skip": (True, False)}),
+    "wide": (
+        Wide,
+        {
+            "way": ("plain", "gate", "depthwise", "flatten", "twice", "prelu"),
+            "act": ACTS,
+            "norm": ("no", "batch", "layer"),
+        },
+    ),
+    "heads": (Heads, {"written": ("torch", "separate", "fused", "grouped", "fused grouped"), "dim": (2, 3)}),
     "encoder": (Encoder, {"norm_first": (False, True), "drop": (0.0, 0.5)}),
 }
-FOR_TOKENS = ("attention", "encoder")
+FOR_TOKENS = ("attention", "encoder", "heads")
 
 
 @dataclass(frozen=True)

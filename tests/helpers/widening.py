@@ -6,9 +6,10 @@ import copy
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sensli.moves.sites import Site
+from sensli.moves.width.entries import Entries
 from sensli.moves.width.widening import Widening
 from sensli.moves.width.width import Width
 
@@ -35,15 +36,24 @@ def new_gradients(edit: Widening, fill: str) -> float:
     for axis in move.axes:
         if axis.fill == fill:
             gradient = getattr(axis.module.find_module(), axis.name).grad
-            total += move.stretch(axis).entries(gradient).square().sum().item()
+            if gradient is not None:  # none comes back to what is cut off
+                total += move.stretch(axis).entries(gradient).square().sum().item()
     return total
 
 
 def redrawn(edit: Widening, seed: int) -> None:
     """Give the new units other rows."""
     generator = torch.Generator().manual_seed(seed)
+    edit.revert()
+    values: list[Tensor | None] = []
     for axis in edit._move.axes:
+        value = None
         if axis.fill == "row":
-            tensor, stretch = getattr(axis.module.find_module(), axis.name), edit._move.stretch(axis)
-            new = torch.randn(stretch.entries(tensor).shape, generator=generator, dtype=tensor.dtype)
-            tensor.data = stretch.applied(stretch.reverted(tensor.data), new)
+            tensor = getattr(axis.module.find_module(), axis.name)
+            shape = [*tensor.shape]
+            shape[axis.dim] = axis.outer * edit._move.more * axis.inner
+            value = torch.randn(shape, generator=generator, dtype=torch.float64).to(tensor)
+        values.append(value)
+    edit._move = replace(edit._move, _entries=Entries(tuple(values)))
+    edit.build()
+    edit.apply()

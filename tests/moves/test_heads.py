@@ -33,7 +33,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.dim_head, self.fused, self.shared, self.scale = heads, dim, fused, shared, dim**-0.5
         if fused:
-            self.qkv = nn.Linear(size, 3 * heads * dim)
+            self.qkv = nn.Linear(size, (heads + 2 * heads // shared) * dim)
         else:
             self.q, self.k = nn.Linear(size, heads * dim), nn.Linear(size, heads // shared * dim, bias=False)
             self.v = nn.Linear(size, heads // shared * dim)
@@ -44,6 +44,10 @@ class Attention(nn.Module):
         if not self.fused:
             maps = [self.q(x), self.k(x), self.v(x)]
             return [each.view(b, n, -1, self.dim_head).transpose(1, 2) for each in maps]
+        if self.fused == "q,kv":
+            groups = self.heads // self.shared
+            parts = self.qkv(x).view(b, n, -1, self.dim_head).split([self.heads, groups, groups], 2)
+            return [each.transpose(1, 2) for each in parts]
         order = {"3hd": (3, self.heads, -1), "h3d": (self.heads, 3, -1), "hd3": (self.heads, -1, 3)}[self.fused]
         each = self.qkv(x).view(b, n, *order).movedim(2 + self.fused.index("3"), 0)
         return list(each.transpose(2, 3))
@@ -84,6 +88,24 @@ class Configured(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).roll(self.shift, 1)
 
 
+class Torch(nn.Module):
+    """torch's own attention; with ``memory`` its keys and values have other sizes than its queries."""
+
+    def __init__(
+        self, kind: type[nn.MultiheadAttention] = nn.MultiheadAttention, memory: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        sizes = {"kdim": 7, "vdim": 5} if memory else {}
+        self.inner, self.memory = kind(12, 3, **sizes, **options), memory
+        for name, parameter in self.inner.named_parameters():
+            if "bias" in name:
+                nn.init.normal_(parameter)  # torch begins with zeros
+
+    def forward(self, x: Tensor) -> Tensor:
+        others = (x[..., :7], x[..., :5]) if self.memory else (x, x)
+        return self.inner(x, *others, need_weights=self.memory)[0]
+
+
 class Blocks(nn.Module):
     def __init__(self, make: Callable[[], nn.Module], count: int = 2) -> None:
         super().__init__()
@@ -104,10 +126,16 @@ WRITTEN: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "fused by entries": (lambda: Attention(fused="hd3"), "qkv", "+1 head"),
     "as many heads as entries": (lambda: Attention(heads=4, fused="3hd"), "qkv", "+1 head"),
     "grouped": (lambda: Attention(heads=4, shared=2), "q", "+1 group of 2 heads"),
+    "grouped in one": (lambda: Attention(heads=8, dim=3, fused="q,kv", shared=4), "qkv", "+1 group of 4 heads"),
+    "one group in one": (lambda: Attention(heads=6, dim=2, fused="q,kv", shared=6), "qkv", "+1 group of 6 heads"),
     "one head": (lambda: Attention(heads=1), "q", "+1 head"),
     "inferred": (Inferred, "q", "+1 head"),
     "configured": (Configured, "qkv", "+1 head"),
-}
+    "torch": (lambda: Torch(batch_first=True), "inner", "+1 head"),
+    "torch with all it can have": (
+        lambda: Torch(memory=True, add_bias_kv=True, add_zero_attn=True), "inner", "+1 head",
+    ),
+}  # fmt: skip
 
 
 def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -162,7 +190,7 @@ def test_what_heads_cost_is_what_they_add(name: str) -> None:
 @given(
     heads=st.integers(min_value=1, max_value=4),
     dim=st.integers(min_value=2, max_value=5),
-    fused=st.sampled_from(["", "", "3hd", "h3d", "hd3"]),
+    fused=st.sampled_from(["", "", "3hd", "h3d", "hd3", "q,kv"]),
     shared=st.sampled_from([1, 1, 2, 3]),
     more=st.integers(min_value=1, max_value=3),
     seed=st.integers(min_value=0, max_value=99),
@@ -171,7 +199,7 @@ def test_random_attention_keeps_its_function(
     heads: int, dim: int, fused: str, shared: int, more: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    shared = 1 if fused else shared
+    shared = 1 if fused not in ("", "q,kv") else shared
     model = Blocks(lambda: Attention(12, heads * shared, dim, fused, shared), 1).double()
     x, y = torch.randn(3, 4, 12, dtype=torch.float64), torch.arange(3)
     sites = find_sites(model, x, grow="units", units=more)
@@ -250,13 +278,21 @@ class Divided(Attention):
         return [m(x).view(*x.shape[:2], self.heads, size).transpose(1, 2) for m in (self.q, self.k, self.v)]
 
 
-class Torch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(12, 3, batch_first=True)
+class Special(nn.MultiheadAttention):
+    """Somebody's own."""
+
+
+class Told(Torch):
+    """The mean of the weights of all heads takes part in what the model returns."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x, x, need_weights=False)[0]
+        mixed, weights = self.inner(x, x, x)
+        return mixed + weights.square().sum()
+
+
+class Twice(Torch):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
 
 
 class Biased(Attention):
@@ -290,7 +326,13 @@ class Numbers:
     ("make", "path", "reason"),
     [
         (Divided, "attention.0.q", "no more heads: the model fails with more of them"),
-        (Torch, "attention.0.inner", "nn.MultiheadAttention divides embed_dim by num_heads"),
+        (
+            lambda: Torch(Special, batch_first=True),
+            "attention.0.inner",
+            "is a Special, not torch's own nn.MultiheadAttention",
+        ),
+        (Told, "attention.1.inner", "no more heads: what the model returns changes with more of them"),
+        (Twice, "attention.0.inner", "no more heads: is called 2 times in one forward pass"),
         (Frozen, "attention.0.qkv", "no more heads: the model fails with more of them (FrozenInstanceError"),
         (Biased, "attention.1.k", "no more heads: the model fails with more of them"),
     ],

@@ -119,7 +119,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = 
             nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), 2), nn.Linear(4, 2)
         ),
         (3, 5, 4),
-        ["0.layers.0.linear1", "0.layers.1.linear1"],
+        [f"0.layers.{block}.{name}" for block in range(2) for name in ("self_attn", "linear1")],
     ),
 }
 
@@ -193,6 +193,40 @@ def test_a_probe_measures_the_same_and_leaves_the_step_alone() -> None:
     assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
 
 
+@pytest.mark.parametrize("ratio", [True, False])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU, nn.SiLU])
+def test_what_is_overwritten_after_a_reader_is_measured_all_the_same(act: Any, ratio: bool) -> None:
+    """As in most networks for images; of a layer that is not measured the value from before is needed too."""
+    convolutions = [nn.Conv2d(2, 4, 3), act(inplace=True), nn.Conv2d(4, 3, 3), act(inplace=True), nn.Conv2d(3, 5, 3)]
+    model = nn.Sequential(*convolutions, act(inplace=True), nn.Flatten(), nn.Linear(20, 3)).double()
+    x, y = torch.randn(3, 2, 8, 8, dtype=torch.float64), torch.arange(3)
+    sites = find_sites(model, x, grow="units", units=2)
+    assert [site.path for site in sites] == ["0", "2", "4"]
+    for chosen in (sites, sites[1:2]):
+        for merit in measure(model, chosen, [(x, y)], F.cross_entropy, norm="frobenius", ratio=ratio):
+            wider, edit = widened(model, merit.site)
+            F.cross_entropy(wider(x), y).backward()
+            assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
+
+
+def test_a_reader_that_no_gradient_reaches_counts_for_nothing() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.cut, self.out = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).tanh()
+            return self.out(x) + self.cut(x).detach()
+
+    model, x, y = Cut().double(), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
+    (merit,) = measure(model, find_sites(model, x, grow="units"), [(x, y)], F.cross_entropy, norm="frobenius")
+    wider, _ = widened(model, merit.site)
+    F.cross_entropy(wider(x), y).backward()
+    assert wider.cut.weight.grad is None
+    assert merit.value == pytest.approx(wider.out.weight.grad[:, 4:].square().sum().item(), rel=1e-10)
+
+
 def test_over_several_batches_sums_are_taken_before_any_norm() -> None:
     model, x, y = made("mlp")
     sites = find_sites(model, x, grow="units")
@@ -210,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = 
         lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1)), (3, 2, 4, 4), "0", "by 1 (GroupNorm)",
     ),
     "a literal size": (lambda: Literal(), (3, 4), "first", "fails with more of them"),
-    "a shared layer": (lambda: Shared(), (3, 4), "first", "is used 2 times"),
+    "a shared layer": (lambda: Shared(), (3, 4), "first", "is called 2 times"),
     "frozen": (lambda: Frozen(), (3, 4), "0", "does not train"),
     "read under weight norm": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), weight_norm(nn.Linear(6, 2))), (3, 4), "0", "into 2 (ParametrizedLinear)",
@@ -411,6 +445,11 @@ def test_random_networks_keep_their_function_at_every_width(
         assert torch.allclose(wider(x), model(x), rtol=1e-11, atol=1e-11)
         F.cross_entropy(wider(x), torch.arange(3)).backward()
         assert merit.value == pytest.approx(column_gradients(edit), rel=1e-9, abs=1e-25)
+        redrawn(edit, 1)
+        with torch.no_grad():
+            first = copy.deepcopy(wider)(x)  # a norm in training remembers its batches
+            redrawn(edit, 2)
+            assert torch.equal(copy.deepcopy(wider)(x), first)
 
 
 def test_a_pass_that_fails_leaves_the_next_one_measured() -> None:

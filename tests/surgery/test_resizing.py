@@ -343,6 +343,7 @@ def test_other_types_of_numbers(cls: type[Optimizer], dtype: torch.dtype) -> Non
 def widened(optimizer: Optimizer, resize: Resize) -> None:
     """An edit of one parameter, by hand."""
     plan = plan_resizing(optimizer, [resize])
+    plan.build()
     resize.tensor.grad, resize.tensor.data = None, resize.stretched(resize.tensor.detach(), 1.0)
     plan.apply()
 

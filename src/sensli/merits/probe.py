@@ -20,7 +20,7 @@ from sensli.merits.natural import NATURAL
 from sensli.merits.norms import choose
 from sensli.merits.sensitivity import Catch
 from sensli.modules import checks
-from sensli.modules.engines.distributed import Together
+from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.running import device_of
 from sensli.modules.wrappers import bare
@@ -38,7 +38,7 @@ class Probe:
         merits = probe.merits()
 
     Args:
-        model: The network the sites were found in.
+        model: The network the sites were found in. If it is sharded, all processes must make the probe together.
         sites: The sites to measure, or merits, which stand for their sites.
         norm: The norm of the gradient, as in `measure` (default: "auto").
         ratio: Whether to compare each merit with the mean over the existing weights (default: True).
@@ -75,6 +75,9 @@ class Probe:
                 "a probe cannot see the gradients of sharded weights, so there is no ratio. Give ratio=False, or use "
                 "measure(...)."
             )
+        if is_sharded(self._model):  # gathers weights near the sites, for which all ranks are needed
+            with Together(model, "probe") as together:
+                together.agree_on(numbered("site", sites))
         self._sites = sites
         self._catch = Catch(self._model, sites, weights=ratio, natural=self._norm == NATURAL)
         self._open: ExitStack | None = None

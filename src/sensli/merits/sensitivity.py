@@ -230,6 +230,9 @@ class Catch:
             if asking is not value:  # behind frozen layers
                 self.leaves.append(asking)
             self._watch(catch, index, value.detach(), watched, args, kwargs)
+            if self.keeps_activations:
+                # What is overwritten stands for its new value afterwards, and a gradient of that comes from after the point.
+                self.watched.append(asking if point.overwritten else watched)
             return watched
 
         return watch
@@ -287,8 +290,6 @@ class Catch:
             self.caught += 1
 
         watched.register_hook(back)
-        if self.keeps_activations:
-            self.watched.append(watched)
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sensli.errors import UnsupportedModel
+from sensli.modules.engines.fsdp import sharded_like, whole
 from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import Growth
@@ -58,8 +59,8 @@ def _take_units(network: nn.Module, growth: Growth, model: nn.Module) -> None:
         return  # of units as they are in the average
     with torch.no_grad():
         for each in edit.resized:
-            old, value = each.tensor.detach(), values[each.name].detach()
-            each.tensor.copy_(torch.where(each.is_old(), old, value.to(old)))
+            old, value = whole(each.tensor), whole(values[each.name])
+            each.tensor.copy_(sharded_like(torch.where(each.is_old(), old, value.to(old)), each.tensor))
     edit.settled()
 
 

@@ -145,6 +145,8 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
         together.prepare(edit.added, edit.site.path)
         edit.prepared()
     follow = _Follow.plan(edit, options)
+    together.agree(last=False)  # before states of sharded parameters are gathered, for which all ranks are needed
+    follow.resizing.build()
     number = 1 + max((number for number, _, _ in grown(model)), default=0)
     before = Outputs.of(model, options.check) if options.check is not None else None
 
@@ -296,6 +298,7 @@ def _undo(
         growth.own_rate.check(optimizer, scheduler, gone)
     trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
     together.agree_on({"the last growth": f"number {number}, {path}"})
+    shrinking.build()
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
     unmark(module, number)

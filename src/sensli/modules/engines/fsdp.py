@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) follows a changed module: a new layer is sharded like the modules around it.
+"""FSDP2 (`fully_shard`) follows a changed module: a new layer is sharded like the modules around it, a resized parameter as it was.
 
 `fully_shard` works in place: it swaps the class of a module and keeps a state beside it. The root finds its parts at the first forward
 pass, so after a change it has to look again; that is private to torch, done only here, and checked to be as expected. A look at the
@@ -8,15 +8,22 @@ model (sites, merits) runs on an unsharded copy, which every process holds for a
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sensli.errors import UnsupportedModel
+from sensli.errors import UnsupportedModel, UnsupportedSite
 from sensli.modules.wrappers import is_a
 
+# Of what torch keeps of a parameter, the part that a new shape changes.
+_OF_A_PARAMETER = (
+    "_init_sharded_param", "_init_sharded_post_forward_param_metadata", "_orig_param_uid", "_orig_size", "_setattr_on_modules",
+    "all_gather_outputs", "device", "fsdp_placement", "mesh_info", "post_forward_mesh_info", "reset_sharded_param", "sharded_param",
+)  # fmt: skip
 _STATE = "__composable_api_state_key"  # the prefix of the names under which torch keeps the state in the module itself
 
 
@@ -36,10 +43,7 @@ def check(model: nn.Module) -> None:
             continue
         state = module._get_fsdp_state()
         if not all(hasattr(state, name) for name in ("_is_root", "_state_ctx", "_modules")):
-            raise UnsupportedModel(
-                f"torch {torch.__version__} keeps the state of fully_shard in a way unknown to this version of sensli, so it cannot "
-                "follow a growth. Use a version of torch that this version of sensli was tested with, or grow before sharding."
-            )
+            raise _unknown()
         where = f"'{path}'" if path else "the model"
         if len(state._modules) > 1 or len(getattr(state, "_fsdp_param_groups", [0])) > 1:
             raise UnsupportedModel(
@@ -50,6 +54,13 @@ def check(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"{where} is sharded on a mesh of {group.mesh_info.mesh.ndim} dimensions. Only one-dimensional meshes are supported."
             )
+
+
+def _unknown() -> UnsupportedModel:
+    return UnsupportedModel(
+        f"torch {torch.__version__} keeps the state of fully_shard in a way unknown to this version of sensli, so it cannot "
+        "follow a growth. Use a version of torch that this version of sensli was tested with, or grow before sharding."
+    )
 
 
 def process_group(model: nn.Module) -> Any:
@@ -90,6 +101,7 @@ def reshard(model: nn.Module) -> None:
 
 def look_again(model: nn.Module) -> None:
     """Make the root find its parts again at the next forward pass."""
+    reshard(model)
     for module in model.modules():
         if is_a(module, "FSDPModule"):
             state = module._get_fsdp_state()  # type: ignore[operator]
@@ -139,11 +151,75 @@ def whole(tensor: Tensor) -> Tensor:
 
 def distributed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A whole tensor of the shape of a parameter, sharded as the parameter is; anything else as it is."""
-    if not hasattr(parameter, "full_tensor") or hasattr(tensor, "full_tensor") or tensor.shape != parameter.shape:
+    return tensor if tensor.shape != parameter.shape else sharded_like(tensor, parameter)
+
+
+def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor of any shape, sharded as another one is, with the values of the first process; whole if the other is."""
+    if not hasattr(other, "full_tensor") or hasattr(tensor, "full_tensor"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    return distribute_tensor(tensor.detach().to(other.device), other.device_mesh, other.placements)  # type: ignore[attr-defined]
+
+
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor, whole or sharded, other values of another shape; whoever holds it sees them. A gradient of the old shape goes."""
+    tensor.grad = None
+    tensor.data = value
+    if hasattr(tensor, "full_tensor"):  # torch changes the outside of a sharded tensor only
+        tensor._local_tensor, tensor._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]
+
+
+def check_resized(model: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> None:
+    """Refuse new shapes, by the id of the parameter, that `fully_shard` could not have divided or would not take."""
+    if any(not _is_known(each) for each in _sharded_parameters(model) if id(each.sharded_param) in shapes):
+        raise _unknown()
+    for name, parameter in model.named_parameters():
+        for placement in getattr(parameter, "placements", ()) if id(parameter) in shapes else ():
+            size, parts = shapes[id(parameter)][placement.dim], parameter.device_mesh.size()  # type: ignore[attr-defined]
+            if placement.dim > 0 and size % parts:
+                raise UnsupportedSite(
+                    f"{name} is sharded along axis {placement.dim}, which fully_shard divides into equal parts only: {size} entries do not "
+                    f"fit {parts} processes. Add a number of units that does."
+                )
+
+
+def follow_shapes(model: nn.Module) -> None:
+    """What `fully_shard` keeps of parameters that have got another shape is as if they had been sharded with it."""
+    reshard(model)  # a run of the model may have left whole parameters of the old shape
+    for each in _sharded_parameters(model):
+        if each.sharded_param.shape != each._orig_size:
+            _shard_again(each)
+
+
+def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
+    """What `fully_shard` keeps of each parameter."""
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if is_a(module, "FSDPModule") else None  # type: ignore[operator]
+        yield from () if group is None else group.fsdp_params
+
+
+def _is_known(each: Any) -> bool:
+    """Whether torch keeps what belongs to a parameter as `_shard_again` expects."""
+    if not all(hasattr(each, name) for name in _OF_A_PARAMETER):
+        return False
+    taken = inspect.signature(each._init_sharded_param).parameters
+    return list(taken) == ["param", "device", "shard_placement_fn", "mesh_info"]
+
+
+def _shard_again(each: Any) -> None:
+    """Sizes and places as for a new parameter, from one without values; the parameter itself, with its shards, stays."""
+    parameter, number, placement = each.sharded_param, each._orig_param_uid, each.fsdp_placement
+    like = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+    each._init_sharded_param(like, each.device, lambda _: placement, each.mesh_info)
+    if each.post_forward_mesh_info is not None:
+        each._init_sharded_post_forward_param_metadata(like)
+    each.sharded_param, each._orig_param_uid = parameter, number
+    each._setattr_on_modules(parameter)
+    each.reset_sharded_param()
+    each.all_gather_outputs = []  # room for the old whole
+    vars(each).pop("_unsharded_param", None)
 
 
 def empty_like(tensor: Tensor, parameter: Tensor | None) -> Tensor:

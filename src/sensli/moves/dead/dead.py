@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import UnsupportedModel, UnsupportedSite
-from sensli.modules.engines.fsdp import is_sharded
+from sensli.modules.engines.fsdp import is_sharded, put
 from sensli.modules.marks import count_growths
 from sensli.moves.memory import forget, recall, remember
 from sensli.moves.move import Cost, Edit, New
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import role_of
 from sensli.moves.stretching import Exchange, Resize, like_layout
-from sensli.moves.width.widening import change_sizes, put, resizes
+from sensli.moves.width.widening import change_sizes, resizes
 from sensli.moves.width.width import TOLERANCE, Axis, Width, found
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sensli.modules.engines.fsdp import whole
+
 if TYPE_CHECKING:
     from sensli.moves.width.width import Axis, Width
 
@@ -40,7 +42,7 @@ def units_of(entries: Tensor, axis: Axis, chosen: Sequence[int]) -> Tensor:
 
 def existing(width: Width, axis: Axis) -> Tensor:
     """The entries of the units that are there."""
-    tensor: Tensor = getattr(axis.module.find_module(), axis.name).detach()
+    tensor = whole(getattr(axis.module.find_module(), axis.name))
     return tensor.narrow(axis.dim, axis.start, axis.outer * width.units * axis.inner)
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from sensli.modules.attention import holder_of
+from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.running import widened
 from sensli.moves.factors import Factored
 from sensli.moves.geometry import Geometry
@@ -40,8 +42,12 @@ class ReaderGauge(Gauge):
     def __init__(self, width: Width, candidates: Entries | float) -> None:
         self._width, self._candidates = width, candidates
         self._readers = [axis for axis in width.axes if axis.fill == "column"]
-        super().__init__([(_after(axis), axis.module.find_module()) for axis in self._readers])
+        super().__init__()
         self._replica: Replica | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Catch what comes back to the readers in this model."""
+        self.points = [_after(axis, model) for axis in self._readers]
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
@@ -69,6 +75,17 @@ class ReaderGauge(Gauge):
         """The gradient of the columns that would read it: [units, columns of one]."""
         axis = self._readers[index]
         return by_unit(column_gradient(axis.module.find_module(), read, cotangent).flatten(1), axis)
+
+    def _summed(self, sums: Mapping[str, Tensor], name: str) -> list[Tensor]:
+        """The sums of this name, by reader: zeros for one that no gradient reaches."""
+        rows = len(next(total for key, total in sums.items() if key.startswith(name)))
+        found = []
+        for index, axis in enumerate(self._readers):
+            shape = getattr(axis.module.find_module(), axis.name).shape
+            columns = math.prod(shape) // shape[axis.dim] * axis.outer * axis.inner
+            held = sums.get(f"{name}{index}")
+            found.append(next(iter(sums.values())).new_zeros(rows, columns) if held is None else held)
+        return found
 
     def _likeness(self, index: int, read: Tensor) -> Tensor:
         """The inner products of what is read of each unit, over as many samples as are needed to tell units apart."""
@@ -105,10 +122,10 @@ class ColumnGauge(ReaderGauge):
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
         chosen = self._chosen(sums)
-        return [(sums[f"columns{index}"][chosen], Geometry()) for index in range(len(self._readers))]
+        return [(columns[chosen], Geometry()) for columns in self._summed(sums, "columns")]
 
     def factored(self, sums: Mapping[str, Tensor]) -> list[Factored]:
-        readers = enumerate(self._readers) if sums else ()
+        readers = [(index, axis) for index, axis in enumerate(self._readers) if f"columns{index}" in sums]
         return [chosen_part(sums, index, self._chosen(sums), axis) for index, axis in readers]
 
     def settled(self, site: Site, sums: Mapping[str, Tensor]) -> Site:
@@ -118,7 +135,7 @@ class ColumnGauge(ReaderGauge):
 
     def _chosen(self, sums: Mapping[str, Tensor]) -> list[int]:
         """The candidates to take, one after the other: what those before can do is no merit of the next."""
-        columns = [sums[f"columns{index}"] for index in range(len(self._readers))]
+        columns = self._summed(sums, "columns")
         if not self._chooses:
             return list(range(len(columns[0])))
         if len(self._known[0]) != len(columns) or any(a is not b for a, b in zip(self._known[0], columns, strict=True)):
@@ -162,5 +179,9 @@ def _lengths(products: Tensor, least: float) -> Tensor:
         least *= 100
 
 
-def _after(axis: Axis) -> Point:
-    return Point(Ref.to(axis.module.path, axis.module.find_module()), "after", ())
+def _after(axis: Axis, model: nn.Module) -> tuple[Point, nn.Module]:
+    """Where the cotangent of what a reader gives is caught."""
+    held = holder_of(model, axis.module.path)
+    path, module = (axis.module.path, axis.module.find_module()) if held is None else held
+    copied = axis.overwritten or is_sharded(model)  # fully_shard warns of views that a sharded module returns
+    return Point(Ref.to(path, module), "after", (), first_part=held is not None, overwritten=copied), module

@@ -12,7 +12,9 @@ class Group:
     """Layers that make the same units, with the layout of the units in each of them and in all that reads or passes them."""
 
     units: int
-    makers: dict[str, Layout] = field(default_factory=dict)
+    makers: dict[str, tuple[Layout, ...]] = field(
+        default_factory=dict
+    )  # several where keys and values are fewer than the queries before them
     reads: dict[str, Layout] = field(default_factory=dict)
     passes: dict[str, Layout] = field(default_factory=dict)
     heads: int = (

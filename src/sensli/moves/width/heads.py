@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sensli.moves.roles import role_of
 from sensli.moves.width.group import Group
-from sensli.moves.width.marking import Layout, Seen
+from sensli.moves.width.marking import Layout, Seen, columns
 
 _FUSED = (1, 2, 3)  # maps that may lie one after the other in one layer: queries, keys, values
 
@@ -38,7 +38,7 @@ def heads_of(seen: Sequence[Seen]) -> Group | None:
             # One head fills everything, whatever the order in a fused layer: a trial will tell.
             for layouts in reversed(list(zip(*makers.values(), strict=False))):
                 chosen = dict(zip(makers, layouts, strict=True))
-                passes = {path: chosen[each.path] for each in seen for path in each.passes}
+                passes = {path: chosen[each.path][0] for each in seen for path in each.passes}
                 found = Group(units, chosen, reads, passes, max(1, longest // units // filled), found)
             return found
     return None
@@ -46,34 +46,45 @@ def heads_of(seen: Sequence[Seen]) -> Group | None:
 
 def may_be_fused(seen: Seen) -> bool:
     """Whether a layer that nothing else is read with may have queries, keys and values one after the other."""
-    places = [columns for marks in seen.reads.values() for columns in marks.values()]
-    return seen.units % 3 == 0 and any(_is_run(columns) for columns in places) and len(set(places)) > 1
+    places = [each for marks in seen.reads.values() for each in marks.values()]
+    return any(_is_run(each) for each in places) and len(set(places)) > 1
 
 
 def _span(reader: str, seen: Sequence[Seen]) -> tuple[int, int]:
     """The columns of a reader that the marks of all layers fill; first and last rows were marked."""
-    places = frozenset().union(*(p for each in seen for p in each.reads.get(reader, {}).values()))
-    return min(places), max(places) + 1
+    spans = [each.span(reader) for each in seen if each.reads.get(reader)]
+    return min(start for start, _ in spans), max(end for _, end in spans)
 
 
 def _is_run(places: frozenset[int]) -> bool:
     return len(places) > 1 and max(places) - min(places) + 1 == len(places)
 
 
-def _layouts(seen: Seen, units: int, reads: dict[str, Layout]) -> list[Layout]:
+def _layouts(seen: Seen, units: int, reads: dict[str, Layout]) -> list[tuple[Layout, ...]]:
     """How the rows of a layer may lie, so that every mark stays in the block of its unit."""
     found = []
-    for outer in _FUSED:
-        inner, rest = divmod(seen.units, outer * units)
-        fits = all(
-            (place - reads[path].start) // reads[path].inner == row // max(inner, 1) % units
+    for parts in _orders(seen, units, reads):
+        unit_of = {row: unit for part in parts for unit in range(units) for row in columns(part, units, unit)}
+        if all(
+            (place - reads[path].start) // reads[path].inner == unit_of[row]
             for path, marks in seen.reads.items()
             for row, places in marks.items()
             for place in (min(places), max(places))
-        )
-        if inner and not rest and fits:
-            found.append(Layout(0, outer, inner))
+        ):
+            found.append(parts)
     return found
+
+
+def _orders(seen: Seen, units: int, reads: dict[str, Layout]) -> Iterator[tuple[Layout, ...]]:
+    """Maps of one size, one after the other; or queries, of which several share keys and values, before those."""
+    for outer in _FUSED:
+        inner, rest = divmod(seen.units, outer * units)
+        if inner and not rest:
+            yield (Layout(0, outer, inner),)
+    queries = max((reads[path].inner for path in seen.reads), default=0)
+    others, rest = divmod(seen.units - units * queries, 2 * units)
+    if 0 < others < queries and not rest and not seen.passes:
+        yield Layout(0, 1, queries), Layout(units * queries, 2, others)
 
 
 def _passes_rows(seen: Seen) -> bool:
@@ -122,7 +133,8 @@ def _counting(
         1,
         group.heads,
         width,
-        *(n for where in group.makers.values() for n in (where.inner, where.inner * where.outer)),
+        *(n for parts in group.makers.values() for where in parts for n in (where.inner, where.inner * where.outer)),
+        *(sum(where.inner * where.outer for where in parts) for parts in group.makers.values()),
     }
     for name, value in vars(holder).items():
         if type(value) is not int or value % group.units or value // group.units not in allowed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,16 +11,21 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from sensli.errors import UnsupportedSite
+from sensli.modules.attention import holder_of
+from sensli.modules.engines.fsdp import check_resized
 from sensli.moves.point import Ref
 from sensli.moves.roles import Role, role_of, why_unknown
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call
+from sensli.moves.trace.flow import Seen as Given
+from sensli.moves.width.attention import axes_of, sizes_of, why_not
 from sensli.moves.width.configured import as_configured
 from sensli.moves.width.confirming import Trial, confirm
 from sensli.moves.width.group import Group
 from sensli.moves.width.heads import Count, common_path, counts, guesses, heads_of, may_be_fused
-from sensli.moves.width.marking import Layout, Seen, layout, watch, watch_thirds
+from sensli.moves.width.marking import Layout, Seen, layout, watch, watch_fused
 from sensli.moves.width.widening import layers_in, resizes
 from sensli.moves.width.width import Axis, Size, Width, family
 
@@ -60,18 +66,31 @@ class _Widths:
         self.search, self.model, self.copy = search, search.model, search.flow.model
         self.calls = {call.path: call for call in search.flow.calls}
         self.trial = Trial(search)
+        # How often parameters are read in the run, and by calls of the layers that have them.
+        edges = (edge for node in search.flow.nodes for edge, _ in node.next_functions if hasattr(edge, "variable"))
+        self.uses = Counter(id(edge.variable) for edge in edges)
+        self.called = Counter(
+            id(parameter)
+            for path, module in self.copy.named_modules()
+            for parameter in module._parameters.values()
+            for _ in search.flow.calls_of(path)
+        )
         self.refused: dict[str, str] = {}  # every layer that stays as it is, and why
+        self.mixed: dict[str, str] = {}  # layers whose units a module mixes, as it seems without looking for heads
         self.learned: dict[object, _Learned] = {}  # of the heads of one block, for its equals
 
     def offer(self) -> None:
-        sites = []
+        sites = self._attentions()
         for group in self._groups():
             try:
                 sites.append(self._found(group))
             except _Refused as reason:
                 # A single layer whose units are mixed may look like an attention; unless something counts heads, that is a guess.
                 guess = len(group.makers) == 1 and not any(count.likely for count in counts(self.model, group))
-                if group.heads and guess:
+                if group.heads and group.makers.keys() <= self.mixed.keys():  # a norm over channels looks like one head
+                    for path in group.makers:
+                        self._refuse([path], self.mixed[path])
+                elif group.heads and guess:
                     self._refuse(group.makers, "its units are mixed with each other before they are read")
                 else:
                     self._refuse(group.makers, str(reason), "heads" if group.heads else "units")
@@ -84,7 +103,10 @@ class _Widths:
         for site in as_configured(self.trial, self.model, good):
             self.search.keep(self.calls[site.path], self.calls[site.path].ended, site)
         for path, why in self.refused.items():
-            self.search.skipped.setdefault(path, why)
+            if self.search.request.grow == "units":  # what was said of layers is of no use there
+                self.search.skipped[path] = why
+            else:
+                self.search.skipped.setdefault(path, why)
 
     def _refuse(self, paths: Iterable[str], reason: str, what: str = "units") -> None:
         self.refused.update(dict.fromkeys(paths, f"no more {what}: {reason}"))
@@ -97,18 +119,13 @@ class _Widths:
             role = role_of(module)
             if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
                 self._refuse([path], "a recurrent layer keeps its units in one call, where none can be added alone")
-            if isinstance(module, nn.MultiheadAttention):
-                tied = "nn.MultiheadAttention divides embed_dim by num_heads to get the size of a head, so another would change all"
-                self._refuse([path], tied, "heads")
             if why_unknown(module):
                 self._refuse([path], why_unknown(module))
             if role is None or not role.makes:
                 continue
-            calls = len(self.search.flow.calls_of(path))
-            if calls != 1:
-                times = f"is called {calls} times in one forward pass" if calls else "the forward pass does not call it"
-                self._refuse([path], times)
-            else:
+            if holder_of(self.copy, path) is not None:
+                self._refuse([path], "nn.MultiheadAttention reads its weights without calling it")
+            elif self._called_once(path):
                 makers.append((path, module))
         if not makers:
             return []
@@ -124,11 +141,13 @@ class _Widths:
                 plain[each.path] = self._of(each)
             except _Refused as reason:
                 reasons[each.path] = str(reason)
+                if each.mixed_by:
+                    self.mixed[each.path] = str(reason)
         heads = []
         clusters = [each for each in _read_together(list(seen.values())) if not _is_plain(each, plain)]
         fused = [cluster[0] for cluster in clusters if len(cluster) == 1 and may_be_fused(cluster[0])]
         with suppress(Exception):  # what marks do not tell the trial will
-            watch_thirds(self.copy, self.search.example, fused)
+            watch_fused(self.copy, self.search.example, fused)
         for cluster in clusters:
             group = self._heads(cluster)
             if group is not None:
@@ -140,13 +159,20 @@ class _Widths:
             self._refuse([path], why)
         return [*heads, *self._joined(list(plain.values()))]
 
+    def _called_once(self, path: str, what: str = "units") -> bool:
+        calls = len(self.search.flow.calls_of(path))
+        if calls != 1:
+            times = f"is called {calls} times in one forward pass" if calls else "the forward pass does not call it"
+            self._refuse([path], times, what)
+        return calls == 1
+
     def _heads(self, cluster: list[Seen]) -> Group | None:
         """The heads of an attention, if the layers that are read together are one."""
         group = heads_of(cluster)
         if group is None:
             return None
         mixed = any(each.mixed_by for each in cluster)
-        alone = len(cluster) == 1 and next(iter(group.makers.values())).outer == 1
+        alone = len(cluster) == 1 and sum(where.outer for where in group.makers[cluster[0].path]) == 1
         if group.heads > 1 or (group.units > 1 and not (alone and mixed)):
             return group
         # A norm over channels leaves the same marks, but nothing around it is called a number of heads.
@@ -169,7 +195,7 @@ class _Widths:
             reads = {path: layout(units, _by_unit(marks, units)) for path, marks in seen.reads.items()}
             passes = {path: layout(units, _by_unit(marks, units)) for path, marks in seen.passes.items()}
             if all(reads.values()) and all(passes.values()):
-                known = Group(units, {seen.path: Layout(0, groups, 1)})
+                known = Group(units, {seen.path: (Layout(0, groups, 1),)})
                 known.reads = {path: where for path, where in reads.items() if where}
                 known.passes = {path: where for path, where in passes.items() if where}
                 return known
@@ -193,6 +219,33 @@ class _Widths:
             joined.append(group)
         return joined
 
+    def _attentions(self) -> list[Site]:
+        """More heads for torch's own attention."""
+        found = []
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.MultiheadAttention) and self._called_once(path, "heads"):
+                try:
+                    found.append(self._attention(path, module))
+                except _Refused as reason:
+                    self._refuse([path], str(reason), "heads")
+        return found
+
+    def _attention(self, path: str, module: nn.MultiheadAttention) -> Site:
+        if why_not(module):
+            raise _Refused(why_not(module))
+        axes, sizes = tuple(axes_of(path, module)), tuple(sizes_of(path, module))
+        move = Width(module.num_heads, 1, "MultiheadAttention", axes, sizes, (axes[-1].module.path,), heads=1)
+        site = self._complete(move, path)
+        alike = family(path), *(replace(axis, module=Ref("")) for axis in axes)
+        known = self.learned.get(alike)
+        if known is None:
+            problem = self.trial.of([site], modes=(False,))
+            known = _Learned(problem=problem) if problem else _Learned(flops=self.trial.flops(site))
+            self.learned[alike] = known
+        if known.problem:
+            raise _Refused(known.problem)
+        return _with_counts(site, self.model, (), known.flops)
+
     # --- the site ---
 
     def _found(self, group: Group) -> Site:
@@ -208,10 +261,11 @@ class _Widths:
     def _site(self, group: Group, first: str) -> Site:
         axes: list[Axis] = []
         sizes: list[Size] = []
-        for path, where in group.makers.items():
+        for path, parts in group.makers.items():
             role = self._role(path)
-            axes += self._axes(path, [(name, dim, "row") for name, dim in role.makes], where)
-            sizes += self._sizes(path, role.out_size, where.outer * where.inner)
+            for where in parts:
+                axes += self._axes(path, [(name, dim, "row") for name, dim in role.makes], where)
+            sizes += self._sizes(path, role.out_size, sum(where.outer * where.inner for where in parts))
         for path, where in group.passes.items():
             role = self._role(path)
             axes += self._axes(path, list(role.passes), where)
@@ -220,25 +274,49 @@ class _Widths:
             role = self._role(path)
             axes += self._axes(path, [(name, dim, "column") for name, dim in role.reads], where)
             sizes += self._sizes(path, role.in_size, where.outer * where.inner)
-        for path in group.reads:
+        layer = type(self.copy.get_submodule(first)).__name__  # its own name also where the model is sharded
+        move = Width(group.units, 1, layer, tuple(axes), tuple(sizes), tuple(group.reads), heads=group.heads)
+        return self._complete(move, first)
+
+    def _complete(self, move: Width, first: str) -> Site:
+        """The site of a width whose axes are known, with as many units as were asked for."""
+        for path in move.readers:
             if not any(p.requires_grad for p in self.model.get_submodule(path).parameters(recurse=False)):
                 raise _Refused(f"{path}, which reads its units, does not train")
         request = self.search.request
-        more = request.units if isinstance(request.units, int) else max(1, round(request.units * group.units))
-        layer = type(self.model.get_submodule(first)).__name__
-        readers = tuple(group.reads)
-        move = Width(
-            group.units, more, layer, tuple(axes), tuple(sizes), readers, start=request.start, heads=group.heads
-        )
-        move = replace(move, layers=layers_in(self.model))
+        more = request.units if isinstance(request.units, int) else max(1, round(request.units * move.units))
+        for axis in move.axes:
+            if self._is_read_elsewhere(axis):
+                raise _Refused(f"other code reads {axis.module.path}.{axis.name} too, and would see the new entries")
+        axes = tuple(replace(axis, overwritten=self._is_overwritten(axis)) for axis in move.axes)
+        move = replace(move, more=more, axes=axes, start=request.start, layers=layers_in(self.model))
+        try:
+            check_resized(self.model, {id(each.tensor): each.new_shape for each in resizes(self.model, move)})
+        except UnsupportedSite as reason:
+            raise _Refused(str(reason)) from None
         call = self.calls[first]
-        if call.output is None:
+        seen = _given(call)
+        if seen is None:
             raise _Refused(f"returns {call.returned}, not a tensor")
-        if not self.search.flow.reaches(call.output):
+        if not self.search.flow.reaches(seen):
             raise _Refused("no gradient arrives there")
         added, flops = self._cost(move)
-        point = self.search.point(call, "after", call.output)
+        point = self.search.point(call, "after", seen)
         return Site(replace(point, chained=False), replace(move, added=added, flops=flops))
+
+    def _is_read_elsewhere(self, axis: Axis) -> bool:
+        """Whether more than the calls of the layers that have a parameter lead to it in the graph of the run."""
+        module = self.copy.get_submodule(axis.module.path)
+        parameter = getattr(module, axis.name)
+        of_attention = role_of(module) is None or holder_of(self.copy, axis.module.path) is not None
+        return not of_attention and self.uses[id(parameter)] > self.called[id(parameter)]
+
+    def _is_overwritten(self, axis: Axis) -> bool:
+        """Whether somebody works in place on what a reader gives."""
+        held = holder_of(self.model, axis.module.path)
+        call = self.calls.get(axis.module.path if held is None else held[0])
+        seen = None if call is None else _given(call)
+        return axis.fill == "column" and seen is not None and seen.overwritten
 
     def _counted(self, group: Group, site: Site) -> Site:
         """The site of heads with all numbers that must follow, found by trial, and with what the heads cost."""
@@ -284,21 +362,26 @@ class _Widths:
         added = flops = 0
         positions = {}
         for axis in move.axes:
-            output = self.calls[axis.module.path].output
-            given = self.calls[axis.module.path].inputs
             module = self.model.get_submodule(axis.module.path)
-            seen = given[0] if getattr(module, "transposed", False) and given else output
+            role, call = role_of(module), self.calls.get(axis.module.path)
+            if role is None or call is None:
+                continue  # torch's own attention: a trial counts it
+            seen = call.inputs[0] if getattr(module, "transposed", False) and call.inputs else call.output
             tensor = None if seen is None else seen.tensor
-            role = self._role(axis.module.path)
             if tensor is not None and isinstance(getattr(module, axis.name), nn.Parameter):
                 shape = [size for dim, size in enumerate(tensor.shape[1:], 1) if dim != role.channel % tensor.dim()]
                 positions[id(getattr(module, axis.name))] = math.prod(shape)
         for each in resizes(self.model, move):
             if each.is_parameter:
-                more = each.stretched(each.tensor.detach()).numel() - each.tensor.numel()
+                more = math.prod(each.new_shape) - math.prod(each.old_shape)
                 added += more
                 flops += 2 * more * positions.get(id(each.tensor), 0) if each.tensor.dim() > 1 else 0
         return added, flops
+
+
+def _given(call: Call) -> Given | None:
+    """What a module gave, or the first part of it."""
+    return call.output or call.result
 
 
 def _by_unit(marks: dict[int, frozenset[int]], units: int) -> dict[int, frozenset[int]]:

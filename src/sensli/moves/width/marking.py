@@ -43,21 +43,33 @@ class Seen:
     mixed_by: str = ""  # a module that spread a mark over all units
     leaves: bool = False  # a mark reached what the model returns
 
+    def span(self, reader: str) -> tuple[int, int]:
+        """Where the columns of a reader that were marked begin and end."""
+        places = frozenset().union(*self.reads[reader].values())
+        return min(places), max(places) + 1
+
 
 def watch(model: nn.Module, example: Any, makers: Sequence[tuple[str, nn.Module]]) -> dict[str, Seen]:
     """Mark units of all makers, and tell where they are read. The model is a copy in eval mode."""
     seen = {path: Seen(path, _rows(module)) for path, module in makers}
-    _mark(model, example, seen, 2)  # enough to tell how units are laid out, in one group or, as fused gates are, in two
+    # Enough to tell how units are laid out, in one group or, as fused gates are, in two.
+    _mark(model, example, seen, [(path, unit) for path, each in seen.items() for unit in _at_ends(each.units, 2)])
     return seen
 
 
-def watch_thirds(model: nn.Module, example: Any, seen: Sequence[Seen]) -> None:
-    """Mark also the units around the thirds of layers: queries, keys and values may lie there one after the other."""
-    _mark(model, example, {each.path: each for each in seen}, 3)
+def watch_fused(model: nn.Module, example: Any, seen: Sequence[Seen]) -> None:
+    """Mark also the units where queries, keys and values may meet that lie in a layer one after the other.
+
+    They meet at the thirds of the layer or, where several queries share keys and values, after as many queries as there are columns.
+    """
+    marks = []
+    for each in seen:
+        units = {*_at_ends(each.units, 3), *(unit for _, end in map(each.span, each.reads) for unit in (end - 1, end))}
+        marks += [(each.path, unit) for unit in sorted(units) if unit < each.units]
+    _mark(model, example, {each.path: each for each in seen}, marks)
 
 
-def _mark(model: nn.Module, example: Any, seen: dict[str, Seen], parts: int) -> None:
-    marks = [(path, unit) for path, each in seen.items() for unit in _at_ends(each.units, parts)]
+def _mark(model: nn.Module, example: Any, seen: dict[str, Seen], marks: list[tuple[str, int]]) -> None:
     for start in range(0, len(marks), _SAMPLES):
         _Run(model, marks[start : start + _SAMPLES], seen).of(example)
 

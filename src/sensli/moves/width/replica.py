@@ -16,13 +16,17 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.modules.arguments import first_tensor
+from sensli.modules.attention import WideAttention, holder_of
 from sensli.modules.copies import copied_block
+from sensli.modules.engines.fsdp import is_sharded, unsharded, whole
 from sensli.modules.running import forked_random_state
 from sensli.moves.roles import Role, role_of
 from sensli.moves.stretching import Stretch, like_layout
 from sensli.moves.width.entries import Entries, filled
 from sensli.moves.width.layers import applied, inputs_per_unit, unfolded
 from sensli.moves.width.width import Axis, Size, Width
+
+_WAITING = 16  # passes whose gradients may still come: a reader that no gradient reaches would keep all of them
 
 
 class Replica:
@@ -32,9 +36,11 @@ class Replica:
         self._model = model
         self._widths: list[tuple[Any, Width, Entries | float]] = []  # who asks, and the candidates
         self._copy: nn.Module | None = None
+        self._whole: nn.Module | None = None  # of a sharded model: what the copy is made from
+        self._changed: set[tuple[str, str]] = set()  # tensors of the copy that are not the model's
         self._calls: dict[
-            str, list[tuple[Tensor, Tensor]]
-        ] = {}  # inputs and outputs of layers in the pass that was made last
+            str, list[tuple[Tensor, Tensor, int]]
+        ] = {}  # inputs and outputs of layers in the pass that was made last, and the versions of the outputs
         self._zeros: dict[
             str, tuple[Tensor, Tensor]
         ] = {}  # of layers whose units are zero: those, and what rows multiply
@@ -53,36 +59,58 @@ class Replica:
     def beside(self) -> Iterator[None]:
         """Watch the model's passes as long as the context lasts."""
         handles = [
-            module.register_forward_hook(self._record(path), with_kwargs=True)
-            for path, module in self._model.named_modules()
-            if (role := role_of(module)) is not None and role.makes
+            module.register_forward_hook(self._record(path), with_kwargs=True) for path, module in self._giving()
         ]
         handles.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
         # always: a pass that fails, and that the user catches, has ended too
         handles.append(self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True))
         self._depth = 0
         try:
+            if is_sharded(self._model):
+                self._whole = unsharded(self._model)
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            self._copy = None
+            self._copy = self._whole = None
             self._calls.clear()
             self.read.clear()
 
+    def _giving(self) -> Iterator[tuple[str, nn.Module]]:
+        """The layers that make units, each with the module whose call gives what it makes."""
+        for path, module in self._model.named_modules():
+            role, held = role_of(module), holder_of(self._model, path)
+            if role is not None and role.makes:
+                yield path, module if held is None else held[1]
+
     def _record(self, path: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch.is_grad_enabled():
-                given = first_tensor(args) if args else first_tensor(tuple(kwargs.values()))
-                assert given is not None
-                self._calls.setdefault(path, []).append((given.detach(), output.detach()))
+                given, made = first_tensor(args) if args else first_tensor(tuple(kwargs.values())), first_tensor(output)
+                assert given is not None and made is not None
+                # A copy where the layer could not make it once more: its weights are sharded, or torch reads them elsewhere.
+                apart = self._whole is not None or isinstance(module, nn.MultiheadAttention)
+                made = made.detach().clone() if apart else made.detach()
+                self._calls.setdefault(path, []).append((given.detach(), made, made._version))
 
         return hook
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._depth == 0:
             self._calls.clear()
+            for held in self.read.values():
+                del held[:-_WAITING]
+            if self._whole is not None:
+                self._gather(self._whole if self._copy is None else self._copy)
         self._depth += 1
+
+    def _gather(self, copy: nn.Module) -> None:
+        """Give the copy of a sharded model the values of today of all that it really runs: layers that make units do not."""
+        for path, module in self._model.named_modules():
+            role = role_of(module)
+            for name, parameter in module._parameters.items() if role is None or not role.makes else ():
+                if parameter is not None and (path, name) not in self._changed:
+                    copy.get_submodule(path)._parameters[name].data.copy_(whole(parameter))  # type: ignore[union-attr]
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._depth -= 1
@@ -109,7 +137,7 @@ class Replica:
     # --- the copy ---
 
     def _made(self) -> nn.Module:
-        copy = copied_block(self._model, share=True)
+        copy = copied_block(self._model if self._whole is None else self._whole, share=True)
         makers: dict[str, list[Tensor | None] | float] = {}
         # along the axis of a reader: which asker's candidates lie where, -1 for old units
         readers: dict[str, Tensor] = {}
@@ -118,26 +146,30 @@ class Replica:
             for index, axis in enumerate(width.axes):
                 module = copy.get_submodule(axis.module.path)
                 role = role_of(self._model.get_submodule(axis.module.path))
-                assert role is not None
                 new = candidates.values[index] if isinstance(candidates, Entries) else None
                 if axis.fill == "column":
                     held = readers.setdefault(axis.module.path, torch.full((axis.length,), -1))
                     readers[axis.module.path] = _replaced(held, axis, width, count, number)
-                elif not role.makes:
+                elif role is None or not role.makes:
                     _resize(module, axis, width, count, new)
+                    self._changed.add((axis.module.path, axis.name))
                 elif isinstance(candidates, Entries):
-                    rows = makers.setdefault(axis.module.path, [None, None])
+                    rows, name = makers.setdefault(axis.module.path, [None, None]), axis.name == "bias"
                     assert isinstance(rows, list)
-                    rows[axis.name == "bias"] = None if new is None else like_layout(new, getattr(module, axis.name))
+                    parts = [part for part in (rows[name], new) if part is not None]
+                    rows[name] = like_layout(torch.cat(parts, axis.dim), getattr(module, axis.name)) if parts else None
                 else:
                     makers[axis.module.path] = candidates
             for size in width.sizes:
                 self._set_size(copy, size, width, count)
-        for path, module in self._model.named_modules():
-            role = role_of(module)
-            if role is not None and role.makes:
-                mine = copy.get_submodule(path)
-                mine.forward = self._forward(path, mine, role, makers.get(path), readers.get(path))
+        for path, _ in self._giving():
+            mine, role = copy.get_submodule(path), role_of(self._model.get_submodule(path))
+            assert role is not None
+            mine.forward = self._forward(path, mine, role, makers.get(path), readers.get(path))
+            attention = holder_of(copy, path)
+            if attention is not None and path in readers:
+                attention[1].__class__ = WideAttention
+                attention[1].project = mine.forward  # type: ignore[assignment]
         return copy
 
     def _ordered(self) -> list[tuple[int, tuple[Any, Width, Entries | float]]]:
@@ -158,9 +190,11 @@ class Replica:
     def _forward(
         self, path: str, module: nn.Module, role: Role, rows: list[Tensor | None] | float | None, labels: Tensor | None
     ) -> Any:
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            x = first_tensor(args) if args else first_tensor(tuple(kwargs.values()))
+            assert x is not None
             calls = self._calls[path]
-            given, output = calls.pop(0) if len(calls) > 1 else calls[0]
+            given, output, version = calls.pop(0) if len(calls) > 1 else calls[0]
             if labels is not None:
                 for index, (asker, width, candidates) in enumerate(self._widths):
                     places = (labels == index).nonzero().flatten()
@@ -172,7 +206,9 @@ class Replica:
                             held = _moved(held, *self._zeros[width.axes[0].module.path])
                         self.read.setdefault((id(asker), path), []).append(held)
             if rows is None:
-                return output
+                # What somebody has overwritten in place is made once more.
+                layer: Any = module
+                return output if output._version == version else applied(module, given, layer.weight, layer.bias)
             if not isinstance(rows, list):
                 inputs = unfolded(module, given)
                 zero = torch.full_like(inputs, rows).requires_grad_()

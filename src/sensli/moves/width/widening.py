@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from sensli.errors import MovedSite, UnknownSite, UnsupportedModel
-from sensli.modules.engines.fsdp import is_sharded
+from sensli.errors import MovedSite, UnknownSite
+from sensli.modules.attention import fit_class
+from sensli.modules.engines.fsdp import check_resized, follow_shapes, put, sharded_like, whole
 from sensli.modules.marks import new_in
 from sensli.moves.copying import copied, given_back, is_copied, is_shared
 from sensli.moves.memory import forget, recall, remember
@@ -38,11 +39,6 @@ class Widening(Edit):
     """Parameters and buffers get more entries, and the attributes that count them follow. The objects stay."""
 
     def __init__(self, model: nn.Module, site: Site, *, strict: bool = True) -> None:
-        if is_sharded(model):
-            raise UnsupportedModel(
-                "a model sharded by fully_shard cannot be widened: its parameters are parts of tensors whose shape is fixed. Widen it "
-                "before it is sharded, or grow layers instead."
-            )
         move = site.move
         assert isinstance(move, Width)
         if move.blocks and not covers_all_blocks(model, move):
@@ -61,6 +57,8 @@ class Widening(Edit):
         point = replace(site.point, anchor=Ref.to(self.name, self.module))
         self.site = replace(site, point=point, move=replace(_costing(move, self.resized), _entries=None))
         check_sizes(move)
+        check_resized(model, {id(each.tensor): each.new_shape for each in self.resized})
+        self._model = model
         self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
 
@@ -86,6 +84,7 @@ class Widening(Edit):
             if is_shared(each):
                 each.lost[_VALUE] = (old,)
             put(each.tensor, value)
+        follow_shapes(self._model)
         if self.copies:
             remember(self.module, self.resized)
 
@@ -94,6 +93,7 @@ class Widening(Edit):
             forget(self.module, self.resized)
         for each, value in zip(self.resized, self._old, strict=True):
             put(each.tensor, value)
+        follow_shapes(self._model)
         unnote(self._move)
         for size in self._move.sizes:
             _change(size, self._move, -self._move.more)
@@ -119,7 +119,7 @@ class Widened(Edit):
     def __init__(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> None:
         assert isinstance(site.move, Width)
         self.name, self.module, self.site = path, module, site
-        self._move = site.move.on(model)
+        self._model, self._move = model, site.move.on(model)
         self.copies = bool(self._move.sources)
         self.resized = recall(module, resizes(model, self._move, made=True))
         check_sizes(self._move)
@@ -128,7 +128,8 @@ class Widened(Edit):
     def revert(self) -> None:
         forget(self.module, self.resized)
         for each in self.resized:
-            put(each.tensor, like_layout(_before(each), each.tensor))
+            put(each.tensor, sharded_like(like_layout(_before(each), each.tensor), each.tensor))
+        follow_shapes(self._model)
         unnote(self._move)
         for size in self._move.sizes:
             _change(size, self._move, -self._move.more)
@@ -191,12 +192,6 @@ def covers_all_blocks(model: nn.Module, width: Width) -> bool:
     return all(there[name] == count for name, count in ours.items())
 
 
-def put(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor other values of another shape; whoever holds it sees them. A gradient of the old shape goes."""
-    tensor.grad = None
-    tensor.data = value
-
-
 def change_sizes(width: Width, more: int) -> None:
     """Let the attributes that count units follow; ``more`` may be below zero."""
     for size in width.sizes if more else ():
@@ -224,9 +219,9 @@ def _fitting(width: Width, entries: Entries) -> Entries | None:
 
 def _filled(resize: Resize, width: Width, entries: Entries) -> Tensor:
     """The new values of one tensor; where two axes grow, what is new in both is a column."""
-    value = resize.tensor.detach()
+    value = old = whole(resize.tensor)
     if is_copied(resize):
-        return like_layout(copied(resize, value), resize.tensor)
+        return sharded_like(like_layout(copied(resize, value), old), resize.tensor)
     fills: dict[Stretch | Exchange, tuple[Axis, Tensor | None]] = {
         width.stretch(axis): (axis, new)
         for axis, new in zip(width.axes, entries.values, strict=True)
@@ -236,14 +231,15 @@ def _filled(resize: Resize, width: Width, entries: Entries) -> Tensor:
     for stretch in sorted(resize.stretches, key=lambda stretch: fills[stretch][0].fill != "row"):
         axis, new = fills[stretch]
         value = stretch.applied(value, filled(axis, value, new))
-    return like_layout(value, resize.tensor)
+    return sharded_like(like_layout(value, old), resize.tensor)
 
 
 def _before(resize: Resize) -> Tensor:
     """A tensor on the way back: to the bit as it was where that is known, otherwise what it has now of the old units."""
-    value, known = resize.tensor.detach(), resize.lost.get(_VALUE)
+    known = resize.lost.get(_VALUE)
     if known is not None:
         return known[0]
+    value = whole(resize.tensor)
     return given_back(resize, value) if is_copied(resize) else resize.shrunk(value)
 
 
@@ -252,3 +248,4 @@ def _change(size: Size, width: Width, more: int) -> None:
     value = getattr(holder, size.name)
     count = (width.units * size.per_unit if value is None else value) + more * size.per_unit
     setattr(holder, size.name, None if size.unsaid and count == width.units * size.per_unit else count)
+    fit_class(holder)

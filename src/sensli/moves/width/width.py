@@ -37,6 +37,7 @@ class Axis:
     outer: int = 1
     inner: int = 1
     length: int = 0  # of the axis when it was found: where it has another, positions may have moved
+    overwritten: bool = False  # of a reader: somebody works in place on what it gives
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -50,7 +51,7 @@ class Axis:
         return cls(Ref(data["module"]), **{name: data[name] for name in _AXIS})
 
 
-_AXIS = ("name", "dim", "fill", "start", "outer", "inner", "length")
+_AXIS = ("name", "dim", "fill", "start", "outer", "inner", "length", "overwritten")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Width:
 
         lines = []
         for each in resizes(model, self):
-            lines.append(f"{each.name}: {tuple(each.old_shape)} -> {tuple(each.stretched(each.tensor.detach()).shape)}")
+            lines.append(f"{each.name}: {tuple(each.old_shape)} -> {each.new_shape}")
         return "\n".join(lines)
 
     def cost(self, point: Point) -> Cost:
@@ -144,9 +145,13 @@ class Width:
         return Copied(*place, self.sources, axis.fill == "column") if self.sources else Stretch(*place)
 
     def gauge(self, site: Site, model: nn.Module) -> Gauge:
+        from sensli.moves.width.gauge import ReaderGauge
         from sensli.moves.width.starts.registry import STARTS
 
-        return STARTS[self.start].gauge(self.on(model), model)
+        gauge = STARTS[self.start].gauge(self.on(model), model)
+        if isinstance(gauge, ReaderGauge):
+            gauge.watch(model)
+        return gauge
 
     def plan(self, model: nn.Module, site: Site) -> Edit:
         from sensli.moves.width.widening import Widening
@@ -185,7 +190,7 @@ class Width:
 
     def by_path(self) -> Width:
         """The same known by paths alone, as another model of the same architecture has it."""
-        return replace(self.bound(lambda ref: Ref(ref.path)), _entries=None)
+        return self.bound(lambda ref: Ref(ref.path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. What units begin with are values, and values are in a state dict."""

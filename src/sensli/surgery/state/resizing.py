@@ -1,4 +1,4 @@
-"""The optimizer follows parameters whose entries change: first a plan that checks everything and allocates, then the change.
+"""The optimizer follows parameters whose entries change: first a plan that checks everything, then room is made, then the change.
 
 A state gets the entries that it would have if those of the parameter had been there from the start and had never had a gradient: zeros
 for most of them. Counts of steps stay, old entries keep their values, and those that go are remembered, so that `plan_shrinking` gives
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.errors import OptimizerError
+from sensli.modules.engines.fsdp import sharded_like, whole
 from sensli.modules.running import tensors
 from sensli.moves.copying import copied, given_back, is_copied
 from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, like_layout
@@ -28,35 +29,66 @@ _GRADIENT = "gradient"  # what a parameter calls its lost entries
 _COPIES = ("ax", "z")  # of the parameter itself, in ASGD and in schedule-free optimizers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Change:
     """One tensor of a state, and what comes in its place."""
 
     state: MutableMapping[str, Any]
     key: str
-    value: Tensor
     of: Resize
+    along: Collection[int]  # the axes of the parameter that it has
+    fill: complex | Fill
+    back: bool
+    value: Tensor | None = None  # before `build`: none yet
     lost: tuple[Tensor, ...] = ()
-    copies: bool = False  # its new entries are the parameter's, which are known after the change
+
+    def build(self) -> None:
+        held = whole(self.state[self.key])
+        axis = _dropped_axis(self.key, held, self.of.new_shape)
+        full = held if axis is None else held.unsqueeze(axis)
+        if self.key in _COPIES and is_copied(self.of) and tuple(full.shape) in (self.of.old_shape, self.of.new_shape):
+            new = (given_back if self.back else copied)(self.of, full)
+        elif self.back:
+            new = self.of.shrunk(full, self.along, self.of.lost.get((id(self.state), self.key), self.fill))
+        else:
+            self.lost = self.of.taken(full, self.along)
+            new = self.of.stretched(full, self.fill, self.along)
+        new = like_layout(new, full)
+        self.value = sharded_like(new if axis is None else new.squeeze(axis), self.state[self.key])
 
     def apply(self) -> None:
-        if self.copies and not is_copied(self.of):
-            old = self.of.is_old().to(self.value.device)
-            self.value.copy_(torch.where(old, self.value, self.of.tensor.detach().to(self.value)))
+        assert self.value is not None
+        same = tuple(self.value.shape) == self.of.new_shape
+        if self.key in _COPIES and not self.back and same and not is_copied(self.of):
+            # Its new entries are the parameter's, which are known now.
+            value, now = whole(self.value), whole(self.of.tensor)
+            both = torch.where(self.of.is_old().to(value.device), value, now.to(value))
+            self.value = sharded_like(like_layout(both, value), self.value)
         if self.lost:
             self.of.lost[id(self.state), self.key] = self.lost
         self.state[self.key] = self.value
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Gradient:
     """What a parameter has gathered so far, before and after: the edit drops it, because it has the old shape."""
 
     of: Resize
     parameter: nn.Parameter
     old: Tensor | None
-    new: Tensor | None
+    back: bool
+    new: Tensor | None = None
     lost: tuple[Tensor, ...] = ()
+
+    def build(self) -> None:
+        if self.old is None:
+            return
+        dense = whole(self.old).to_dense()  # that of an embedding may be sparse
+        if self.back:
+            new = self.of.shrunk(dense, back=self.of.lost.get(_GRADIENT, 0.0))
+        else:
+            new, self.lost = self.of.stretched(dense), self.of.taken(dense)
+        self.new = sharded_like(like_layout(new, dense), self.old)
 
     def apply(self) -> None:
         if self.of.new_shape != self.of.old_shape:
@@ -72,6 +104,13 @@ class Resizing:
 
     changes: tuple[_Change, ...]
     gradients: tuple[_Gradient, ...]
+
+    def build(self) -> None:
+        """Make room, before the parameters change; with sharded models all ranks come here."""
+        for change in self.changes:
+            change.build()
+        for each in self.gradients:
+            each.build()
 
     def apply(self) -> None:
         """After the parameters have changed."""
@@ -97,14 +136,14 @@ def plan_resizing(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing
             "would train them. Add them to the optimizer, or grow without optimizer=."
         )
     changes = tuple(_changes(known, parameters, back=False))
-    return Resizing(changes, tuple(_gradient(each, back=False) for each in parameters))
+    return Resizing(changes, _gradients(parameters, back=False))
 
 
 def plan_shrinking(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing:
     """The way back: of all states the old entries. A state that did not follow has no others, and stays."""
     known, parameters = as_optimizers(optimizers), [each for each in resized if each.is_parameter]
     changes = tuple(_changes(known, parameters, back=True))
-    return Resizing(changes, tuple(_gradient(each, back=True) for each in parameters))
+    return Resizing(changes, _gradients(parameters, back=True))
 
 
 def _held(optimizers: Sequence[Optimizer], parameters: Sequence[Resize]) -> Iterator[tuple[Optimizer, Group, Resize]]:
@@ -121,46 +160,37 @@ def _changes(optimizers: Sequence[Optimizer], parameters: Sequence[Resize], *, b
     for optimizer, group, each in _held(optimizers, parameters):
         state = optimizer.state.get(each.tensor, {})
         for key, value in state.items():
-            found = _resized(optimizer, group, each, state, key, value, back=back)
-            if found is not None:
-                copies = not back and key in _COPIES and tuple(found[0].shape) == each.new_shape
-                yield _Change(state, key, found[0], each, found[1], copies)
+            along = _along(optimizer, each, key, value, back=back)
+            if along:
+                yield _Change(state, key, each, along, _fill(optimizer, group, key, value), back)
 
 
-def _resized(
-    optimizer: Optimizer, group: Group, each: Resize, state: object, key: str, value: Any, *, back: bool
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """One entry of a state as its parameter will be, and what it loses; None if it stays."""
+def _along(optimizer: Optimizer, each: Resize, key: str, value: Any, *, back: bool) -> Collection[int]:
+    """The axes along which one entry of a state changes with its parameter; none if it stays."""
     shape, other = (each.new_shape, each.old_shape) if back else (each.old_shape, each.new_shape)
     if not isinstance(value, Tensor):
         if any(True for _ in tensors(value)):
             _refuse(optimizer, each, f"{key!r} is a {called(value)} of tensors")
-        return None  # a number of steps, or nothing yet
-    axis = _AVERAGED.get(key)
-    dropped = axis is not None and value.dim() == len(shape) - 1
-    full = value.unsqueeze(axis) if axis is not None and dropped else value
-    along = _axes(key, full, shape)
+        return ()  # a number of steps, or nothing yet
+    along = _axes(key, value, shape)
     if along is None:
-        if back and _axes(key, full, other) is not None:
-            return None
+        if back and _axes(key, value, other) is not None:
+            return ()
         _refuse(optimizer, each, f"{key!r} has the shape {tuple(value.shape)} and the type {value.dtype}")
-    if not along:
-        return None
-    if key in _COPIES and is_copied(each) and tuple(full.shape) == shape:
-        return like_layout((given_back if back else copied)(each, full), full), ()
-    fill = _fill(optimizer, group, key, full)
-    lost = () if back else each.taken(full, along)
-    if back:
-        new = each.shrunk(full, along, each.lost.get((id(state), key), fill))
-    else:
-        new = each.stretched(full, fill, along)
-    new = like_layout(new, full)
-    return (new.squeeze(axis) if axis is not None and dropped else new), lost
+    return along
+
+
+def _dropped_axis(key: str, value: Tensor, shape: tuple[int, ...]) -> int | None:
+    """The axis of its parameter that a factored state was averaged over, if it has no such axis."""
+    axis = _AVERAGED.get(key)
+    return axis if value.dim() == len(shape) - 1 else None
 
 
 def _axes(key: str, value: Tensor, shape: tuple[int, ...]) -> Collection[int] | None:
     """The axes of the parameter that a tensor of its state has: none if it is a single number; None if that is not known."""
     if key in _AVERAGED:
+        dropped = _dropped_axis(key, value, shape)
+        value = value if dropped is None else value.unsqueeze(dropped)
         axes = [dim for dim in range(len(shape)) if dim != _AVERAGED[key] % len(shape)]
         return axes if tuple(value.shape) == tuple(n if d in axes else 1 for d, n in enumerate(shape)) else None
     if key == "step":
@@ -196,19 +226,18 @@ def _mean(stretch: Stretch | Exchange, tensor: Tensor) -> Tensor:
     return (left if left.numel() else tensor).mean(stretch.dim, keepdim=True).expand(shape)
 
 
-def _gradient(each: Resize, *, back: bool) -> _Gradient:
-    parameter = each.tensor
-    assert isinstance(parameter, nn.Parameter)
-    gathered = parameter.grad
-    if gathered is None:
-        return _Gradient(each, parameter, None, None)
-    dense = gathered.detach().to_dense()  # that of an embedding may be sparse
-    new = each.shrunk(dense, back=each.lost.get(_GRADIENT, 0.0)) if back else each.stretched(dense)
-    return _Gradient(each, parameter, gathered, like_layout(new, dense), () if back else each.taken(dense))
+def _gradients(parameters: Sequence[Resize], *, back: bool) -> tuple[_Gradient, ...]:
+    found = []
+    for each in parameters:
+        assert isinstance(each.tensor, nn.Parameter)
+        found.append(_Gradient(each, each.tensor, each.tensor.grad, back))
+    return tuple(found)
 
 
 def _new_accumulator(parameter: nn.Parameter) -> None:
     """Let autograd take notice of the new shape, which it does not by itself as long as a graph with the old one is alive."""
+    if hasattr(parameter, "full_tensor"):
+        return  # a sharded parameter takes part in no graph: the whole ones, made for each pass, do
     if parameter.requires_grad:
         with torch.inference_mode(False), torch.enable_grad():
             node: Any = parameter.view_as(parameter).grad_fn

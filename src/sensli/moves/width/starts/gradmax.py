@@ -89,7 +89,7 @@ class RowGauge(ReaderGauge):
 
     def _bypass(self, sums: Mapping[str, Tensor]) -> Tensor:
         """[weights of a unit, its columns in all readers]."""
-        return torch.cat([sums[f"bypass{index}"] for index in range(len(self._readers))], 1)
+        return torch.cat(self._summed(sums, "bypass"), 1)
 
     def _directions(self, bypass: Tensor) -> Tensor:
         """The columns of the new units, one after the other: [units, columns of one]."""

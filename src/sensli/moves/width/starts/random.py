@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sensli.modules.engines.fsdp import whole
 from sensli.moves.move import Gauge
 from sensli.moves.width.entries import Entries
 from sensli.moves.width.gauge import ColumnGauge
@@ -29,7 +30,7 @@ def drawn_rows(width: Width, generator: torch.Generator) -> Entries:
 
 def _drawn(axis: Axis, units: int, generator: torch.Generator) -> Tensor:
     """Entries for so many units: matrices drawn with the spread of the old ones, biases zero."""
-    tensor: Tensor = getattr(axis.module.find_module(), axis.name).detach()
+    tensor = whole(getattr(axis.module.find_module(), axis.name))
     shape = list(tensor.shape)
     shape[axis.dim] = axis.outer * units * axis.inner
     if tensor.dim() < 2:

@@ -1,0 +1,68 @@
+"""Random models keep every promise at every width that is offered; a failure prints the recipe that repeats it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("hypothesis", reason="random models need hypothesis")
+
+from hypothesis import given, settings
+
+from invariants import REPEATABLE
+from random_models import PIECES, Piece, Recipe, piece, recipes
+from sensli import find_sites
+from width_promises import check_widths
+
+EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "60"))
+
+
+def test_random_models_keep_every_promise_at_every_width() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(REPEATABLE, max_examples=EXAMPLES)
+    @given(recipes())
+    def one(recipe: Recipe) -> None:
+        seen.update(check_widths(recipe))
+
+    one()
+    assert seen["models"] >= min(EXAMPLES, 60) and seen["sites"] > seen["models"] and seen["refused"]
+
+
+@pytest.mark.parametrize("way", PIECES["wide"][1]["way"])
+@pytest.mark.parametrize("kind", ["mlp", "conv2d", "conv1d", "tokens"])
+def test_what_happens_to_units_on_their_way_is_followed(kind: str, way: str) -> None:
+    """Every way offers its width, unless a norm mixes the units."""
+    for norm in ("no", "layer"):
+        found = check_widths(Recipe(kind, piece("wide", way=way, act="tanh", norm=norm)))
+        assert (found["sites"] > 1) == (norm == "no"), (kind, way, norm)
+
+
+@pytest.mark.parametrize("written", PIECES["heads"][1]["written"])
+def test_heads_are_offered_however_they_are_written(written: str) -> None:
+    assert check_widths(Recipe("tokens", piece("heads", written=written)))["heads"] == 1
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        piece("keywords", call="all"),
+        piece("detached", part="all"),
+        piece("overwritten"),
+        piece("branches", join="gate", act="leaky", spelling="in place"),
+    ],
+    ids=repr,
+)
+def test_what_random_models_have_found(part: Piece) -> None:
+    """A layer called by keyword; a reader that no gradient reaches; readers whose output is overwritten."""
+    assert check_widths(Recipe("mlp", part))["sites"]
+
+
+def test_a_weight_that_other_code_reads_keeps_its_shape() -> None:
+    """In single precision the mean of a weight with more zeros hardly moves the output."""
+    model, x, _ = Recipe("mlp", piece("odd", use="weight"), dtype="float32").build()
+    sites = find_sites(model, x, grow="units")
+    assert [site.path for site in sites] == ["stem"]
+    assert "other code reads part0.net.2.weight too" in dict(sites.skipped)["part0.net.0"]
