@@ -1,12 +1,10 @@
 """The scikit-learn estimators against a grid of scikit-learn's own networks, on real tables that did not choose their defaults.
 
-`python -m benchmarks.estimators --tables DIR` prints one line for each table as it is done; `python -m benchmarks --only tables` gives the
-same as figures.
+`SENSLI_TABLES=DIR python -m benchmarks --only tables` prints one line for each table as it is done, then the figures.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -20,11 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks.figure import Figure
-from benchmarks.tables import CHOOSING, REPORTED, Table
+from benchmarks.tables import REPORTED, Table
 
 DEPTHS, WIDTHS = (1, 2, 3, 4), (50, 100, 200)
 ONE = (1, 100)  # the one of the grid that ours is compared with when it may not grow
-FOLDS, MOST = 3, 1000  # folds, and rows of a table
+FOLDS, MOST = 3, 800  # folds, and rows of a table
 
 
 @dataclass(frozen=True)
@@ -168,21 +166,3 @@ def _printed(found: Iterator[Outcome]) -> Iterator[Outcome]:
     for outcome in found:
         print(outcome, flush=True)
         yield outcome
-
-
-def main() -> None:
-    """Print the outcome of each table, then the figures."""
-    parser = argparse.ArgumentParser("benchmarks.estimators", description=__doc__)
-    parser.add_argument("--tables", type=Path, help="the folder with the files (see benchmarks/tables.py)")
-    parser.add_argument(
-        "--choosing", action="store_true", help="the tables that chose the defaults, not the reported ones"
-    )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these tables")
-    args = parser.parse_args()
-    tables = [each for each in (CHOOSING if args.choosing else REPORTED) if args.only is None or each.name in args.only]
-    for figure in figures(list(_printed(outcomes(tables, args.tables)))):
-        print(f"{figure.name}: {figure.shown} (bar {figure.bar_shown}, {figure.verdict}; {figure.detail})")
-
-
-if __name__ == "__main__":
-    main()

@@ -52,14 +52,15 @@ CHOOSING = [
     *_keel("sonar", "ionosphere", "vowel", "german", "segment", "phoneme"),
     Table("diabetes", False),
     *_numbers(airfoil="airfoil/airfoil_self_noise.dat.txt", auto_mpg="autoMPG6/autoMPG6.dat", laser="laser/laser.dat"),
-]
-# ... and the published figures are from these.
-REPORTED = [
-    *_keel("pima", "heart", "vehicle", "australian"),
+    # An earlier version was measured on these, and how it failed led to a change.
+    *_keel("pima", "heart", "vehicle", "australian", "satimage"),
     *_numbers(fish_toxicity="qsar-fish-toxicity/qsar_fish_toxicity.csv"),
-    *_keel("satimage", "letter", "contraceptive"),
+]
+# ... and the published figures are from these, on which nothing had been measured before.
+REPORTED = [
+    *_keel("saheart", "mammographic", "contraceptive", "letter"),
     *_numbers(wine_quality="winequality_red/winequality-red.csv", insurance="insurance/insurance.csv"),
-    *_keel("spambase"),
+    *_keel("texture", "spambase"),
     *_numbers(compactiv="compactiv/compactiv.dat"),
 ]
 

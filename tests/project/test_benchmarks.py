@@ -10,7 +10,9 @@ import pytest
 
 import benchmarks
 from benchmarks.__main__ import main
+from benchmarks.estimators import Outcome, figures
 from benchmarks.figure import Figure
+from benchmarks.tables import Table
 
 UNWRITABLE = [["--only", "linear", "--out", out] for out in ("folder", "text.txt/x", "/dev/null", "/dev/full", "\0")]
 WRONG = [*UNWRITABLE, ["--only"], ["--only", "speed"], ["x"], ["--only", ""], ["--bad"]]
@@ -55,3 +57,26 @@ def test_figures_are_printed_and_written(
     assert "a quick one" in capsys.readouterr().out
     [figure] = json.loads(out.read_text())["figures"]
     assert figure["name"] == "a quick one" and figure["value"] == 0.5
+
+
+def test_tables_are_read_with_their_words_and_without_their_head(tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    file = tmp_path / "table.dat"
+    file.write_text("@relation cars\n@data\n1.5, red, van\n2, blue, bus\n3, green, van\n")
+    x, y = Table("cars", True, file.name).load(tmp_path, 10)
+    assert sorted(map(tuple, x.tolist())) == [(1.5, 0, 1), (2, 0, 0), (3, 1, 0)] and sorted(y) == ["bus", "van", "van"]
+    file.write_text("height;weight\n1;2\n3;4\n")
+    x, y = Table("people", False, file.name).load(tmp_path, 1)
+    assert len(x) == len(y) == 1 and y[0] == x[0, 0] + 1
+    with pytest.raises(FileNotFoundError, match="SENSLI_TABLES must name the folder with table"):
+        Table("people", False, file.name).load(None, 1)
+
+
+def test_the_figures_of_the_estimators_are_of_the_best_of_the_grid() -> None:
+    grid = {(1, 100): [0.5, 0.7, 0.6], (2, 50): [0.8, 0.9, 0.7]}
+    found = Outcome("one", [0.7, 0.8, 0.75], [0.7, 0.7, 0.7], grid, (2.0, 10.0), "9 x 2")
+    error = 0.1 / 3**0.5
+    assert found.best == (2, 50) and found.error == pytest.approx(error) and found.difference == pytest.approx(-0.05)
+    values = [figure.value for figure in figures([found])]
+    assert values == pytest.approx([0.05 / error, -0.05, 0.2, 0.1, 0.1])
+    assert "(2 x 50)" in str(found) and "time 0.20" in str(found)

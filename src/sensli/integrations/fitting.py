@@ -25,7 +25,7 @@ from sensli.surgery.replaying import repeat
 
 STAGE = 30  # evaluations after which a growth is tried even if the loss still falls
 STEPS = 10  # the smallest number between two evaluations: an epoch of few data says little
-FINISH = 0.5  # share of the epochs that the networks train on all samples at the end
+FINISH = 0.5  # epochs on all samples at the end, as a share of those that led to the best weights
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class Fit:
         self._best = self._watch(self._stacked())  # the score of each sample
         self.fitted = Fitted(history, self._mean(self._best))
         self._first = self.fitted.loss
+        self._led = 0  # epochs that led to the best weights, without those that were in vain
 
     def run(self) -> Fitted:
         """Train, grow while it helps, stop. The networks have the weights that were best."""
@@ -151,7 +152,7 @@ class Fit:
     def _stage(self, patience: int) -> None:
         """Train until the watched loss stalls, or for a while if something could still grow; then the best weights."""
         stacked, waited, mark, looks = self._stacked(), 0, self.fitted.loss, 0
-        best = stacked.average.clone()
+        best, led, began = stacked.average.clone(), self._led, self._epoch
         limit = STAGE if self._room("layer") or self._room("units") else math.inf
         while waited < patience and looks < limit and self._left:
             epochs = max(1, STEPS // self.data.count(self.plan.batch_size))
@@ -166,6 +167,7 @@ class Fit:
                 waited += 1
             if value < self.fitted.loss:
                 self.fitted.loss, self._best, best = value, scores, stacked.average.clone()
+                self._led = led + self._epoch - began
         stacked.write(best)
         self.fitted.stopped = not self._left and waited < patience
         layers = sum(isinstance(module, nn.Linear) for module in self.networks[0].modules()) - 1
@@ -194,7 +196,7 @@ class Fit:
     def _try(self, kind: str) -> bool:
         """Grow all networks and train on; what did not help is taken out again."""
         history, kept = self._grower.history, len(self._grower.history)
-        before, scores = self.fitted.loss, self._best
+        before = self.fitted.loss, self._best, self._led
         weights = [{name: value.clone() for name, value in each.state_dict().items()} for each in self.networks]
         self._asked.kind = kind
         grown = self._note(None)  # the loss of this epoch has been told
@@ -206,13 +208,13 @@ class Fit:
             for network in self.networks[1:]:
                 repeat(network, growth)
         self._stage(math.ceil(self.plan.patience / 2))  # what helps does so soon
-        if self._enough(self.fitted.loss, before) and self._clear(scores):
+        if self._enough(self.fitted.loss, before[0]) and self._clear(before[1]):
             return True
         self.say("taken out again: it did not help")
         self._take_out(kept)
         for network, state in zip(self.networks, weights, strict=True):
             network.load_state_dict(state)
-        self.fitted.loss, self._best = before, scores
+        self.fitted.loss, self._best, self._led = before
         return False
 
     def _take_out(self, kept: int) -> None:
@@ -232,7 +234,7 @@ class Fit:
         """Train the networks on all samples for a while, with a learning rate that falls to zero."""
         everything = [torch.arange(len(self.data.x))] * len(self.networks)
         data = Data(self.data.x, self.data.y, self.data.weight, everything)
-        stacked, epochs = self._stacked(), math.ceil(FINISH * self._epoch)
+        stacked, epochs = self._stacked(), math.ceil(FINISH * self._led)
         self.say(f"{epochs} epochs on all {len(self.data.x)} samples")
         for epoch in range(epochs):
             stacked.optimizer.param_groups[0]["lr"] = self.plan.learning_rate * (1 - epoch / epochs)
