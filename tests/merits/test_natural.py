@@ -163,9 +163,9 @@ def test_equals_loops_over_samples_and_positions_in_the_extended_network(name):
 
 @pytest.mark.parametrize("name", ["plain", "conv"])
 def test_new_units_equal_loops_in_the_widened_network(name):
-    model, x, y = case(name)
+    model, x, y = case(name, samples=64)
     sites = find_sites(model, x[:1], grow="units", units=2)
-    found = measure(model, sites, batches(x, y, 9, 7), loss_fn, norm="natural", ratio=False)
+    found = measure(model, sites, batches(x, y, 40, 24), loss_fn, norm="natural", ratio=False)
     for merit in found:
         (axis,) = [axis for axis in merit.site.move.axes if axis.fill == "column"]
         wide, old, inner = copy.deepcopy(model), merit.site.move.units, axis.inner
