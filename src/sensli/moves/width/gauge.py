@@ -107,7 +107,8 @@ class ColumnGauge(ReaderGauge):
         self._entries = candidates if width._entries is None else width._entries
         super().__init__(width, self._entries)
         self._chooses = self._entries.count(width) > width.more
-        self._known: tuple[list[Tensor], list[int]] = ([], [])  # the sums that were chosen by last, and what was chosen
+        # What was chosen by last, which is held so that no other tensor gets its number; and what was chosen.
+        self._known: tuple[list[tuple[int, int]], list[Tensor], list[int]] | None = None
 
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -138,9 +139,10 @@ class ColumnGauge(ReaderGauge):
         columns = self._summed(sums, "columns")
         if not self._chooses:
             return list(range(len(columns[0])))
-        if len(self._known[0]) != len(columns) or any(a is not b for a, b in zip(self._known[0], columns, strict=True)):
-            self._known = columns, greedy(torch.cat(columns, 1), sums["likeness"], self._width.more)
-        return self._known[1]
+        seen = [(id(each), each._version) for each in columns]  # sums are added to in place
+        if self._known is None or self._known[0] != seen:
+            self._known = seen, columns, greedy(torch.cat(columns, 1), sums["likeness"], self._width.more)
+        return self._known[2]
 
 
 def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
