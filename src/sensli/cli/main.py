@@ -11,9 +11,9 @@ from pathlib import Path
 
 from sensli import __version__
 from sensli.cli.start import leaving_at_once
-from sensli.compare import cli as compare
 from sensli.errors import SensliError
 from sensli.paper import cli as paper
+from sensli.paper.compare import cli as compare
 from sensli.text.commands import run_command
 from sensli.text.names import FORMS, GROW, KINDS, PER
 from sensli.text.strict_json import dumps as strict_json

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sensli.compare.front import Curve, Ratios, front_ratios
-from sensli.compare.job import Job
-from sensli.compare.methods import Method
-from sensli.compare.run import Run
-from sensli.compare.store import Store
-from sensli.compare.task import Task
+from sensli.paper.compare.front import Curve, Ratios, front_ratios
+from sensli.paper.compare.job import Job
+from sensli.paper.compare.methods import Method
+from sensli.paper.compare.run import Run
+from sensli.paper.compare.store import Store
+from sensli.paper.compare.task import Task
 from sensli.paper.errors import NoResults
 from sensli.paper.report.statistics import Interval, Paired, interval, paired
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from sensli.compare import training, work
-from sensli.compare.flops import training_flops
-from sensli.compare.job import Job
-from sensli.compare.methods import chosen, methods
-from sensli.compare.run import Run
-from sensli.compare.store import Store
-from sensli.compare.tasks import TASKS
-from sensli.compare.tasks.spirals import SPIRALS
-from sensli.compare.training import Training, train
 from sensli.growing.strategies import STRATEGIES
+from sensli.paper.compare import training, work
+from sensli.paper.compare.flops import training_flops
+from sensli.paper.compare.job import Job
+from sensli.paper.compare.methods import chosen, methods
+from sensli.paper.compare.run import Run
+from sensli.paper.compare.store import Store
+from sensli.paper.compare.tasks import TASKS
+from sensli.paper.compare.tasks.spirals import SPIRALS
+from sensli.paper.compare.training import Training, train
 
 TINY = replace(SPIRALS, steps=12, looks=(0.2, 0.5), points=6, batch=120, looked_at=240)
 DATA = TINY.load(None, 0)
@@ -92,7 +92,7 @@ def test_a_run_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_continues_from_what_it_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
     monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
     store, one = Store(tmp_path), job("large")
 
@@ -110,7 +110,7 @@ def test_an_interrupted_run_continues_from_what_it_saved(tmp_path: Path, monkeyp
 
 
 def test_only_what_is_missing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
     store, jobs = Store(tmp_path), [job(name, seed) for seed in (0, 1) for name in ("small", "large")]
     assert work.compute(jobs[:3], store) == []
     assert capsys.readouterr().out.count("done") == 3 and store.missing(jobs) == jobs[3:]
@@ -126,7 +126,7 @@ def test_only_what_is_missing_is_computed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_state_that_cannot_be_used_is_computed_from_the_start(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
     store, one = Store(tmp_path), job("small")
     store.state(one).parent.mkdir(parents=True)
     store.state(one).write_bytes(b"no checkpoint")
@@ -135,7 +135,7 @@ def test_a_state_that_cannot_be_used_is_computed_from_the_start(tmp_path: Path, 
 
 
 def test_what_a_method_refuses_is_said_and_the_others_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
     known = methods(TINY)
     nowhere = replace(known["layers"], name="nowhere", options={"grow": "layers", "where": "conv"})
     jobs = [Job(TINY, nowhere, 0), Job(TINY, known["small"], 0)]
@@ -148,7 +148,7 @@ def test_what_a_method_refuses_is_said_and_the_others_go_on(tmp_path: Path, monk
 @pytest.mark.slow
 @pytest.mark.process
 def test_another_process_gives_the_same_run(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
     one = Job(SPIRALS, methods(SPIRALS)["units"], 0, 0.01)
     assert work.compute([one], Store(tmp_path), processes=2) == []
     assert plain(Store(tmp_path).load(one)) == plain(train(one, DATA))  # type: ignore[arg-type]

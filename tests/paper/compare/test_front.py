@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sensli.compare.front import Curve, front_at, front_ratios
+from sensli.paper.compare.front import Curve, front_at, front_ratios
 
 SMALL = Curve((0.0, 10.0, 20.0, 100.0), (8.0, 4.0, 3.0, 2.5))
 LARGE = Curve((0.0, 40.0, 80.0, 100.0), (8.0, 4.0, 1.0, 0.5))

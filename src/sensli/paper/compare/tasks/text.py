@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sensli.compare.task import Data, Part, Task
+from sensli.paper.compare.task import Data, Part, Task
 
 BYTES, WINDOW, WIDTH, HEADS = 256, 64, 64, 4
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sensli.compare.task import Data, Part
+from sensli.paper.compare.task import Data, Part
 from sensli.paper.data import pipeline
 from sensli.paper.plans.config import Data as Wanted
 

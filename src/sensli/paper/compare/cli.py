@@ -54,6 +54,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def execute(args: argparse.Namespace) -> None:
-    from sensli.compare import commands
+    from sensli.paper.compare import commands
 
     commands.execute(args)

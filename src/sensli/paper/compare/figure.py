@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sensli.compare.front import BEGIN, front_at
-from sensli.compare.methods import Method
-from sensli.compare.run import Run
-from sensli.compare.summary import Runs, fixed_curves
-from sensli.compare.task import Task
+from sensli.paper.compare.front import BEGIN, front_at
+from sensli.paper.compare.methods import Method
+from sensli.paper.compare.run import Run
+from sensli.paper.compare.summary import Runs, fixed_curves
+from sensli.paper.compare.task import Task
 from sensli.paper.report.figures import COLOURS, DPI, check_available, save
 from sensli.paper.report.statistics import band
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from sensli.compare.errors import BadComparison
-from sensli.compare.task import Task
-from sensli.compare.tasks.cifar import RESNET, VGG
-from sensli.compare.tasks.fashion import FASHION
-from sensli.compare.tasks.spirals import SPIRALS
-from sensli.compare.tasks.teacher import TEACHER
-from sensli.compare.tasks.text import TEXT
+from sensli.paper.compare.errors import BadComparison
+from sensli.paper.compare.task import Task
+from sensli.paper.compare.tasks.cifar import RESNET, VGG
+from sensli.paper.compare.tasks.fashion import FASHION
+from sensli.paper.compare.tasks.spirals import SPIRALS
+from sensli.paper.compare.tasks.teacher import TEACHER
+from sensli.paper.compare.tasks.text import TEXT
 from sensli.paper.plans.reading import unknown
 
 TASKS: dict[str, Task] = {task.name: task for task in (TEACHER, SPIRALS, FASHION, VGG, RESNET, TEXT)}

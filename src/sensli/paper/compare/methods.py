@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensli.compare.errors import BadComparison
-from sensli.compare.task import Task
 from sensli.growing.strategies import STRATEGIES
+from sensli.paper.compare.errors import BadComparison
+from sensli.paper.compare.task import Task
 from sensli.paper.plans.reading import unknown
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from sensli.compare.flops import Counted, training_flops
+from sensli.paper.compare.flops import Counted, training_flops
 
 
 def test_a_training_step_is_the_forward_pass_and_both_gradients_but_that_of_the_input() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from sensli.compare.task import Data, Part, Task
-from sensli.compare.tasks.plain import plain
+from sensli.paper.compare.task import Data, Part, Task
+from sensli.paper.compare.tasks.plain import plain
 from sensli.paper.data import spirals
 
 TRAIN, HELD = 360, 120

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sensli.compare import figure, summary
-from sensli.compare.methods import Method, methods
-from sensli.compare.run import Run
-from sensli.compare.store import Store
-from sensli.compare.summary import Row, Runs
-from sensli.compare.tables import table, verdict
-from sensli.compare.task import Task
-from sensli.compare.tasks import TASKS
+from sensli.paper.compare import figure, summary
+from sensli.paper.compare.methods import Method, methods
+from sensli.paper.compare.run import Run
+from sensli.paper.compare.store import Store
+from sensli.paper.compare.summary import Row, Runs
+from sensli.paper.compare.tables import table, verdict
+from sensli.paper.compare.task import Task
+from sensli.paper.compare.tasks import TASKS
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.report.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
 from sensli.paper.report.figures import check_available

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from sensli.compare.task import Data, Task
-from sensli.compare.tasks.images import images
-from sensli.compare.tasks.plain import plain
+from sensli.paper.compare.task import Data, Task
+from sensli.paper.compare.tasks.images import images
+from sensli.paper.compare.tasks.plain import plain
 
 PIXELS, CLASSES = 28, 10
 

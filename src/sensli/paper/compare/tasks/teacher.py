@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from sensli.compare.task import Data, Part, Task
-from sensli.compare.tasks.plain import plain
+from sensli.paper.compare.task import Data, Part, Task
+from sensli.paper.compare.tasks.plain import plain
 from sensli.paper.plans.seeds import generator
 
 FEATURES, HIDDEN, SAMPLES = 10, 10, 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sensli.compare.summary import Row
+from sensli.paper.compare.summary import Row
 from sensli.paper.report.document import Table
 from sensli.paper.report.statistics import CONFIRMED, OPPOSITE, Interval, Paired, number
 from sensli.text.tables import short_number

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sensli.compare.methods import Method
-from sensli.compare.task import Task
+from sensli.paper.compare.methods import Method
+from sensli.paper.compare.task import Task
 
 FORMAT = 1  # of the numbers: raised when the same job would give others
 

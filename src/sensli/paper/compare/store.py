@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from sensli.compare.job import Job
-from sensli.compare.run import Run
+from sensli.paper.compare.job import Job
+from sensli.paper.compare.run import Run
 from sensli.paper.errors import StoreError
 from sensli.paper.running.files import Damaged, read_json, write_json
 from sensli.paper.running.origin import provenance

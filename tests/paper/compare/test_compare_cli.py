@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from sensli.cli.main import main
-from sensli.compare.methods import methods
-from sensli.compare.run import Run
-from sensli.compare.summary import rows
-from sensli.compare.tables import table, verdict
-from sensli.compare.tasks import TASKS
-from sensli.compare.tasks.spirals import SPIRALS
+from sensli.paper.compare.methods import methods
+from sensli.paper.compare.run import Run
+from sensli.paper.compare.summary import rows
+from sensli.paper.compare.tables import table, verdict
+from sensli.paper.compare.tasks import TASKS
+from sensli.paper.compare.tasks.spirals import SPIRALS
 from sensli.text.names import TASKS as NAMES
 
 SMALL = replace(SPIRALS, steps=6, looks=(0.3,), points=4)
@@ -26,7 +26,7 @@ Call = Callable[..., int]
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(TASKS, "spirals", SMALL)
-    monkeypatch.setattr("sensli.compare.store.provenance", dict)
+    monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
     return lambda *words: main(["compare", *words])
 
 

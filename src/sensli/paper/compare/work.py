@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from sensli.compare.job import Job
-from sensli.compare.methods import methods
-from sensli.compare.store import Store
-from sensli.compare.tasks import find
-from sensli.compare.training import Tell, train
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.terminal import Reach, progress
+from sensli.paper.compare.job import Job
+from sensli.paper.compare.methods import methods
+from sensli.paper.compare.store import Store
+from sensli.paper.compare.tasks import find
+from sensli.paper.compare.training import Tell, train
 from sensli.paper.engines.stacked import one_thread
 
 

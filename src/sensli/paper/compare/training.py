@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from sensli.compare.flops import Counted, training_flops
-from sensli.compare.job import Job
-from sensli.compare.run import Run
-from sensli.compare.task import Data, Part
 from sensli.growing.checkpoint import load_checkpoint, save_checkpoint
 from sensli.growing.grower import Grower
 from sensli.growing.triggers import Budget, Every
 from sensli.modules.flops import count_flops
+from sensli.paper.compare.flops import Counted, training_flops
+from sensli.paper.compare.job import Job
+from sensli.paper.compare.run import Run
+from sensli.paper.compare.task import Data, Part
 from sensli.paper.plans.seeds import generator, run_seed
 
 Tell = Callable[[float], None]  # the share of the FLOPs that is spent

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 
-from sensli.compare import report, work
-from sensli.compare.errors import BadComparison
-from sensli.compare.job import Job
-from sensli.compare.methods import chosen, methods
-from sensli.compare.store import Store
-from sensli.compare.summary import load, rows
-from sensli.compare.tables import table, verdict
-from sensli.compare.tasks import TASKS, find
+from sensli.paper.compare import report, work
+from sensli.paper.compare.errors import BadComparison
+from sensli.paper.compare.job import Job
+from sensli.paper.compare.methods import chosen, methods
+from sensli.paper.compare.store import Store
+from sensli.paper.compare.summary import load, rows
+from sensli.paper.compare.tables import table, verdict
+from sensli.paper.compare.tasks import TASKS, find
 from sensli.paper.report.document import Table
 from sensli.paper.report.tables import plain
 from sensli.text.tables import short_number

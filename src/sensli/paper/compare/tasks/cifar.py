@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sensli.compare.task import Data, Task
-from sensli.compare.tasks.images import images
+from sensli.paper.compare.task import Data, Task
+from sensli.paper.compare.tasks.images import images
 
 PIXELS, CLASSES = 32, 10
 
