@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sensli import find_sites
 from sensli.growing.strategies import STRATEGIES
 from sensli.paper.compare import training, work
 from sensli.paper.compare.flops import training_flops
@@ -20,6 +21,7 @@ from sensli.paper.compare.run import Run
 from sensli.paper.compare.store import Store
 from sensli.paper.compare.tasks import TASKS
 from sensli.paper.compare.tasks.spirals import SPIRALS
+from sensli.paper.compare.tasks.text import TEXT, Transformer
 from sensli.paper.compare.training import Training, train
 
 TINY = replace(SPIRALS, steps=12, looks=(0.2, 0.5), points=6, batch=120, looked_at=240)
@@ -209,3 +211,12 @@ def test_the_small_network_is_the_smallest_and_no_other_is_larger_than_the_large
     assert next(iter(sizes)) == "small" and list(sizes)[-1] == "large"
     assert min(sizes.values()) == sizes["small"] and max(sizes.values()) <= 1.01 * sizes["large"]
     assert list(task.looks) == sorted(task.looks) and task.looks[0] > 0 and task.looks[-1] <= 0.5
+
+
+def test_the_transformer_grows_in_depth_and_in_all_its_widths() -> None:
+    sites = find_sites(Transformer(1), TEXT.sample(), grow="both", units=TEXT.units)
+    grown = {"blocks.0": "block", "blocks.0.attention.all": "units", "blocks.0.up": "units"}
+    assert {site.path: site.kind for site in sites} == grown
+    assert TEXT.forward_flops["wide"] == TEXT.forward_flops["middle"], (
+        "twice the widths cost as much as twice the blocks"
+    )

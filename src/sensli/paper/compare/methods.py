@@ -27,18 +27,27 @@ class Method:
         return self.kind != "fixed"
 
 
+def _largest(grow: str) -> dict[str, Any]:
+    """By merit, said in words: what `Grower` does without being asked may change."""
+    return {"grow": grow, "select": "largest"}
+
+
 _GROWING = (
-    Method("layers", "SensLI: a layer where its merit is largest", "sensli", options={"grow": "layers"}),
-    Method("units", "SensLI: units where their merit is largest", "sensli", options={"grow": "units"}),
-    Method("both", "SensLI: a layer or units, whichever has the largest merit", "sensli", options={"grow": "both"}),
-    Method("natural", "as 'both', by the natural merit", "sensli", options={"grow": "both", "norm": "natural"}),
+    Method("layers", "SensLI: a layer where its merit is largest", "sensli", options=_largest("layers")),
+    Method("units", "SensLI: units where their merit is largest", "sensli", options=_largest("units")),
+    Method("both", "SensLI: a layer or units, whichever has the largest merit", "sensli", options=_largest("both")),
+    Method("natural", "as 'both', by the natural merit", "sensli", options={**_largest("both"), "norm": "natural"}),
+    Method(
+        "layers-middle", "a layer in the middle of the places, whatever the merits are", "control",
+        options={"grow": "layers", "select": "even"},
+    ),
     Method(
         "random-place", "the sites and starts of 'both', a random one of them", "control",
         options={"grow": "both", "select": "random"},
     ),
     Method(
         "random-start", "the place that 'both' chooses, units with random rows", "control",
-        options={"grow": "both", "strategy": "random-start"},
+        options={**_largest("both"), "strategy": "random-start"},
     ),
 )  # fmt: skip
 _KNOWN = {"sensli", *(method.options.get("strategy") for method in _GROWING)}

@@ -11,34 +11,34 @@ from torch.nn.functional import cross_entropy
 
 from sensli.paper.compare.task import Data, Part, Task
 
-BYTES, WINDOW, WIDTH, HEADS = 256, 64, 64, 4
+BYTES, WINDOW, WIDTH, HEADS, HEAD = 256, 64, 64, 4, 16
+HIDDEN = 4 * WIDTH  # units of a feed-forward part
 
 
 class Attention(nn.Module):
-    """Each place sees itself and those before it."""
+    """Each place sees itself and those before it. Heads are of one size, whatever their number, so that there may be more of them."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = HEADS
-        self.all = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.heads = heads
+        self.all = nn.Linear(width, 3 * heads * HEAD)
+        self.out = nn.Linear(heads * HEAD, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        samples, places, width = x.shape
-        query, key, value = self.all(x).view(samples, places, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = self.all(x).unflatten(-1, (3, self.heads, HEAD)).permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        y: Tensor = self.out(seen.transpose(1, 2).reshape(samples, places, width))
+        y: Tensor = self.out(seen.transpose(1, 2).flatten(2))
         return y
 
 
 class Block(nn.Module):
     """Attention and a feed-forward part, both normalised before and added to the stream."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.attention = Attention(width, heads)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.activation = nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,11 +50,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A stack of equal blocks on embedded bytes."""
 
-    def __init__(self, blocks: int, width: int = WIDTH) -> None:
+    def __init__(self, blocks: int, heads: int = HEADS, hidden: int = HIDDEN, width: int = WIDTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
         self.places = nn.Parameter(0.02 * torch.randn(WINDOW, width))
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Block(width, heads, hidden) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES)
 
@@ -97,6 +97,7 @@ TEXT = Task(
     sizes={
         "small": partial(Transformer, 2),
         "middle": partial(Transformer, 4),
+        "wide": partial(Transformer, 2, 2 * HEADS, 2 * HIDDEN),
         "large": partial(Transformer, 6),
     },
     load=load,
@@ -105,8 +106,8 @@ TEXT = Task(
     optimizer=partial(torch.optim.AdamW, lr=2e-3),
     recipe="AdamW 0.002",
     batch=16,
-    steps=400,
-    looks=(0.1, 0.2, 0.3, 0.4),
+    steps=1000,
+    looks=(0.2, 0.2, 0.4, 0.4),  # two growths at each of two moments, the second of them after another look
     units=0.5,
     looked_at=64,
     warmup=0.05,
