@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sensli.cli.main import main
+from sensli.paper.compare import costs
 from sensli.paper.compare.methods import methods
-from sensli.paper.compare.run import Run
+from sensli.paper.compare.run import Look, Run
 from sensli.paper.compare.summary import rows
 from sensli.paper.compare.tables import table, verdict
 from sensli.paper.compare.tasks import TASKS
@@ -50,6 +51,8 @@ def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.Capture
     (stored,) = json.loads((tmp_path / "page" / "summary.json").read_text())
     assert stored["task"] == "spirals" and stored["runs"].keys() == {"small", "large", "units"}
     assert stored["front_ratios"].keys() == {"units"}
+    assert stored["costs"]["units"]["looks"] == 2 and stored["costs"]["units"]["passes"] > 1
+    assert "seconds of a look" in text
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,18 @@ def test_help_says_what_can_be_asked_for(
         assert f"one of {', '.join(NAMES)}" in out and "--budget F" in out and "--methods METHOD" in out
 
 
-# --- the numbers of the table ---
+# --- the numbers of the tables ---
+
+
+def test_the_cost_of_a_decision_is_the_mean_over_all_looks() -> None:
+    run = made(1.0, (8, 1), 30.0)
+    run.costs = [Look(10.0, 0.5, 20.0, 4), Look(20.0, 1.5, 40.0, 4)]
+    run.steps, run.step_seconds = 50, 5.0
+    assert costs.cost_of([run]) == costs.Cost(looks=2, flops=15.0, share=0.3, passes=0.5, seconds=1.0, steps=10.0)
+    assert costs.cost_of([made(1.0, (8, 1))]) is None, "a record of a version that did not time looks"
+    known = methods(SPIRALS)
+    shown = costs.table([known["small"], known["gradmax"]], {"small": {0: run}, "gradmax": {0: run}})
+    assert shown.rows == (("gradmax", "15", "30.0%", "0.50", "1.000", "10", "one batch of 128"),)
 
 
 def made(test: float, losses: tuple[float, ...], decisions: float = 0.0) -> Run:

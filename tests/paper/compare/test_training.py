@@ -33,8 +33,10 @@ def job(method: str, seed: int = 0, task: Any = TINY) -> Job:
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """Without the only number that a machine decides."""
-    return {**run.to_dict(), "seconds": 0}
+    """Without what a machine decides."""
+    data = run.to_dict()
+    timeless = [{**look, "seconds": 0} for look in data["costs"]]
+    return {**data, "seconds": 0, "step_seconds": 0, "costs": timeless}
 
 
 def test_a_fixed_network_pays_its_steps_and_nothing_else() -> None:
@@ -53,6 +55,22 @@ def test_a_growing_run_pays_for_its_looks_and_stays_below_the_large_network() ->
     assert looked < run.decisions < run.budget
     assert TINY.forward_flops["small"] < run.forward <= TINY.forward_flops["large"]
     assert run.flops[-1] >= run.budget and run.steps < train(job("small"), DATA).steps
+
+
+def test_each_look_is_counted_and_timed_beside_a_plain_pass_of_its_samples() -> None:
+    run = train(job("both"), DATA)
+    small = training_flops(TINY.network("small", 0), (DATA.train.x[:240], DATA.train.y[:240]), TINY.loss)
+    assert [look.samples for look in run.costs] == [240, 240]
+    assert run.costs[0].sweep == small < run.costs[1].sweep, "of the network as it was at the look"
+    assert sum(look.flops for look in run.costs) == run.decisions and all(look.flops > small for look in run.costs)
+    timed = run.step_seconds + sum(look.seconds for look in run.costs)
+    assert run.step_seconds > 0 and all(look.seconds > 0 for look in run.costs) and timed < run.seconds
+    assert Run.from_dict(run.to_dict()).costs == run.costs
+
+
+def test_a_record_without_costs_is_still_read() -> None:
+    old = {name: value for name, value in Run().to_dict().items() if name not in ("costs", "step_seconds")}
+    assert Run.from_dict(old) == Run()
 
 
 def test_the_flops_of_a_run_are_those_of_its_steps_and_its_looks() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sensli.paper.compare import figure, summary
+from sensli.paper.compare import costs, figure, summary
 from sensli.paper.compare.methods import Method, methods
 from sensli.paper.compare.run import Run
 from sensli.paper.compare.store import Store
@@ -103,10 +103,23 @@ def _section(one: Told, path: Path, budget: float) -> list[Block]:
         Bullets(tuple(verdict(one.rows))),
         Picture(path, f"{task.name}: validation loss over FLOPs. {command}"),
         table(one.rows),
+        *_costs(one),
         Paragraph("What grew, in the run of the first seed:"),
         _grown(one),
         Paragraph(f"Computed by `{command}`, written by `sensli compare report`."),
     ]
+
+
+def _costs(one: Told) -> list[Block]:
+    found = costs.table(one.methods, one.runs)
+    if not found.rows:
+        return []
+    words = (
+        "What a decision costs, as counted and as timed, means over all looks. A *pass* is one forward and backward pass of the "
+        "samples that the look is given, through the network as it was. Looks are timed while every operation is counted, which slows "
+        "small networks down; steps of training are not counted one by one."
+    )
+    return [Paragraph(words), found]
 
 
 def _grown(one: Told) -> Table:
@@ -125,8 +138,9 @@ def _record(one: Told) -> dict[str, Any]:
         return {**last, **{name: getattr(run, name) for name in names}}
 
     runs = {name: {str(seed): plain(run) for seed, run in own.items()} for name, own in one.runs.items()}
+    spent = {name: asdict(cost) for name, cost in costs.costs(one.methods, one.runs).items()}
     ratios = {row.method.name: _factors(row) for row in one.rows if row.end is not None}
-    return {"task": one.task.name, "title": one.task.title, "runs": runs, "front_ratios": ratios}
+    return {"task": one.task.name, "title": one.task.title, "runs": runs, "front_ratios": ratios, "costs": spent}
 
 
 def _factors(row: Row) -> dict[str, str]:

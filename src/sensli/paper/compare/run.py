@@ -10,6 +10,23 @@ from sensli.text.strict_json import lenient, strict
 from sensli.text.typed import check_types
 
 
+@dataclass(frozen=True)
+class Look:
+    """What one look cost: FLOPs as counted, seconds as timed under the counter, beside FLOPs of a plain pass of its samples.
+
+    Args:
+        flops: All that ran inside.
+        seconds: All that ran inside, by the clock, while it was counted.
+        sweep: FLOPs of a forward and a backward pass of the samples that the look was given, through the network as it was.
+        samples: How many samples these were.
+    """
+
+    flops: float
+    seconds: float
+    sweep: float
+    samples: int
+
+
 @dataclass
 class Run:
     """One method on one task under one seed. Lists of a curve are equally long; FLOPs are those spent by then."""
@@ -20,6 +37,7 @@ class Run:
     grown: list[tuple[float, str]] = field(default_factory=list)  # FLOPs, and what grew
     decisions: float = 0.0  # FLOPs of all looks
     looks: int = 0
+    costs: list[Look] = field(default_factory=list)  # of each look; records of older versions have none
     uncounted: dict[str, int] = field(default_factory=dict)  # operations of looks that there is no rule for
     budget: float = 0.0
     steps: int = 0
@@ -28,6 +46,7 @@ class Run:
     test_loss: float = 0.0
     test_error: float | None = None
     seconds: float = 0.0
+    step_seconds: float = 0.0  # of these, for the steps of training
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = strict(asdict(self))
@@ -39,6 +58,7 @@ class Run:
         try:
             run = cls(**lenient(data))
             run.grown = [(flops, what) for flops, what in run.grown]
+            run.costs = [Look(**data) for data in lenient(data).get("costs", [])]
             check_types(run, "run")
             if not len(run.flops) == len(run.train) == len(run.validation):
                 raise ValueError("the curves are not equally long")

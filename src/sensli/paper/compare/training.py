@@ -18,7 +18,7 @@ from sensli.growing.triggers import Budget, Every
 from sensli.modules.flops import count_flops
 from sensli.paper.compare.flops import Counted, training_flops
 from sensli.paper.compare.job import Job
-from sensli.paper.compare.run import Run
+from sensli.paper.compare.run import Look, Run
 from sensli.paper.compare.task import Data, Part
 from sensli.paper.plans.seeds import generator, run_seed
 
@@ -98,8 +98,8 @@ class Training:
 
     def _step(self) -> None:
         x, y = self._batch(self.run.steps)
-        if self._step_flops is None:
-            self._step_flops = training_flops(self.model, (x, y), self.task.loss)
+        cost = self._cost_of_a_step()
+        began = time.perf_counter()
         self.model.train()
         self.optimizer.zero_grad()
         loss = self.task.loss(self.model(x), y)
@@ -107,8 +107,14 @@ class Training:
         self.optimizer.step()
         self._losses.append(loss.detach())
         self.run.steps += 1
-        self.spent += self._step_flops
+        self.spent += cost
         self.scheduler.step()
+        self.run.step_seconds += time.perf_counter() - began
+
+    def _cost_of_a_step(self) -> int:
+        if self._step_flops is None:
+            self._step_flops = training_flops(self.model, self._batch(self.run.steps), self.task.loss)
+        return self._step_flops
 
     def _look_is_due(self) -> bool:
         return self.run.looks < len(self.task.looks) and self.share >= self.task.looks[self.run.looks]
@@ -117,6 +123,9 @@ class Training:
         """One call of the grower. All that runs inside is counted, and so is the validation loss if the strategy decides by it."""
         assert self.grower is not None
         batches = list(self._looked_at())
+        samples = sum(len(y) for _, y in batches)
+        sweep = self._cost_of_a_step() * samples / len(self._batch(self.run.steps)[1])
+        began = time.perf_counter()
         with Counted() as counted, warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", UserWarning
@@ -125,6 +134,7 @@ class Training:
             self.model.train()
             before = len(self.grower.history)
             self.grower.step(batches, self.task.loss, metric=metric)
+        self.run.costs.append(Look(counted.total, time.perf_counter() - began, sweep, samples))
         self.run.looks += 1
         self.run.decisions += counted.total
         self.spent += counted.total
