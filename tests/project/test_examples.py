@@ -105,3 +105,14 @@ def test_ray(tmp_path: Path) -> None:
 def test_mixed_precision(tmp_path: Path) -> None:
     """In its own process: on some processors bf16 kernels end it with an illegal instruction."""
     assert "2 layers inserted, the averaged model is right on 9" in run("16_mixed_precision.py", tmp_path)
+
+
+@pytest.mark.library
+@pytest.mark.filterwarnings("default")
+def test_language_model(here: Callable[[str], str]) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    printed = here("17_language_model.py")
+    assert "growth 1: Twin(LlamaDecoderLayer) after model.layers.0" in printed
+    assert "growth 2: +32 units in model.layers.0.mlp.gate_proj and in 2 blocks like it" in printed
+    assert "3 blocks of 96 hidden units" in printed, "as the saved configuration says"
