@@ -53,6 +53,12 @@ def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.Capture
     assert stored["front_ratios"].keys() == {"units"}
     assert stored["costs"]["units"]["looks"] == 2 and stored["costs"]["units"]["passes"] > 1
     assert "seconds of a look" in text
+    assert call("run", "spirals", "--methods", "small", "--seeds", "1", "--budget", "0.5") == 0
+    assert call("report", "--to", "both", "--budget", "1", "0.5", "3") == 0
+    pictures = {path.name for path in (tmp_path / "both" / "figures").iterdir()}
+    stored = json.loads((tmp_path / "both" / "summary.json").read_text())
+    assert pictures == {"spirals.png", "spirals-x0.5.png"} and [one["budget"] for one in stored] == [0.5, 1]
+    assert ", 0.5 times the FLOPs" in (tmp_path / "both" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,8 @@ def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.Capture
         (("run", "spirals", "--budget", "nan"), "--budget must be a number above 0 (for example 0.5), got nan."),
         (("show", "spirals"), "compare-results: no run of the task spirals with the budget x 1 is stored. Compute them with: "),
         (("report",), "compare-results: no run with the budget x 1 is stored. Compute some with: sensli compare run spirals"),
+        (("report", "--budget", "1", "-2"), "--budget must be a number above 0 (for example 0.5), got -2."),
+        (("report", "--budget", "1", "4"), "compare-results: no run with the budget x 1 or x 4 is stored. Compute some with: "),
         (("list", "--out", "file"), "file is a file, not a results folder. Choose a folder with --out."),
         (("run", "fashion", "--data", "empty"), "Fashion-MNIST is incomplete in empty/fashion_mnist"),
     ],
@@ -131,11 +139,28 @@ def test_differences_and_ratios_are_paired_by_seed() -> None:
     assert small.to_small is None and large.to_large is None and small.end is None
     assert both.decisions == pytest.approx(0.05) and both.end is not None and both.worst is not None
     assert both.end.mean == pytest.approx(1.0) and both.worst.mean > 1.2
+    assert both.matches is not None and both.matches.shares == (1.0, 1.0) and large.matches is None
     shown = table([small, large, both])
     assert shown.rows[2][0] == "both" and shown.rows[2][-1] == "5.0%"
     said = verdict([small, large, both])
     assert said[0] == "Of the fixed sizes, `large` ended with the lowest test loss (0.750)."
     assert "better than `small`" in said[1] and "not clearly different from `large`" in said[1]
+
+
+def test_when_a_method_is_as_good_as_the_large_network() -> None:
+    known = [method for name, method in methods(SPIRALS).items() if name in ("small", "large", "units", "both")]
+    large = made(1.0, (8, 6, 4, 2))
+    runs = {
+        "small": {0: made(1.0, (8, 2, 3)), 1: made(1.0, (8, 5))},
+        "large": {0: large, 1: large},
+        "units": {0: made(1.0, (8, 4, 0)), 1: made(1.0, (8, 4, 0))},
+        "both": {1: made(1.0, (8, 5))},
+    }
+    small, _, units, both = rows(known, runs)
+    assert str(small.matches) == "in 1 of 2 seeds" and str(both.matches) == "never"
+    assert str(units.matches) == "0.75 [0.75, 0.75]", "half way between the points at 50 and 100 FLOPs"
+    place = table([small]).header.index("as good as large after")
+    assert [line[place] for line in table([small, units]).rows] == ["in 1 of 2 seeds", "0.75 [0.75, 0.75]"]
 
 
 def test_one_seed_gives_no_verdict_and_a_missing_size_no_front() -> None:

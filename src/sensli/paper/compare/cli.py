@@ -32,7 +32,17 @@ def add_parser(subparsers: Any) -> None:
         )
         one.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds 0 to N - 1 (default: 5)")
         factor = "a factor on the FLOPs that the task has (default: 1)"
-        one.add_argument("--budget", type=float, default=1.0, metavar="F", help=factor)
+        if name == "report":
+            one.add_argument(
+                "--budget",
+                type=float,
+                nargs="+",
+                default=[1.0],
+                metavar="F",
+                help=f"{factor}; several: one after another",
+            )
+        else:
+            one.add_argument("--budget", type=float, default=1.0, metavar="F", help=factor)
         return one
 
     command("list", "List the tasks and their methods: what they are, what they cost, what is already computed.", "")

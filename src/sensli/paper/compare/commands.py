@@ -22,8 +22,9 @@ def execute(args: argparse.Namespace) -> None:
     """Do what a command asks for."""
     if args.seeds < 1:
         raise BadComparison(f"--seeds must be at least 1, got {args.seeds}.")
-    if not 0 < args.budget < math.inf:
-        raise BadComparison(f"--budget must be a number above 0 (for example 0.5), got {args.budget:g}.")
+    for budget in args.budget if isinstance(args.budget, list) else [args.budget]:
+        if not 0 < budget < math.inf:
+            raise BadComparison(f"--budget must be a number above 0 (for example 0.5), got {budget:g}.")
     {"list": _list, "run": _run, "show": _show, "report": _report}[args.compare_command](args)
 
 

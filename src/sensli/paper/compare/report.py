@@ -31,7 +31,8 @@ _OPENING = (
     "**minus small**, **minus large**: the test loss of the method minus that of the small and of the large network, seed by seed, with a "
     "95 % interval; below 0 the method is better. **front ratio**: FLOPs that the growing run needs to reach a validation loss, divided by "
     "those of the best fixed network of the same seed; *at the end* for the lowest loss that both reached, *at its worst* and *on average* "
-    "over the losses on the way there. Below 1 growing was faster than knowing the best size in advance. **decisions**: the share of "
+    "over the losses on the way there. Below 1 growing was faster than knowing the best size in advance. **as good as large after**: the "
+    "share of the FLOPs after which the validation loss was as low as that of the large network at its end. **decisions**: the share of "
     "the FLOPs that looks took.",
     "The front is the best of several runs at each moment, which favours it where curves are noisy. With few seeds the intervals are wide, "
     "and a difference that an interval does not separate from 0 is called unclear, not equal.",
@@ -40,9 +41,10 @@ _OPENING = (
 
 @dataclass(frozen=True)
 class Told:
-    """A task with what is stored of it."""
+    """A task with what is stored of it for one budget."""
 
     task: Task
+    budget: float
     methods: list[Method]
     runs: Runs
     rows: list[Row]
@@ -51,33 +53,44 @@ class Told:
     def seeds(self) -> int:
         return max(len(own) for own in self.runs.values())
 
+    @property
+    def title(self) -> str:
+        words = self.task.title[0].upper() + self.task.title[1:]
+        return words if self.budget == 1 else f"{words}, {self.budget:g} times the FLOPs"
 
-def gather(store: Store, tasks: Sequence[Task], seeds: int, budget: float) -> list[Told]:
-    """The tasks that have results."""
+    @property
+    def picture(self) -> str:
+        return f"{self.task.name}.png" if self.budget == 1 else f"{self.task.name}-x{self.budget:g}.png"
+
+
+def gather(store: Store, tasks: Sequence[Task], seeds: int, budgets: Sequence[float]) -> list[Told]:
+    """The tasks that have results, each with all its budgets."""
     told = []
     for task in tasks:
         known = list(methods(task).values())
-        try:
-            runs = summary.load(task, known, seeds, budget, store)
-        except NoResults:
-            continue
-        told.append(Told(task, known, runs, summary.rows(known, runs)))
+        for budget in budgets:
+            try:
+                runs = summary.load(task, known, seeds, budget, store)
+            except NoResults:
+                continue
+            told.append(Told(task, budget, known, runs, summary.rows(known, runs)))
     if not told:
+        asked = " or ".join(f"x {budget:g}" for budget in budgets)
         raise NoResults(
-            f"{store.root}: no run with the budget x {budget:g} is stored. Compute some with: sensli compare run spirals"
+            f"{store.root}: no run with the budget {asked} is stored. Compute some with: sensli compare run spirals"
         )
     return told
 
 
-def write(store: Store, folder: Path, seeds: int, budget: float) -> list[Path]:
+def write(store: Store, folder: Path, seeds: int, budgets: Sequence[float]) -> list[Path]:
     """Write README.md with its figures, report.html and summary.json into `folder`."""
     check_available()
-    told = gather(store, list(TASKS.values()), seeds, budget)
+    told = gather(store, list(TASKS.values()), seeds, sorted(set(budgets)))
     blocks: list[Block] = [Heading(TITLE, 1), *(Paragraph(text) for text in _OPENING)]
     for one in told:
-        path = folder / "figures" / f"{one.task.name}.png"
+        path = folder / "figures" / one.picture
         figure.draw(one.task, one.methods, one.runs, path)
-        blocks += _section(one, path, budget)
+        blocks += _section(one, path)
     files = {
         "README.md": markdown(blocks, folder),
         "report.html": page(blocks, TITLE),
@@ -88,14 +101,14 @@ def write(store: Store, folder: Path, seeds: int, budget: float) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _section(one: Told, path: Path, budget: float) -> list[Block]:
+def _section(one: Told, path: Path) -> list[Block]:
     task = one.task
     names = " ".join(one.runs)
-    size = "" if budget == 1 else f" --budget {budget:g}"
+    size = "" if one.budget == 1 else f" --budget {one.budget:g}"
     command = f"sensli compare run {task.name} --methods {names} --seeds {one.seeds}{size}"
     spent = next(iter(next(iter(one.runs.values())).values())).budget
     return [
-        Heading(task.title[0].upper() + task.title[1:]),
+        Heading(one.title),
         Paragraph(
             f"{short_number(spent)} FLOPs each, {task.recipe}, {task.batch or 'all'} samples a step; looks after "
             f"{', '.join(f'{share:.0%}' for share in task.looks)} of the FLOPs, each given {task.looked_at:,} samples."
@@ -140,7 +153,14 @@ def _record(one: Told) -> dict[str, Any]:
     runs = {name: {str(seed): plain(run) for seed, run in own.items()} for name, own in one.runs.items()}
     spent = {name: asdict(cost) for name, cost in costs.costs(one.methods, one.runs).items()}
     ratios = {row.method.name: _factors(row) for row in one.rows if row.end is not None}
-    return {"task": one.task.name, "title": one.task.title, "runs": runs, "front_ratios": ratios, "costs": spent}
+    return {
+        "task": one.task.name,
+        "budget": one.budget,
+        "title": one.task.title,
+        "runs": runs,
+        "front_ratios": ratios,
+        "costs": spent,
+    }
 
 
 def _factors(row: Row) -> dict[str, str]:

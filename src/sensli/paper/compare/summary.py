@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sensli.paper.compare.front import Curve, Ratios, front_ratios
+from sensli.paper.compare.front import BEGIN, Curve, Ratios, front_ratios
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import Method
 from sensli.paper.compare.run import Run
@@ -37,6 +37,19 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class Matches:
+    """When a method is as good as the large network at its end, by seed: shares of its FLOPs, `BEGIN` at least, infinite for never."""
+
+    shares: tuple[float, ...]
+
+    def __str__(self) -> str:
+        there = [share for share in self.shares if math.isfinite(share)]
+        if len(there) == len(self.shares):
+            return str(_factor(there))
+        return f"in {len(there)} of {len(self.shares)} seeds" if there else "never"
+
+
+@dataclass(frozen=True)
 class Row:
     """One method: means over its seeds, differences to others over the seeds that both have."""
 
@@ -50,6 +63,7 @@ class Row:
     end: Factor | None  # front ratios; of growing methods only
     worst: Factor | None
     mean: Factor | None
+    matches: Matches | None  # the large network; not of itself
     decisions: float  # share of all FLOPs
     parameters: float
 
@@ -102,6 +116,7 @@ def _row(method: Method, methods: Sequence[Method], runs: Runs) -> Row:
         end=_factor([one.end for one in ratios]),
         worst=_factor([one.worst for one in ratios]),
         mean=_factor([one.mean for one in ratios]),
+        matches=_matches(own, runs.get("large")) if method.name != "large" else None,
         decisions=sum(run.decisions / run.budget for run in own.values()) / len(own),
         parameters=sum(run.parameters for run in own.values()) / len(own),
     )
@@ -119,6 +134,14 @@ def _difference(own: Mapping[int, Run], other: Mapping[int, Run] | None) -> Pair
     if other is None or not both:
         return None
     return paired(*(torch.tensor([some[seed].test_loss for seed in both]) for some in (own, other)))
+
+
+def _matches(own: Mapping[int, Run], large: Mapping[int, Run] | None) -> Matches | None:
+    both = sorted(own.keys() & (large or {}).keys())
+    if large is None or not both:
+        return None
+    shares = (curve(own[seed]).reached(large[seed].validation[-1]) / large[seed].flops[-1] for seed in both)
+    return Matches(tuple(max(share, BEGIN) for share in shares))
 
 
 def _interval(values: Sequence[float]) -> Interval:

@@ -14,7 +14,7 @@ def table(rows: Sequence[Row]) -> Table:
     """Final losses at equal FLOPs, paired differences, front ratios, costs."""
     header: tuple[str, ...] = (
         "method", "seeds", "parameters", "validation loss", "test loss", "test error", "minus small", "minus large",
-        "front ratio at the end", "at its worst", "on average", "decisions",
+        "as good as large after", "front ratio at the end", "at its worst", "on average", "decisions",
     )  # fmt: skip
     errors = any(row.error is not None for row in rows)
     lines = tuple(_line(row) for row in rows)
@@ -34,7 +34,7 @@ def _line(row: Row) -> tuple[str, ...]:
         _mean(row.error),
         _difference(row.to_small),
         _difference(row.to_large),
-        *("" if factor is None else str(factor) for factor in (row.end, row.worst, row.mean)),
+        *("" if value is None else str(value) for value in (row.matches, row.end, row.worst, row.mean)),
         f"{row.decisions:.1%}" if row.method.grows else "",
     )
 
