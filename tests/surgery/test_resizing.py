@@ -14,6 +14,7 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 
 from sensli import find_sites, grow, insert, undo
 from sensli.errors import FunctionChanged, OptimizerError, UnsupportedSite
+from sensli.moves.copying import is_own
 from sensli.moves.sites import Site
 from sensli.moves.stretching import Resize, Stretch
 from sensli.surgery.insertion import check_joining
@@ -287,7 +288,7 @@ def test_several_stretches_of_one_axis_and_back() -> None:
     assert wide.shape == resize.new_shape == (11, 2)
     assert wide[:, 0].tolist() == [0, 2, 4, -1, -1, 6, 8, 10, -1, 12, 14]
     assert torch.equal(resize.shrunk(wide), moment)
-    assert resize.is_old()[:, 0].tolist() == [True] * 3 + [False] * 2 + [True] * 3 + [False] + [True] * 2
+    assert is_own(resize)[:, 0].tolist() == [True] * 3 + [False] * 2 + [True] * 3 + [False] + [True] * 2
 
 
 def test_the_adafactor_of_transformers_keeps_factors_without_their_axis() -> None:

@@ -69,7 +69,8 @@ class Grower:
         select: Which site to take: ``"largest"`` merit; as controls ``"smallest"``, ``"random"``, ``"first"`` or ``"last"`` in the
             data flow, or ``"even"`` spacing, for which the largest merit still decides whether to insert at all; or a function of
             `Merits` that returns one of them (default: "largest").
-        count: The largest number of layers to insert at once (default: 1).
+        count: The largest number of layers to insert at once (default: 1). A strategy that decides about all layers together takes
+            as many as it chose.
         layer: The form of the new layers, as in `find_sites` (default: "auto").
         where: Which sites to consider, as in `find_sites`: a kind, a path or a pattern of paths, a list of these, or a function.
             None considers all of them.
@@ -298,10 +299,11 @@ class Grower:
         return trying.run(candidates, batches, loss_fn, on_failure)
 
     def _grow(self, together: Together, chosen: Sequence[Merit], metric: float | None) -> list[tuple[Merit, Growth]]:
-        """Grow at the first ones that the trigger still allows, at most ``count``."""
+        """Grow at the first ones that the trigger still allows, at most ``count``; at all of them if they are one decision."""
         options, grown = self.options, list[tuple[Merit, Growth]]()
+        most = len(chosen) if self._strategy.all_at_once else options.count
         for merit in chosen:
-            if len(grown) == options.count:
+            if len(grown) == most:
                 break
             site = self._still_fitting(merit.site) if grown else merit.site
             if site is None or not options.trigger.allows(site, self._moment(metric)):

@@ -210,10 +210,6 @@ class Resize:
             tensor = stretch.reverted(tensor, lost(stretch, tensor) if callable(lost) else lost)
         return tensor
 
-    def is_old(self) -> Tensor:
-        """Of each entry of the stretched tensor whether it was there before."""
-        return self.stretched(torch.ones(self.old_shape, dtype=torch.bool, device=self.tensor.device), False)
-
 
 Fill = Callable[[Stretch | Exchange, Tensor], Tensor]
 

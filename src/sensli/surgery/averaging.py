@@ -17,6 +17,7 @@ from sensli.errors import UnsupportedModel
 from sensli.modules.engines.fsdp import sharded_like, whole
 from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
+from sensli.moves.copying import is_own
 from sensli.surgery.history.history import Growth
 from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat
@@ -51,16 +52,17 @@ def check_alike(model: nn.Module, averaged: Averaged) -> None:
 
 
 def _take_units(network: nn.Module, growth: Growth, model: nn.Module) -> None:
-    """Give the new entries of an average the values that they have in the model: it is from there that they are averaged."""
+    """Give the new entries of an average the values that they have in the model: it is from there that they are averaged.
+
+    Copies are of units as they are in the average.
+    """
     path, module = growth.site.find(network)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     edit = growth.site.move.made(network, growth.site, module, path)
-    if edit.copies:
-        return  # of units as they are in the average
     with torch.no_grad():
         for each in edit.resized:
             old, value = whole(each.tensor), whole(values[each.name])
-            each.tensor.copy_(sharded_like(torch.where(each.is_old(), old, value.to(old)), each.tensor))
+            each.tensor.copy_(sharded_like(torch.where(is_own(each), old, value.to(old)), each.tensor))
     edit.settled()
 
 

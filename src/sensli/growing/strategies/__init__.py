@@ -25,6 +25,8 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "nest": ("nest", "Nest"),
     "senn": ("senn", "Senn"),
     "north": ("north", "North"),
+    "firefly": ("firefly", "Firefly"),
+    "splitting": ("splitting", "Splitting"),
     "autogrow": ("autogrow", "AutoGrow"),
     "llama-pro": ("llama_pro", "LlamaPro"),
 }

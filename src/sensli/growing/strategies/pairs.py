@@ -53,17 +53,17 @@ class Pair:
     @cached_property
     def h(self) -> Tensor:
         """What the weights of a unit are multiplied with, a one for its bias last: [samples and positions, weights of a unit]."""
-        return torch.cat([_features(self.maker, unfolded(self.maker, x)) for x in self.inputs])
+        return torch.cat([features(self.maker, unfolded(self.maker, x)) for x in self.inputs])
 
     @cached_property
     def a(self) -> Tensor:
         """What the reader's weights are multiplied with: [samples and positions, weights of one of its outputs]."""
-        return torch.cat([_features(self.reader, unfolded(self.reader, x)) for x in self.reads])
+        return torch.cat([features(self.reader, unfolded(self.reader, x)) for x in self.reads])
 
     @cached_property
     def g(self) -> Tensor:
         """Cotangents of the reader's output: [samples and positions, its outputs]."""
-        return torch.cat([_features(self.reader, x) for x in self.cotangents])
+        return torch.cat([features(self.reader, x) for x in self.cotangents])
 
     @cached_property
     def samples(self) -> int:
@@ -171,6 +171,15 @@ def pair_of(site: Site, model: nn.Module) -> Pair | str:
     return Pair(site, width, maker, reader, columns[0])
 
 
+def pairs_of(network: nn.Module, sites: Iterable[Site]) -> list[Pair]:
+    """The pairs of the sites that have one, with nothing that passed through them yet."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UnsupportedModel(
+            "this strategy works in one process: what it measures is not summed over several. Use strategy='sensli'."
+        )
+    return [pair for site in sites if isinstance(pair := pair_of(site, network), Pair)]
+
+
 def look(
     model: nn.Module,
     sites: Iterable[Site],
@@ -179,12 +188,8 @@ def look(
     most: int | None = None,
 ) -> list[Pair]:
     """One ordinary pass over the batches, at most ``most`` of them: the pairs of the sites with all that passed through them."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise UnsupportedModel(
-            "this strategy works in one process: what it measures is not summed over several. Use strategy='sensli'."
-        )
     network = bare(model)
-    pairs = [pair for site in sites if isinstance(pair := pair_of(site, network), Pair)]
+    pairs = pairs_of(network, sites)
     with ExitStack() as hooks, untouched(network), torch.inference_mode(False), torch.enable_grad():
         for pair in pairs:
             for handle in _watched(pair):
@@ -260,7 +265,7 @@ def _plain(x: Tensor) -> Tensor:
     return x.detach().double().cpu()
 
 
-def _features(module: nn.Module, x: Tensor) -> Tensor:
+def features(module: nn.Module, x: Tensor) -> Tensor:
     """Features last, everything else first: [n, features]."""
     return (x.movedim(1, -1) if not isinstance(module, nn.Linear) else x).reshape(-1, _width_of(module, x))
 

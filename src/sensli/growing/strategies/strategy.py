@@ -27,9 +27,12 @@ class Strategy(Protocol):
 
     Attributes:
         needs_metric: Whether `choose` reads ``moment.metric`` (default: False). Where FLOPs are compared, the metric is paid for then.
+        all_at_once: Whether what `choose` returns is one decision, of which `Grower` takes everything that fits, however small ``count``
+            is (default: False).
     """
 
     needs_metric: ClassVar[bool] = False
+    all_at_once: ClassVar[bool] = False
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
@@ -47,7 +50,7 @@ class Strategy(Protocol):
         ...
 
     def choose(self, merits: Merits, moment: Moment) -> Sequence[Site]:
-        """The sites to take, in that order. `Grower` takes the first ones that fit, at most ``count``."""
+        """The sites to take, in that order. `Grower` takes the first ones that fit, at most ``count``; all of them if `all_at_once`."""
         ...
 
     def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:

@@ -1,4 +1,4 @@
-"""What new units begin with: a value for each axis of their width."""
+"""What new units begin with, and by how much old ones move with them: a value for each axis of their width."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """New entries along the axes of a width, in their order; None where they are what the axis is filled with."""
+    """New entries along the axes of a width, in their order; None where they are what the axis is filled with.
+
+    Of units that are copies they are added to what is copied.
+    """
 
     values: tuple[Tensor | None, ...]
+    shifts: tuple[Tensor | None, ...] = ()  # likewise what is added to the entries that are there; empty: nothing
 
     def count(self, width: Width) -> int:
         """Of how many units they are."""

@@ -1,6 +1,7 @@
 """How layers have become wider since something was measured for them: measured entries follow with zeros, which change nothing.
 
 At one look two neighbouring widths may grow. The second one's rows were measured for fewer inputs, and the new ones are nothing to them.
+Where the new ones are copies, entries follow as the layer's own did: copied, or shared.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from sensli.moves.copying import Copied
 from sensli.moves.stretching import Stretch
 from sensli.moves.width.width import Axis, Width
 
@@ -35,6 +37,11 @@ def forget(width: Width) -> None:
             made.pop()
 
 
+def carried(entries: Tensor, stretch: Stretch) -> Tensor:
+    """Entries along one axis after another axis of their tensor has become longer."""
+    return stretch.copied(entries) if isinstance(stretch, Copied) else stretch.applied(entries)
+
+
 def followed(entries: Tensor, axis: Axis, shape: Sequence[int]) -> Tensor | None:
     """Entries that were measured along an axis with the shape that its layer has now; None if they do not fit, whatever was made since."""
     if list(entries.shape) == list(shape):
@@ -49,7 +56,7 @@ def followed(entries: Tensor, axis: Axis, shape: Sequence[int]) -> Tensor | None
         for length, stretch in made[first:]:
             if value.shape[stretch.dim] != length:
                 break
-            value = stretch.applied(value)
+            value = carried(value, stretch)
         if list(value.shape) == list(shape):
             return value
     return None

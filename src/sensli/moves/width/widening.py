@@ -1,7 +1,8 @@
 """The edit that gives a width more units.
 
 The function is kept because nothing reads new units yet, because they are zero, or because they are copies that share what read their
-sources: that is the start's to say.
+sources: that is the start's to say. Old entries that change, because they are shared with copies or because a method moves them, are
+remembered for the way back.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli.errors import MovedSite, UnknownSite
 from sensli.modules.attention import fit_class
 from sensli.modules.engines.fsdp import check_resized, follow_shapes, put, sharded_like, whole
 from sensli.modules.marks import new_in
-from sensli.moves.copying import copied, given_back, is_copied, is_shared
+from sensli.moves.copying import Copied, given_back, is_copied, is_shared
 from sensli.moves.memory import forget, recall, remember
 from sensli.moves.move import Edit
 from sensli.moves.point import Ref
@@ -55,7 +57,8 @@ class Widening(Edit):
             )
         self.resized = resizes(model, move, strict=strict)
         point = replace(site.point, anchor=Ref.to(self.name, self.module))
-        self.site = replace(site, point=point, move=replace(_costing(move, self.resized), _entries=None))
+        self._done = _costing(move, self.resized)
+        self.site = replace(site, point=point, move=self._done)
         check_sizes(move)
         check_resized(model, {id(each.tensor): each.new_shape for each in self.resized})
         self._model = model
@@ -65,7 +68,13 @@ class Widening(Edit):
     def build(self) -> None:
         entries = None if self._move._entries is None else _fitting(self._move, self._move._entries)
         if entries is None:  # never measured, or for another layer
-            entries = STARTS[self._move.start].entries(self._move)
+            entries = (
+                Entries(tuple(None for _ in self._move.axes))
+                if self.copies
+                else STARTS[self._move.start].entries(self._move)
+            )
+        self.site = replace(self.site, move=replace(self._done, _entries=None))  # the record is plain data
+        self._moves_old = any(shift is not None for shift in entries.shifts)
         self._old = [each.tensor.detach().clone() for each in self.resized]
         self._new = [_filled(each, self._move, entries) for each in self.resized]
 
@@ -81,15 +90,19 @@ class Widening(Edit):
             raise
         note(self._move)
         for each, old, value in zip(self.resized, self._old, self._new, strict=True):
-            if is_shared(each):
+            if self._moves_old or is_shared(each):
                 each.lost[_VALUE] = (old,)
             put(each.tensor, value)
         follow_shapes(self._model)
-        if self.copies:
+        if self._remembers:
             remember(self.module, self.resized)
 
+    @property
+    def _remembers(self) -> bool:
+        return self.copies or self._moves_old
+
     def revert(self) -> None:
-        if self.copies:
+        if self._remembers:
             forget(self.module, self.resized)
         for each, value in zip(self.resized, self._old, strict=True):
             put(each.tensor, value)
@@ -207,31 +220,52 @@ def _fits(stretch: Stretch, tensor: Tensor, length: int, *, made: bool) -> bool:
 
 def _fitting(width: Width, entries: Entries) -> Entries | None:
     """Entries that were measured, with the shape that the layers have now."""
-    values: list[Tensor | None] = []
-    for axis, new in zip(width.axes, entries.values, strict=True):
-        shape = list(getattr(axis.module.find_module(), axis.name).shape)
-        shape[axis.dim] = axis.outer * width.more * axis.inner
-        values.append(None if new is None else followed(new, axis, shape))
-        if new is not None and values[-1] is None:
-            return None
-    return Entries(tuple(values))
+    found: list[list[Tensor | None]] = []
+    for given, units in ((entries.values, width.more), (entries.shifts, width.units)):
+        found.append([])
+        for axis, new in zip(width.axes, given, strict=True) if given else ():
+            shape = list(getattr(axis.module.find_module(), axis.name).shape)
+            shape[axis.dim] = axis.outer * units * axis.inner
+            found[-1].append(None if new is None else followed(new, axis, shape))
+            if new is not None and found[-1][-1] is None:
+                return None
+    return Entries(tuple(found[0]), tuple(found[1]))
 
 
 def _filled(resize: Resize, width: Width, entries: Entries) -> Tensor:
-    """The new values of one tensor; where two axes grow, what is new in both is a column."""
-    value = old = whole(resize.tensor)
-    if is_copied(resize):
-        return sharded_like(like_layout(copied(resize, value), old), resize.tensor)
-    fills: dict[Stretch | Exchange, tuple[Axis, Tensor | None]] = {
-        width.stretch(axis): (axis, new)
-        for axis, new in zip(width.axes, entries.values, strict=True)
+    old = whole(resize.tensor)
+    return sharded_like(like_layout(grown_value(old, resize, width, entries), old), resize.tensor)
+
+
+def grown_value(value: Tensor, resize: Resize, width: Width, entries: Entries) -> Tensor:
+    """One tensor after the change; where two axes grow, what is new in both is a column. Gradients flow through it."""
+    shifts = entries.shifts or tuple(None for _ in width.axes)
+    fills: dict[Stretch | Exchange, tuple[Axis, Tensor | None, Tensor | None]] = {
+        width.stretch(axis): (axis, new, shift)
+        for axis, new, shift in zip(width.axes, entries.values, shifts, strict=True)
         if getattr(axis.module.find_module(), axis.name, None) is resize.tensor
     }
-    # Rows first: columns are zero in them.
-    for stretch in sorted(resize.stretches, key=lambda stretch: fills[stretch][0].fill != "row"):
-        axis, new = fills[stretch]
-        value = stretch.applied(value, filled(axis, value, new))
-    return sharded_like(like_layout(value, old), resize.tensor)
+    moved = [_beside(value, axis, shift.to(value)) for axis, _, shift in fills.values() if shift is not None]
+    # Rows first: columns are zero in them. Copies are copied with everything.
+    in_order = (
+        resize.stretches if is_copied(resize) else sorted(resize.stretches, key=lambda s: fills[s][0].fill != "row")
+    )
+    for stretch in in_order:
+        axis, new, _ = fills[stretch]
+        if isinstance(stretch, Copied):
+            value = stretch.copied(value, filled(axis, value, new))
+        else:
+            value = stretch.applied(value, filled(axis, value, new))
+    for shift in moved:  # last: copies are of units as they were
+        value = value + resize.stretched(shift, along=range(shift.dim()))
+    return value
+
+
+def _beside(value: Tensor, axis: Axis, entries: Tensor) -> Tensor:
+    """Entries along an axis of a tensor, with zeros for those that are not of its units."""
+    after = value.shape[axis.dim] - axis.start - entries.shape[axis.dim]
+    padding = [(axis.start, after) if dim == axis.dim else (0, 0) for dim in reversed(range(value.dim()))]
+    return F.pad(entries, [part for pair in padding for part in pair])
 
 
 def _before(resize: Resize) -> Tensor:

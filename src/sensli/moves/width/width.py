@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from sensli.errors import UnknownSite, one_of
-from sensli.moves.copying import Copied
+from sensli.moves.copying import FRESH, Copied
 from sensli.moves.move import Cost, Edit, Gauge, New
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.stretching import Stretch
@@ -111,7 +111,7 @@ class Width:
     blocks: int = (
         0  # how many equal blocks get them at once, being all that a configuration describes; 0: only this one
     )
-    sources: tuple[int, ...] = ()  # of each new unit the one that it is a copy of; empty where units are no copies
+    sources: tuple[int, ...] = ()  # of each new unit the one that it is a copy of, or -1; empty where none is a copy
     _entries: Entries | None = field(default=None, repr=False, compare=False)  # what new units begin with, as measured
 
     def line(self, point: Point) -> str:
@@ -172,7 +172,7 @@ class Width:
         if min(numbers) < 1 or min(others) < 0 or not self.readers:
             raise ValueError(f"{numbers} read by {list(self.readers)} do not describe a width")
         if self.sources and (
-            len(self.sources) != self.more or not 0 <= min(self.sources) <= max(self.sources) < self.units
+            len(self.sources) != self.more or not FRESH <= min(self.sources) <= max(self.sources) < self.units
         ):
             raise ValueError(f"{self.sources} are not the sources of {self.more} of {self.units} units")
         names = [*(axis.name for axis in self.axes), *(n for size in self.sizes for n in (size.name, *size.through))]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from sensli.errors import OptimizerError
 from sensli.modules.engines.fsdp import sharded_like, whole
 from sensli.modules.running import tensors
-from sensli.moves.copying import copied, given_back, is_copied
+from sensli.moves.copying import copied, given_back, is_copied, is_own
 from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, like_layout
 from sensli.surgery.state.optim import Group, Optimizers, as_optimizers, called, check_able, kinds
 
@@ -59,10 +59,10 @@ class _Change:
     def apply(self) -> None:
         assert self.value is not None
         same = tuple(self.value.shape) == self.of.new_shape
-        if self.key in _COPIES and not self.back and same and not is_copied(self.of):
-            # Its new entries are the parameter's, which are known now.
+        if self.key in _COPIES and not self.back and same:
+            # Its new entries are the parameter's, which are known now; copies are its own.
             value, now = whole(self.value), whole(self.of.tensor)
-            both = torch.where(self.of.is_old().to(value.device), value, now.to(value))
+            both = torch.where(is_own(self.of).to(value.device), value, now.to(value))
             self.value = sharded_like(like_layout(both, value), self.value)
         if self.lost:
             self.of.lost[id(self.state), self.key] = self.lost
