@@ -159,6 +159,7 @@ class Grower:
         self._strategy: Strategy = strategy_of(self.options)
         self._recycling = Recycling(self._followers)
         self._said_too_large = False
+        self._strategy.attend(bare(model), self.optimizers, self.history)
         if not self.optimizers:
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
 
@@ -396,3 +397,4 @@ class Grower:
         calls, history = read(state, bare(self.model), self.state_dict())
         load(state, self._strategy, self.options.trigger)
         self.calls, self.history = calls, history
+        self._strategy.attend(bare(self.model), self.optimizers, history)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
+from torch.optim import Optimizer
 
 from sensli.errors import WrongType
 from sensli.growing.trigger import Moment
@@ -13,6 +14,7 @@ from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
 from sensli.moves.sites import Site, Sites
+from sensli.surgery.history.history import History
 
 if TYPE_CHECKING:  # the options know the names of strategies
     from sensli.growing.options import Options
@@ -60,6 +62,12 @@ class Strategy(Protocol):
     def keeps_function(self) -> bool:
         """Whether the function stays as it was at a growth. Where it does not, the log says so."""
         return True
+
+    def attend(self, model: nn.Module, optimizers: Sequence[Optimizer], history: History) -> None:
+        """Told what trains the model and what it has grown, both alive, when a Grower is made or has read its state.
+
+        For a method that takes part in every step, such as one with separate learning rates: it registers hooks on the optimizers.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved to resume, and restored when a step fails: plain data."""

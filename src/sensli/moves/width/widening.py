@@ -74,7 +74,7 @@ class Widening(Edit):
                 else STARTS[self._move.start].entries(self._move)
             )
         self.site = replace(self.site, move=replace(self._done, _entries=None))  # the record is plain data
-        self._moves_old = any(shift is not None for shift in entries.shifts)
+        self._moves_old = bool(self._move.factors) or any(shift is not None for shift in entries.shifts)
         self._old = [each.tensor.detach().clone() for each in self.resized]
         self._new = [_filled(each, self._move, entries) for each in self.resized]
 
@@ -141,7 +141,7 @@ class Widened(Edit):
     def revert(self) -> None:
         forget(self.module, self.resized)
         for each in self.resized:
-            put(each.tensor, sharded_like(like_layout(_before(each), each.tensor), each.tensor))
+            put(each.tensor, sharded_like(like_layout(_before(each, self._move), each.tensor), each.tensor))
         follow_shapes(self._model)
         unnote(self._move)
         for size in self._move.sizes:
@@ -168,6 +168,12 @@ def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool 
         _, _, stretches = by_tensor.setdefault(id(tensor), (f"{path}.{axis.name}", tensor, []))
         if stretch not in stretches:
             stretches.append(stretch)
+    for factor in width.factors:
+        path, module = found(model, factor.module)
+        tensor = getattr(module, factor.name, None)
+        if not isinstance(tensor, Tensor):
+            raise MovedSite(f"{path}.{factor.name} is missing: the model has changed. Call find_sites again.")
+        by_tensor.setdefault(id(tensor), (f"{path}.{factor.name}", tensor, []))
     found_ones = []
     for name, tensor, stretches in by_tensor.values():
         # From the end of an axis: what comes before keeps its position.
@@ -245,6 +251,7 @@ def grown_value(value: Tensor, resize: Resize, width: Width, entries: Entries) -
         for axis, new, shift in zip(width.axes, entries.values, shifts, strict=True)
         if getattr(axis.module.find_module(), axis.name, None) is resize.tensor
     }
+    value = value * _factor(resize, width) if width.factors else value
     moved = [_beside(value, axis, shift.to(value)) for axis, _, shift in fills.values() if shift is not None]
     # Rows first: columns are zero in them. Copies are copied with everything.
     in_order = (
@@ -268,13 +275,19 @@ def _beside(value: Tensor, axis: Axis, entries: Tensor) -> Tensor:
     return F.pad(entries, [part for pair in padding for part in pair])
 
 
-def _before(resize: Resize) -> Tensor:
+def _before(resize: Resize, width: Width) -> Tensor:
     """A tensor on the way back: to the bit as it was where that is known, otherwise what it has now of the old units."""
     known = resize.lost.get(_VALUE)
     if known is not None:
         return known[0]
     value = whole(resize.tensor)
-    return given_back(resize, value) if is_copied(resize) else resize.shrunk(value)
+    return (given_back(resize, value) if is_copied(resize) else resize.shrunk(value)) / _factor(resize, width)
+
+
+def _factor(resize: Resize, width: Width) -> float:
+    """What a growth multiplies the old entries of a tensor with."""
+    own = [factor.by for factor in width.factors if getattr(factor.module.find_module(), factor.name) is resize.tensor]
+    return math.prod(own)
 
 
 def _change(size: Size, width: Width, more: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -90,6 +91,24 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A parameter or buffer whose old entries are multiplied when units come: a method keeps variances so."""
+
+    module: Ref
+    name: str
+    by: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"module": self.module.path, "name": self.name, "by": self.by}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Factor:
+        """The inverse of `to_dict`."""
+        return cls(Ref(data["module"]), data["name"], data["by"])
+
+
+@dataclass(frozen=True)
 class Width:
     """More units for a width."""
 
@@ -112,6 +131,7 @@ class Width:
         0  # how many equal blocks get them at once, being all that a configuration describes; 0: only this one
     )
     sources: tuple[int, ...] = ()  # of each new unit the one that it is a copy of, or -1; empty where none is a copy
+    factors: tuple[Factor, ...] = ()  # of old entries
     _entries: Entries | None = field(default=None, repr=False, compare=False)  # what new units begin with, as measured
 
     def line(self, point: Point) -> str:
@@ -175,14 +195,18 @@ class Width:
             len(self.sources) != self.more or not FRESH <= min(self.sources) <= max(self.sources) < self.units
         ):
             raise ValueError(f"{self.sources} are not the sources of {self.more} of {self.units} units")
+        if any(not 0 < factor.by < math.inf for factor in self.factors):
+            raise ValueError(f"{[factor.by for factor in self.factors]} are not factors of weights")
         names = [*(axis.name for axis in self.axes), *(n for size in self.sizes for n in (size.name, *size.through))]
+        names += [factor.name for factor in self.factors]
         if any(name.startswith("__") or not name.isidentifier() for name in names):
             raise ValueError(f"{names} are not names of parameters and sizes")
 
     def bound(self, bind: Bind) -> Width:
         axes = tuple(replace(axis, module=bind(axis.module)) for axis in self.axes)
         sizes = tuple(replace(size, module=bind(size.module)) for size in self.sizes)
-        return replace(self, axes=axes, sizes=sizes)
+        factors = tuple(replace(factor, module=bind(factor.module)) for factor in self.factors)
+        return replace(self, axes=axes, sizes=sizes, factors=factors)
 
     def on(self, model: nn.Module) -> Width:
         """The same bound to the modules of a model, with their paths of today."""
@@ -204,6 +228,7 @@ class Width:
             "sources": list(self.sources),
             "axes": [axis.to_dict() for axis in self.axes],
             "sizes": [size.to_dict() for size in self.sizes],
+            "factors": [factor.to_dict() for factor in self.factors],
         }
 
     @classmethod
@@ -218,6 +243,7 @@ class Width:
             "sources": tuple(data.get("sources", ())),  # earlier versions knew no copies
             "axes": tuple(Axis.from_dict(axis) for axis in data["axes"]),
             "sizes": tuple(Size.from_dict(size) for size in data["sizes"]),
+            "factors": tuple(Factor.from_dict(factor) for factor in data.get("factors", ())),
         }
         return cls(**{**data, **lists})
 

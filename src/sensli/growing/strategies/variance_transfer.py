@@ -1,0 +1,127 @@
+"""Variance transfer with learning-rate adaptation (Yuan, Savarese, Maire 2023): pairs of units that cancel, and rescaled weights.
+
+New units come in pairs with the same rows (V, V) and opposite columns (Z, -Z), so they cancel whatever is between. V is normal with
+variance 1 / fan-in; Z with 1 / fan-in of the wider reader, and 1 / fan-in^2 if the reader is the output of the model. The reader's old
+columns are multiplied by c = sqrt(m / m') where it has m inputs and then m', and by m / m' at the output; of a batch norm that reads it,
+the running mean by c and the variance by c^2, so that with one the function stays. Weights that came with growth k learn with the rate of
+the first ones times |W_k| / |W_0|, per layer and with the norms as they are at each step (see `generations`).
+
+There is no released code. Two descriptions disagree about the roots, and we take the square root for hidden layers and the ratio at the
+output, which is how variances stay. All layers are widened at a look; the paper adds a fifth of the units, eight times (`units=0.2`).
+Rows that are new do not read columns that are new at the same look; the paper draws this block too. The function is not kept without a
+batch norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sensli.errors import MeasurementError
+from sensli.growing.strategies.generations import GenerationRates
+from sensli.growing.strategies.pairs import Pair, pairs_of
+from sensli.growing.strategies.rival import Rival
+from sensli.merits.backward import LossFunction, split
+from sensli.merits.measuring import EMPTY
+from sensli.merits.merits import Merit, Merits
+from sensli.modules.arguments import first_tensor
+from sensli.modules.running import device_of, run, tensors, to_device, untouched
+from sensli.modules.wrappers import bare
+from sensli.moves.point import Ref
+from sensli.moves.sites import Site
+from sensli.moves.width.width import Factor, Width
+from sensli.surgery.history.history import History
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class VarianceTransfer(Rival):
+    """All widths at once; nothing is measured, but one batch runs to see what reads what."""
+
+    keeps: ClassVar[bool] = False
+    all_at_once: ClassVar[bool] = True
+
+    def __init__(self, *, units: int | float = 0.25, where: Any = None, seed: int = 0) -> None:
+        super().__init__(units=units, where=where, seed=seed)
+        self.rates = GenerationRates()
+
+    def attend(self, model: nn.Module, optimizers: Sequence[Optimizer], history: History) -> None:
+        self.rates.attend(model, optimizers, history)
+
+    def score(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        network = bare(model)
+        pairs = pairs_of(network, sites)
+        reads = surroundings(network, [pair.reader for pair in pairs], batches, loss_fn)
+        merits = [Merit(self.widened(pair, *read), 1.0) for pair, read in zip(pairs, reads, strict=True)]
+        return Merits(merits, norm="none", batches=0)
+
+    def widened(self, pair: Pair, is_output: bool, norm: tuple[str, nn.Module] | None) -> Site:
+        """The site with pairs of units that cancel, and what is rescaled."""
+        half = -(-pair.width.more // 2)
+        rows, old = pair.existing_rows.shape[1], pair.existing_columns
+        maker, reader = pair.maker.weight, pair.reader.weight
+        assert isinstance(maker, Tensor) and isinstance(reader, Tensor)
+        inputs, fan_in = maker[0].numel(), reader[0].numel()
+        wider = fan_in + 2 * half * old.shape[1] // len(reader)
+        v = torch.randn(half, rows, generator=self.generator, dtype=torch.float64) / inputs**0.5
+        v[:, inputs:] = 0.0  # biases
+        z = torch.randn(half, old.shape[1], generator=self.generator, dtype=torch.float64)
+        z = z / wider if is_output else z / wider**0.5
+        site = pair.start(torch.cat([v, v]), torch.cat([z, -z]))
+        share: float = fan_in / wider
+        assert isinstance(site.move, Width) and isinstance(pair.site.move, Width)
+        known = pair.site.move
+        move = replace(
+            site.move, factors=_factors(pair, share if is_output else math.sqrt(share), norm), added=known.added * 2 * half // known.more,
+            flops=known.flops * 2 * half // known.more,
+        )  # fmt: skip
+        return replace(site, move=move)
+
+
+def _factors(pair: Pair, by: float, norm: tuple[str, nn.Module] | None) -> tuple[Factor, ...]:
+    reader = pair.column.module
+    found = [Factor(reader, "weight", by)]
+    if norm is not None:
+        if pair.reader.bias is not None:  # the norm takes it out again
+            found.append(Factor(reader, "bias", by))
+        found += [Factor(Ref.to(*norm), "running_mean", by), Factor(Ref.to(*norm), "running_var", by**2)]
+    return tuple(found)
+
+
+def surroundings(
+    network: nn.Module, readers: Sequence[nn.Module], batches: Iterable[Any], loss_fn: LossFunction | None
+) -> list[tuple[bool, tuple[str, nn.Module] | None]]:
+    """Of each reader whether its output is that of the model, and the batch norm that reads it, as one batch tells."""
+    made: dict[int, Tensor] = {}
+    norms: dict[int, tuple[str, nn.Module]] = {}
+    with ExitStack() as hooks, untouched(network), torch.no_grad():
+        for reader in readers:
+            hooks.callback(
+                reader.register_forward_hook(lambda module, _, output: made.update({id(module): output})).remove
+            )
+        for path, module in network.named_modules():
+            if isinstance(module, NORMS) and module.running_mean is not None:
+
+                def before(module: nn.Module, args: Any, path: str = path) -> None:
+                    found = first_tensor(args)
+                    for maker, output in made.items():
+                        if found is output:
+                            norms[maker] = path, module
+
+                hooks.callback(module.register_forward_pre_hook(before).remove)
+        batch = next(iter(islice(batches, 1)), None)
+        if batch is None:
+            raise MeasurementError(EMPTY)
+        given, _ = split(batch, 0, network if loss_fn is not None else None)
+        outputs = list(tensors(run(network, to_device(given, device_of(network)))))
+    return [(any(made.get(id(reader)) is output for output in outputs), norms.get(id(reader))) for reader in readers]
