@@ -48,6 +48,9 @@ class Job:
             "budget": self.budget,
             "options": dict(self.method.options),
             **grows,
+            # only where they differ from what all have in common: results of before they existed stay valid
+            **({"schedule": self.method.schedule.facts()} if self.method.schedule is not None else {}),
+            **({"full": True} if self.method.full else {}),
         }
 
     def seconds(self) -> float:
@@ -55,5 +58,7 @@ class Job:
         task = self.task
         batch = task.batch or task.looked_at
         total = 3 * task.forward_flops["large"] * batch * task.steps * self.budget
+        ratio = task.forward_flops["large"] / task.forward_flops["small"]
         steps = task.steps * self.budget * task.forward_flops["large"] / task.forward_flops[self.method.size]
+        total, steps = (total * ratio, steps * ratio) if self.method.full else (total, steps)
         return total / 1.5e10 + steps * 5e-4

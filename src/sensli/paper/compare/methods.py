@@ -1,4 +1,5 @@
-"""The arms of a comparison: networks of fixed size, SensLI, its controls, and every strategy that is registered."""
+"""The arms of a comparison: networks of fixed size, SensLI, its controls, every strategy that is registered, all of them under the
+common schedule; and those that have a published schedule under their own."""
 
 from __future__ import annotations
 
@@ -8,23 +9,35 @@ from typing import Any
 
 from sensli.growing.strategies import STRATEGIES
 from sensli.paper.compare.errors import BadComparison
+from sensli.paper.compare.schedules import OWN, Schedule
 from sensli.paper.compare.task import Task
 from sensli.paper.plans.reading import unknown
 
 
 @dataclass(frozen=True)
 class Method:
-    """What trains: the network it begins with, and what it gives `Grower`; a network of fixed size gives nothing."""
+    """What trains: the network it begins with, and what it gives `Grower`; a network of fixed size gives nothing.
+
+    ``schedule`` is None for what follows the schedule of the task. ``full`` spends more than the others: as many steps as the small network
+    takes with the FLOPs of the task.
+    """
 
     name: str
     what: str
-    kind: str  # "fixed", "sensli", "control" or "rival"
+    kind: str  # one of KINDS
     size: str = "small"
     options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    full: bool = False
 
     @property
     def grows(self) -> bool:
-        return self.kind != "fixed"
+        return self.kind not in ("fixed", "reference")
+
+    @property
+    def in_front(self) -> bool:
+        """Whether its curve is one of those that the front is made of: fixed sizes that spend what all spend."""
+        return self.kind == "fixed"
 
 
 def _largest(grow: str) -> dict[str, Any]:
@@ -50,20 +63,42 @@ _GROWING = (
         options={**_largest("both"), "strategy": "random-start"},
     ),
 )  # fmt: skip
+_FULL = Method(
+    "large-full", "the largest network for as many steps as 'small' takes: more FLOPs than all others", "reference", "large", full=True
+)  # fmt: skip
 _KNOWN = {"sensli", *(method.options.get("strategy") for method in _GROWING)}
-KINDS = ("fixed", "sensli", "control", "rival")  # each is also the name of all its methods; "all" is all of them
+KINDS = (
+    "fixed",
+    "reference",
+    "sensli",
+    "control",
+    "rival",
+    "own",
+)  # each is also the name of all its methods; "all" is all of them
 
 
 def methods(task: Task) -> dict[str, Method]:
     """All methods of a task, the networks of fixed size first."""
-    words = {"small": "the network that every growth begins with", "large": "the largest network, from scratch"}
+    words = {
+        "small": "the network that every growth begins with",
+        "large": "the largest network, from scratch, at equal FLOPs",
+    }
     fixed = [Method(size, words.get(size, "a fixed size between them"), "fixed", size) for size in task.sizes]
     rivals = [
         Method(name, f"Grower(strategy={name!r})", "rival", options={"strategy": name, "grow": "both"})
         for name in STRATEGIES
         if name not in _KNOWN
     ]
-    return {method.name: method for method in (*fixed, *_GROWING, *rivals)}
+    growing = (*_GROWING, *rivals)
+    own = [_own(method, OWN[method.name]) for method in growing if method.name in OWN]
+    return {method.name: method for method in (*fixed, _FULL, *growing, *own)}
+
+
+def _own(method: Method, schedule: Schedule) -> Method:
+    return Method(
+        f"{method.name}-own", f"{method.name} under its published schedule", "own",
+        options={**method.options, **schedule.options}, schedule=schedule,
+    )  # fmt: skip
 
 
 def chosen(task: Task, names: Sequence[str]) -> list[Method]:

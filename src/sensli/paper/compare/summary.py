@@ -90,7 +90,7 @@ def curve(run: Run) -> Curve:
 
 def fixed_curves(runs: Runs, methods: Sequence[Method], seed: int) -> list[Curve] | None:
     """The curves of all fixed networks under a seed; None if one of them is missing, since the front would be too high."""
-    names = [method.name for method in methods if not method.grows and method.name in runs]
+    names = [method.name for method in methods if method.in_front and method.name in runs]
     if not names or any(seed not in runs[name] for name in names):
         return None
     return [curve(runs[name][seed]) for name in names]

@@ -53,7 +53,7 @@ def _difference(value: Paired | None) -> str:
 
 def verdict(rows: Sequence[Row]) -> list[str]:
     """A sentence for each growing method, and one for the best fixed network; intervals decide the words."""
-    fixed = [row for row in rows if not row.method.grows]
+    fixed = [row for row in rows if row.method.in_front]
     lines = []
     if fixed:
         best = min(fixed, key=lambda row: row.test.mean)

@@ -80,6 +80,8 @@ class Task:
 
     def rate(self, share: float) -> float:
         """The factor of the learning rate after this share of the FLOPs: constant to the half, then linear to 0."""
-        if share < self.warmup:
-            return max(share / self.warmup, 0.02)
-        return min(1.0, max(2.0 * (1.0 - share), 0.0))
+        return min(self.warmed(share), max(2.0 * (1.0 - share), 0.0))
+
+    def warmed(self, share: float) -> float:
+        """The factor of the warm-up, 1 after it."""
+        return max(share / self.warmup, 0.02) if share < self.warmup else 1.0

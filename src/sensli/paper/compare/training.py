@@ -53,6 +53,8 @@ class Training:
         self._began = time.perf_counter()
         large = self.task.network("large", job.seed)
         self.run.budget = job.budget * self.task.steps * training_flops(large, self._batch(0), self.task.loss)
+        if job.method.full:
+            self.run.budget *= self._times_small(large)
         self.limit = int(count_flops(large, self.task.sample()))
         self.model = self._model()
         self.optimizer = self.task.optimizer(self.model.parameters())
@@ -61,20 +63,39 @@ class Training:
         self._step_flops: int | None = None  # of the model as it is
         self._losses: list[Tensor] = []
 
+    def _times_small(self, large: nn.Module) -> float:
+        """How many steps of the small network cost what one of this one costs."""
+        first = self._batch(0)
+        small = self.task.network("small", self.job.seed)
+        return training_flops(large, first, self.task.loss) / training_flops(small, first, self.task.loss)
+
     # --- the parts, as a checkpoint rebuilds them ---
 
     def _model(self) -> nn.Module:
         return self.task.network(self.job.method.size, self.job.seed)
 
     def _scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
-        return LambdaLR(optimizer, lambda _: self.task.rate(self.share))
+        return LambdaLR(optimizer, lambda _: self._rate())
+
+    def _rate(self) -> float:
+        """The factor of the learning rate now: of the method's own schedule, if it has one."""
+        schedule, share = self.job.method.schedule, self.share
+        if schedule is None:
+            return self.task.rate(share)
+        return schedule.rate(share) * self.task.warmed(share)
+
+    @property
+    def looks(self) -> tuple[float, ...]:
+        """Shares of the FLOPs at which it looks."""
+        schedule = self.job.method.schedule
+        return self.task.looks if schedule is None else schedule.looks
 
     def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-        """All methods look at the same moments and must stay below the size of the large network; none may refuse to grow."""
+        """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
         return Grower(
             model, optimizer, example=self.task.sample(), trigger=Every(1) & Budget(flops=self.limit),
-            tau=0.0, floor=0.0, max_factor=None, scheduler=scheduler, seed=run_seed(self.job.seed, 0, "place"),
-            **{"units": self.task.units, **self.job.method.options},
+            max_factor=None, scheduler=scheduler, seed=run_seed(self.job.seed, 0, "place"),
+            **{"tau": 0.0, "floor": 0.0, "units": self.task.units, **self.job.method.options},
         )  # fmt: skip
 
     # --- the loop ---
@@ -117,7 +138,7 @@ class Training:
         return self._step_flops
 
     def _look_is_due(self) -> bool:
-        return self.run.looks < len(self.task.looks) and self.share >= self.task.looks[self.run.looks]
+        return self.run.looks < len(self.looks) and self.share >= self.looks[self.run.looks]
 
     def _look(self) -> None:
         """One call of the grower. All that runs inside is counted, and so is the validation loss if the strategy decides by it."""
@@ -142,6 +163,9 @@ class Training:
             self.run.uncounted[name] = self.run.uncounted.get(name, 0) + times
         self.run.grown += [(self.spent, str(growth.site)) for growth in self.grower.history[before:]]
         self._step_flops = None
+        schedule = self.job.method.schedule
+        if schedule is not None and schedule.forgets and len(self.grower.history) > before:
+            self.optimizer.state.clear()  # as another optimizer of the same parameters
 
     def _point(self) -> None:
         """A point of the curve: for the reader, not for the method, and not counted."""

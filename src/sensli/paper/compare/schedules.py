@@ -1,0 +1,153 @@
+"""What each publication prescribes around its growths: when, how many, what the optimizer keeps, the learning rate after a growth.
+
+Everything is stated in shares of the FLOPs, so that a method under its own schedule spends as much as the others. The optimizer and
+its first learning rate stay those of the task, since no publication has chosen them for it. Where a publication says
+nothing, or its number has no meaning at this size, `words` says what was taken instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Shape = Callable[[float], float]  # from the share of a round that is over to the factor of the learning rate
+
+SHAPES: Mapping[str, Shape] = {
+    "constant": lambda share: 1.0,
+    "linear": lambda share: min(1.0, 2.0 * (1.0 - share)),  # the common one: constant to the half, then linear to 0
+    "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
+    "cosine to a tenth": lambda share: 0.1 + 0.45 * (1 + math.cos(math.pi * share)),
+    "tenths": lambda share: 1.0 if share < 0.5 else 0.1 if share < 0.75 else 0.01,
+}
+WARMUP = 0.03  # of a round
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One publication's schedule.
+
+    Args:
+        words: What it says, and where it is from.
+        looks: Shares of the FLOPs at which it grows.
+        shape: One of `SHAPES`: the learning rate over a round.
+        rounds: "one": a single round; "each": every look begins another one; "last": constant to the last look, then one round.
+        after: A factor on the learning rate of all rounds but the first.
+        warmup: Whether rounds after the first begin with a warm-up.
+        forgets: Whether the optimizer begins again after a growth; otherwise it keeps its state, padded with zeros.
+        options: What `Grower` is given beyond the method's own options.
+    """
+
+    words: str
+    looks: tuple[float, ...]
+    shape: str = "linear"
+    rounds: str = "one"
+    after: float = 1.0
+    warmup: bool = False
+    forgets: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def rate(self, share: float) -> float:
+        """The factor of the learning rate after this share of the FLOPs."""
+        begins = self._begins()
+        number = sum(begin <= share for begin in begins) - 1
+        begin, end = begins[number], (*begins, 1.0)[number + 1]
+        if self.rounds == "last" and number == 0 and len(begins) > 1:
+            return 1.0
+        place = min(1.0, (share - begin) / (end - begin))
+        factor = SHAPES[self.shape](place) * (self.after if number else 1.0)
+        return factor * max(place / WARMUP, 0.02) if number and self.warmup and place < WARMUP else max(factor, 0.0)
+
+    def _begins(self) -> tuple[float, ...]:
+        """Where rounds begin."""
+        return {"one": (0.0,), "each": (0.0, *self.looks), "last": (0.0, self.looks[-1])}[self.rounds]
+
+    def facts(self) -> dict[str, Any]:
+        """What decides numbers: plain data."""
+        return {
+            "looks": self.looks, "shape": self.shape, "rounds": self.rounds, "after": self.after, "warmup": self.warmup,
+            "forgets": self.forgets, "options": dict(self.options),
+        }  # fmt: skip
+
+
+def _equally(first: float, last: float, count: int) -> tuple[float, ...]:
+    return tuple(round(first + (last - first) * step / (count - 1), 4) for step in range(count))
+
+
+def _rounds(count: int) -> tuple[float, ...]:
+    return tuple(round(step / count, 4) for step in range(1, count))
+
+
+_ALL = {"count": 1000}  # widths or places at once
+_GRADMAX = _equally(0.128, 0.481, 12)
+# Stages of 8, 10, 12, 14, 17, 20, 24, 29 epochs, each a fifth longer than the one before, of 200 epochs.
+_VARIANCE_TRANSFER = (0.04, 0.09, 0.15, 0.22, 0.305, 0.405, 0.525, 0.67)
+
+# Method -> its schedule. Methods without one: nothing is prescribed, or nothing is known of it.
+OWN: Mapping[str, Schedule] = {
+    "layers": Schedule(
+        "The paper's CNN: a look every 50 of 200 epochs, which are these shares with its three insertions; a layer if its merit is at "
+        "least the mean of the existing weights; a constant rate; the optimizer is made again, as its scripts do.",
+        (0.11, 0.31, 0.61), "constant", forgets=True, options={"tau": 1.0},
+    ),
+    "net2net": Schedule(
+        "Once, on a trained network, all layers at once, 1.83 times as wide (its teacher has 0.3 of the channels, under a root); another "
+        "optimizer, a tenth of the learning rate.",
+        (0.4,), rounds="each", after=0.1, forgets=True, options={**_ALL, "units": 0.83},
+    ),
+    "netmorph": Schedule(
+        "Once, on a trained network, all layers at once; learning rates of fine-tuning, taken as those of Net2Net.",
+        (0.4,), rounds="each", after=0.1, forgets=True, options={**_ALL, "units": 0.83},
+    ),
+    "gradmax": Schedule(
+        "Twelve growths from iteration 10,000 on, every 2,500 of 78,000; all layers at once, from a quarter of the width to all of it, "
+        "here by the same factor each time; cosine; momentum padded with zeros.",
+        _GRADMAX, "cosine", options={**_ALL, "units": 0.12},
+    ),
+    "random-units": Schedule(
+        "The schedule of GradMax, whose control it is.", _GRADMAX, "cosine", options={**_ALL, "units": 0.12}
+    ),
+    "tiny": Schedule(
+        "One layer after the other, with a quarter of an epoch to one epoch between growths, then long at full width; the optimizer is "
+        "made again. Learning rates are not known: the common ones.",
+        _equally(0.01, 0.12, 12), forgets=True,
+    ),
+    "senn": Schedule(
+        "Asked at equal intervals to the end, and all that passes is taken. It trains by natural gradients, which the task's optimizer "
+        "replaces; the rate is constant.",
+        _equally(0.1, 0.9, 9), "constant", options=_ALL,
+    ),
+    "north": Schedule(
+        "Asked after every mini-batch in the publication, here 49 times, since looks are paid for; all layers; cosine, as for its CNNs.",
+        _equally(0.02, 0.98, 49), "cosine", options={**_ALL, "units": 1},
+    ),
+    "autogrow": Schedule(
+        "One block every few epochs at a constant rate, until the stages are closed; then a tenth and a hundredth from the half and from "
+        "three quarters of the rest on; the momentum is kept.",
+        _equally(0.025, 0.5, 20), "tenths", rounds="last",
+    ),
+    "splitting": Schedule(
+        "Ten rounds; in each the learning rate begins again, with a tenth and a hundredth from its half and three quarters on; another "
+        "optimizer each time.",
+        _rounds(10), "tenths", rounds="each", forgets=True,
+    ),
+    "firefly": Schedule(
+        "Eleven rounds; in each the learning rate begins again, with a tenth and a hundredth from its half and three quarters on; another "
+        "optimizer each time.",
+        _rounds(11), "tenths", rounds="each", forgets=True,
+    ),
+    "variance-transfer": Schedule(
+        "Eight growths of all layers by a fifth, in stages that each are a fifth longer than the one before; cosine over everything.",
+        _VARIANCE_TRANSFER, "cosine", options={**_ALL, "units": 0.2},
+    ),
+    "g-stack": Schedule(
+        "Once, early (its formula for the moment holds for large language models: after a twentieth here), with empty AdamW, another "
+        "warm-up and another cosine from 0.3 of the first rate to a tenth of that.",
+        (0.05,), "cosine to a tenth", rounds="each", after=0.3, warmup=True, forgets=True,
+    ),
+    "llama-pro": Schedule(
+        "Once, on a trained network; the old blocks are frozen; another optimizer and another round of learning rates.",
+        (0.4,), rounds="each", warmup=True, forgets=True, options={"grow": "layers", "freeze_rest": True},
+    ),
+}  # fmt: skip
