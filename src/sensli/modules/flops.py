@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -146,6 +147,13 @@ PRODUCTS: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "mkldnn_rnn_layer": _lstm,
 }
+# As in torch's registry, which takes longer to say it than a small product takes to run.
+_PLAIN: dict[str, Rule] = {
+    "mm": lambda one, other, out_val: 2 * out_val.numel() * one.shape[-1],
+    "bmm": lambda one, other, out_val: 2 * out_val.numel() * one.shape[-1],
+    "addmm": lambda bias, one, other, out_val, **scale: 2 * out_val.numel() * one.shape[-1],
+    "baddbmm": lambda bias, one, other, out_val, **scale: 2 * out_val.numel() * one.shape[-1],
+}
 # Products that add a bias, and the position of that argument.
 _BIASED = {"addmm": 0, "baddbmm": 0, "addmv": 0, "addbmm": 0, "convolution": 2}
 
@@ -198,15 +206,11 @@ class FlopCounter(TorchDispatchMode):
         known = isinstance(
             func, torch._ops.OpOverload
         )  # the others, such as flex_attention, take functions as arguments
-        name = func._schema.name.removeprefix("aten::") if known else str(func)
-        # In place (addmm_, relu_) or not, it is the same operation.
-        packet = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket) if known else func
-        rule = flop_registry.get(packet) or self.products.get(name.removesuffix("_"))
-        if known and rule is None:
+        name, packet, composite = _named(func) if known else (str(func), func, False)
+        rule = _PLAIN.get(name) or flop_registry.get(packet) or self.products.get(name.removesuffix("_"))
+        if composite and rule is None:
             with self:  # under inference_mode composite operations arrive whole
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         if rule is not None:
             self.total += rule(*args, **kwargs, out_val=out)
@@ -230,14 +234,29 @@ def _adds_bias(name: str, args: Sequence[Any]) -> bool:
 
 def _is_free(func: torch._ops.OpOverload, name: str, args: Any, kwargs: Any) -> bool:
     """No floating-point number is computed: a view, a copy, a new or random tensor, or only integers go in."""
+    return _never_computes(func, name) or not any(
+        each.is_floating_point() or each.is_complex() for each in tensors((args, kwargs))
+    )
+
+
+@cache  # asked for every operation of a count; there are a few hundred of them
+def _named(func: torch._ops.OpOverload) -> tuple[str, Any, bool]:
+    """The name, what torch's registry of formulas has it under, and whether it is made of others."""
+    name = func._schema.name.removeprefix("aten::")
+    # In place (addmm_, relu_) or not, it is the same operation.
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket)
+    return name, packet, func._can_decompose()
+
+
+@cache
+def _never_computes(func: torch._ops.OpOverload, name: str) -> bool:
+    """Whatever goes in: it is free, random, or a view of an argument."""
     if name.removesuffix("_") in _FREE or torch.Tag.nondeterministic_seeded in func.tags:
         return True
     results = func._schema.returns
     if results and all(each.alias_info is not None and not each.alias_info.is_write for each in results):
-        return True  # a view of an argument
-    if torch.Tag.inplace_view in func.tags:
         return True
-    return not any(each.is_floating_point() or each.is_complex() for each in tensors((args, kwargs)))
+    return torch.Tag.inplace_view in func.tags
 
 
 def _size(value: object) -> int:

@@ -1,10 +1,16 @@
-"""The figure of a task: validation loss over FLOPs with bands, and the front of the fixed networks."""
+"""The figure of a task: validation loss over FLOPs with the front of the fixed networks, and beside it where every method ended.
+
+The curves stay readable with any number of methods: the best few have a colour and a band, all others are thin lines. Every
+method has its line in the panel beside them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,56 +23,163 @@ from sensli.paper.compare.task import Task
 from sensli.paper.report.figures import COLOURS, DPI, check_available, save
 from sensli.paper.report.statistics import band
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 POINTS = 80
 DASHES = ((0, (5, 2)), (0, (1, 1)), (0, (1, 3)), (0, (3, 1, 1, 1)), (0, (7, 2, 1, 2)))
+NAMED = 5  # curves with a colour
+KIND_COLOURS = {
+    "fixed": "0.35", "reference": "0.6", "sensli": COLOURS[0], "control": COLOURS[1], "rival": COLOURS[2], "own": COLOURS[3]
+}  # fmt: skip
+LEAST = 1e-12  # of a loss, for its logarithm
 
 
-def draw(task: Task, methods: Sequence[Method], runs: Runs, path: Path) -> None:
-    """Geometric means over the seeds with 95 % bands for what grows, thin grey ones for the fixed sizes, the front in black."""
+def draw(task: Task, methods: Sequence[Method], runs: Runs, path: Path, command: str) -> None:
+    """Geometric means over the seeds with 95 % bands; the command that computes them is below."""
     check_available()
     from matplotlib.figure import Figure
 
     shown = [method for method in methods if method.name in runs]
-    total = max(run.budget for own in runs.values() for run in own.values())
+    height = max(4.6, 1.5 + 0.19 * len(shown))
+    figure = Figure(figsize=(10.4, height), dpi=DPI, layout="constrained")
+    curves, ends = figure.subplots(1, 2, width_ratios=(1.45, 1))
+    _curves(curves, shown, runs)
+    _ends(ends, shown, runs)
+    seeds = len({seed for own in runs.values() for seed in own})
+    figure.suptitle(f"{task.title}: geometric mean of {_seeds(seeds)}", fontsize=9.5, x=0.01, ha="left")
+    figure.supxlabel(_folded(command), fontsize=6, family="monospace", color="0.4", x=0.01, ha="left")
+    save(figure, path)
+
+
+# --- over FLOPs ---
+
+
+def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
+    within = [method for method in shown if not method.full]
+    total = max(run.budget for method in within for run in runs[method.name].values())
     grid = torch.linspace(0, 1, POINTS)
-    figure = Figure(figsize=(7.6, 4.6), dpi=DPI, layout="constrained")
-    axis = figure.subplots()
+    named = best(within, runs)
     colours, dashes = cycle(COLOURS), cycle(DASHES)
     means: list[float] = []
-    for method in shown:
+    for method in within:
         mean, low, high = _band(torch.stack([_at(run, grid * total) for run in runs[method.name].values()]))
         means += mean.tolist()
-        if method.grows:
+        if method in named:
             colour = next(colours)
-            axis.plot(grid.numpy(), mean.numpy(), color=colour, linewidth=1.5, label=method.name)
+            axis.plot(grid.numpy(), mean.numpy(), color=colour, linewidth=1.6, label=method.name, zorder=3)
             axis.fill_between(grid.numpy(), low.numpy(), high.numpy(), color=colour, alpha=0.12, linewidth=0)
+        elif method.grows:
+            axis.plot(grid.numpy(), mean.numpy(), color="0.85", linewidth=0.7, zorder=1)
         else:
-            axis.plot(
-                grid.numpy(), mean.numpy(), color="0.45", linestyle=next(dashes), linewidth=1.1, label=method.name
+            (line,) = axis.plot(grid.numpy(), mean.numpy(), color="0.45", linewidth=1.1, label=method.name, zorder=2)
+            line.set_linestyle(next(dashes))
+    _front(axis, within, runs, grid, total)
+    for method in shown:
+        if method.full:
+            end = _end(runs[method.name].values(), "validation")[0]
+            axis.axhline(
+                end, color=KIND_COLOURS["reference"], linewidth=0.8, label=f"{method.name}, at its end", zorder=2
             )
-    seeds = sorted({seed for own in runs.values() for seed in own})
-    fronts = [fixed for seed in seeds if (fixed := fixed_curves(runs, shown, seed)) is not None]
-    if fronts:
-        best = torch.tensor([[front_at(fixed, float(share) * total) for share in grid] for fixed in fronts])
-        axis.plot(grid.numpy(), _band(best)[0].numpy(), color="black", linewidth=1.0, label="front of the fixed sizes")
+            means.append(end)
+    if len(named) < sum(method.grows for method in within):
+        axis.plot([], [], color="0.85", linewidth=0.7, label="other growing methods")
     axis.set_yscale("log")
-    axis.set_ylim(min(means) / 2, 2 * max(means))  # bands of few seeds may be wider than all curves together
+    axis.set_ylim(*_limits(means, 2))  # bands of few seeds may be wider than all curves together
     axis.set_xlim(BEGIN / 2, 1)
-    axis.set_xlabel("share of the FLOPs, all looks included")
-    axis.set_ylabel("validation loss")
-    axis.set_title(f"{task.title}: geometric mean of {_seeds(len(seeds))}", fontsize=9, loc="left")
-    axis.legend(frameon=False, fontsize=8, ncols=2)
+    axis.set_xlabel("share of the FLOPs, all looks included", fontsize=8)
+    axis.set_ylabel("validation loss", fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.legend(frameon=False, fontsize=7, ncols=2, loc="lower left")
     axis.grid(alpha=0.25, linewidth=0.5)
-    save(figure, path)
+
+
+def best(methods: Sequence[Method], runs: Runs) -> list[Method]:
+    """The growing methods with a colour: the best of each kind, then the best of all, by the validation loss at the end."""
+    growing = [method for method in methods if method.grows]
+    ranked = sorted(growing, key=lambda method: _order(_end(runs[method.name].values(), "validation")[0]))
+    firsts = [next(method for method in ranked if method.kind == kind) for kind in {one.kind: None for one in ranked}]
+    return [*firsts, *(method for method in ranked if method not in firsts)][:NAMED]
+
+
+def _front(axis: Axes, methods: Sequence[Method], runs: Runs, grid: Tensor, total: float) -> None:
+    seeds = sorted({seed for method in methods for seed in runs[method.name]})
+    fronts = [fixed for seed in seeds if (fixed := fixed_curves(runs, methods, seed)) is not None]
+    if fronts:
+        lowest = torch.tensor([[front_at(fixed, float(share) * total) for share in grid] for fixed in fronts])
+        axis.plot(
+            grid.numpy(), _band(lowest)[0].numpy(), color="black", linewidth=1.1, label="front of the fixed sizes", zorder=4
+        )  # fmt: skip
+
+
+# --- at the end ---
+
+
+def _ends(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
+    """Test losses, the best one on top."""
+    found = {method.name: _end(runs[method.name].values(), "test") for method in shown}
+    ranked = sorted(shown, key=lambda method: -_order(found[method.name][0]))
+    for place, method in enumerate(ranked):
+        mean, low, high = found[method.name]
+        colour = KIND_COLOURS[method.kind]
+        axis.plot([low, high], [place, place], color=colour, linewidth=1.2, alpha=0.6)
+        axis.plot([mean], [place], marker="o" if method.grows else "s", markersize=3.5, color=colour)
+    for name, dashes in (("small", (1, 1)), ("large", (4, 2))):
+        if name in runs:
+            axis.axvline(
+                _end(runs[name].values(), "test")[0], color="0.6", linewidth=0.7, linestyle=(0, dashes), zorder=0
+            )
+    means = [mean for mean, _, _ in found.values()]
+    axis.set_xscale("log")
+    axis.set_xlim(*_limits(means, 3))
+    axis.set_yticks(range(len(ranked)), [method.name for method in ranked], fontsize=7)
+    for label, method in zip(axis.get_yticklabels(), ranked, strict=True):
+        label.set_color(KIND_COLOURS[method.kind])
+    axis.set_ylim(-0.7, len(ranked) - 0.3)
+    axis.set_xlabel("test loss at the end (dotted: small, dashed: large)", fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.grid(alpha=0.25, linewidth=0.5, axis="x")
+
+
+def _end(runs: Iterable[Run], part: str) -> tuple[float, float, float]:
+    """The geometric mean of the last losses, and both ends of its 95 % band; of one run the loss itself."""
+    values = torch.tensor(
+        [run.test_loss if part == "test" else run.validation[-1] for run in runs], dtype=torch.float64
+    )
+    mean, low, high = (float(value) for value in _band(values[:, None]))
+    return (mean, low, high) if len(values) > 1 else (mean, mean, mean)
+
+
+# --- parts of both ---
+
+
+def _order(loss: float) -> float:
+    """What diverged comes last."""
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _limits(losses: Sequence[float], factor: float) -> tuple[float, float]:
+    finite = [loss for loss in losses if math.isfinite(loss)] or [1.0]
+    return min(finite) / factor, max(finite) * factor
 
 
 def _seeds(count: int) -> str:
     return "1 seed" if count == 1 else f"{count} seeds with 95 % bands"
 
 
+def _folded(command: str, width: int = 215) -> str:
+    """Lines of at most so many characters, broken between words."""
+    lines = [""]
+    for word in command.split():
+        if lines[-1] and len(lines[-1]) + len(word) >= width:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
 def _band(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The geometric mean over the runs, and both ends of its 95 % band: losses of one task lie orders of magnitude apart."""
-    mean, half = band(values.clamp(min=1e-12).log())
+    mean, half = band(values.clamp(min=LEAST).log())
     return mean.exp(), (mean - half).exp(), (mean + half).exp()
 
 

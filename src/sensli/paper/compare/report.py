@@ -89,7 +89,7 @@ def write(store: Store, folder: Path, seeds: int, budgets: Sequence[float]) -> l
     blocks: list[Block] = [Heading(TITLE, 1), *(Paragraph(text) for text in _OPENING)]
     for one in told:
         path = folder / "figures" / one.picture
-        figure.draw(one.task, one.methods, one.runs, path)
+        figure.draw(one.task, one.methods, one.runs, path, _command(one))
         blocks += _section(one, path)
     files = {
         "README.md": markdown(blocks, folder),
@@ -101,11 +101,15 @@ def write(store: Store, folder: Path, seeds: int, budgets: Sequence[float]) -> l
     return [folder / name for name in files]
 
 
+def _command(one: Told) -> str:
+    """What computes the runs that are shown."""
+    size = "" if one.budget == 1 else f" --budget {one.budget:g}"
+    return f"sensli compare run {one.task.name} --methods {' '.join(one.runs)} --seeds {one.seeds}{size}"
+
+
 def _section(one: Told, path: Path) -> list[Block]:
     task = one.task
-    names = " ".join(one.runs)
-    size = "" if one.budget == 1 else f" --budget {one.budget:g}"
-    command = f"sensli compare run {task.name} --methods {names} --seeds {one.seeds}{size}"
+    command = _command(one)
     spent = next(iter(next(iter(one.runs.values())).values())).budget
     return [
         Heading(one.title),
