@@ -26,6 +26,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "senn": ("senn", "Senn"),
     "north": ("north", "North"),
     "firefly": ("firefly", "Firefly"),
+    "convsenn": ("convsenn", "ConvSenn"),
     "splitting": ("splitting", "Splitting"),
     "variance-transfer": ("variance_transfer", "VarianceTransfer"),
     "autogrow": ("autogrow", "AutoGrow"),
