@@ -69,5 +69,5 @@ def grown(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
 
 
 def count_growths(model: nn.Module) -> int:
-    """How often the model has grown."""
-    return sum(1 for _ in grown(model))
+    """How often the model has grown: one growth may have made several modules."""
+    return len({number for number, _, _ in grown(model)})

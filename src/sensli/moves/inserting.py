@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -89,7 +89,9 @@ class Inserts:
         anchor = site.find(model)[1]
         shapes = self.outline(anchor)
         parameters = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
-        return _new(self, site, anchor, parameters, [module for _, module in site.point.around(model)])
+        return new_parameters(
+            self.relatives(anchor), site, parameters, [module for _, module in site.point.around(model)]
+        )
 
 
 class Insertion(Edit):
@@ -112,13 +114,15 @@ class Insertion(Edit):
         }
 
     def build(self) -> None:
-        self.added = self.module = _inserts(self._move).module_at(self._model, self.site, self._anchor)
+        self.module = _inserts(self._move).module_at(self._model, self.site, self._anchor)
+        self.added = (self.module,)
         self.prepared()
 
     def prepared(self) -> None:
         near = [module for _, module in self._around]
         found = dict(self.module.named_parameters())
-        self.new = _new(_inserts(self._move), self.site, self._anchor, found, near, prefix=self.name)
+        relatives = _inserts(self._move).relatives(self._anchor)
+        self.new = new_parameters(relatives, self.site, found, near, prefix=self.name)
 
     def apply(self) -> None:
         apply_cut(self._model, self._cut, self.module)
@@ -142,7 +146,7 @@ class _Inserted(Edit):
 
     def __init__(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> None:
         self._model, self.site, self.name = model, site, path
-        self.added = self.module = module
+        self.module, self.added = module, (module,)
         self.renames, self.beside = {}, {}
 
     def revert(self) -> None:
@@ -158,15 +162,15 @@ def _inserts(move: Any) -> Inserts:
     return move
 
 
-def _new(
-    move: Inserts,
+def new_parameters(
+    relatives: Mapping[str, nn.Parameter],
     site: Site,
-    anchor: nn.Module,
     parameters: dict[str, nn.Parameter],
     neighbours: list[nn.Module],
     prefix: str = "",
 ) -> list[New]:
-    relatives, beside = move.relatives(anchor), ", ".join(f"'{ref.path}'" for ref in site.point.neighbours[:2])
+    """The parameters of a new module, each with those whose optimizer group it should share: its relative of the same name first."""
+    beside = ", ".join(f"'{ref.path}'" for ref in site.point.neighbours[:2])
     return [
         New(
             join(prefix, name),

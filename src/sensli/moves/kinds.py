@@ -9,11 +9,12 @@ from sensli.errors import one_of
 from sensli.moves.dead.kind import NarrowKind, RecycleKind
 from sensli.moves.layer.kind import LayerKind
 from sensli.moves.move import Kind, Move
+from sensli.moves.stack.kind import StackKind
 from sensli.moves.twin.kind import TwinKind
 from sensli.moves.width.kind import WidthKind
 
 # Twins before layers: between two blocks a copy of a block fits better than any layer.
-KINDS: list[Kind] = [TwinKind(), LayerKind(), WidthKind(), RecycleKind(), NarrowKind()]
+KINDS: list[Kind] = [TwinKind(), LayerKind(), WidthKind(), RecycleKind(), NarrowKind(), StackKind()]
 
 
 def move_from_dict(data: Mapping[str, Any]) -> Move:

@@ -92,7 +92,7 @@ class Edit:
     site: Site  # with the paths of today
     name: str  # the path, in the grown model, of the module that bears the number of the growth
     module: nn.Module  # that module
-    added: nn.Module | None = None  # a module that was not there before
+    added: Sequence[nn.Module] = ()  # modules that were not there before, in the order in which they run
     new: Sequence[New] = ()  # parameters that appear
     resized: Sequence[Resize] = ()  # parameters and buffers that change their shape; the objects stay
     copies: bool = False  # what is new is copied from what is there, in an average from its own

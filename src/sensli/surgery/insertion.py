@@ -141,8 +141,9 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
     # Before a copy of a sharded block is made, for which all ranks are needed.
     together.agree_on({"the place": edit.name}, last=False)
     edit.build()
-    if edit.added is not None:
-        together.prepare(edit.added, edit.site.path)
+    for module in edit.added:
+        together.prepare(module, edit.site.path)
+    if edit.added:
         edit.prepared()
     follow = _Follow.plan(edit, options)
     together.agree(last=False)  # before states of sharded parameters are gathered, for which all ranks are needed
@@ -151,13 +152,16 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
     before = Outputs.of(model, options.check) if options.check is not None else None
 
     edit.apply()
-    mark(edit.module, number, new=edit.added is not None)
+    marked = edit.added or [edit.module]
+    for module in marked:
+        mark(module, number, new=bool(edit.added))
     try:
         if before is not None:
             before.check(model, edit.added, site)
         together.agree_on({"the growth": f"number {number}: {site}, as {edit.name}"})
     except BaseException:
-        unmark(edit.module, number)
+        for module in marked:
+            unmark(module, number)
         edit.revert()
         follow.resizing.give_up()
         raise

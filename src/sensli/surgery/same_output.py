@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -51,17 +52,17 @@ class Outputs:
                 "check=((x, mask), None)."
             ) from error
 
-    def check(self, model: nn.Module, layer: nn.Module | None, site: Site) -> None:
-        """Raise `FunctionChanged` if the model, with the new layer in it, gives something else."""
+    def check(self, model: nn.Module, layers: Sequence[nn.Module], site: Site) -> None:
+        """Raise `FunctionChanged` if the model, with the new layers in it, gives something else."""
         allowed = site.move.tolerance
         try:
-            now = _run(model, self.given, layer)
+            now = _run(model, self.given, layers)
             distance = _moved(self.plain, now, allowed)
             # A model that draws in a loop over its blocks (LayerDrop) draws once more now, and every later mask is another one. Only where
             # the numbers drawn were the same is a difference the layer's doing.
             other_masks = not random_state.same(self.plain.drawn, now.drawn)
             if distance and other_masks and self.without_dropout is not None:
-                distance = _moved(self.without_dropout, _run(model, self.given, layer, dropout=False), allowed)
+                distance = _moved(self.without_dropout, _run(model, self.given, layers, dropout=False), allowed)
         except Exception as error:
             raise FunctionChanged(
                 f"after inserting {site} the model fails on check ({type(error).__name__}: {error}), so everything was put back. "
@@ -79,10 +80,10 @@ class Outputs:
             )
 
 
-def _run(model: nn.Module, given: Any, layer: nn.Module | None = None, *, dropout: bool = True) -> Run:
-    """Run the model; what the new layer draws is drawn aside, so that everything else draws what it drew without it."""
+def _run(model: nn.Module, given: Any, layers: Sequence[nn.Module] = (), *, dropout: bool = True) -> Run:
+    """Run the model; what the new layers draw is drawn aside, so that everything else draws what it drew without them."""
     mode = nullcontext() if dropout else NoDropout()
-    handles = undrawn(layer) if layer is not None else []
+    handles = [handle for layer in layers for handle in undrawn(layer)]
     try:
         with untouched(model), torch.no_grad(), mode:
             output = run(model, to_device(given, device_of(model)))

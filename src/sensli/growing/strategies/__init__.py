@@ -31,6 +31,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "variance-transfer": ("variance_transfer", "VarianceTransfer"),
     "autogrow": ("autogrow", "AutoGrow"),
     "llama-pro": ("llama_pro", "LlamaPro"),
+    "g-stack": ("g_stack", "GStack"),
 }
 
 

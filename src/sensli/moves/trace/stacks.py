@@ -64,7 +64,7 @@ def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
         inner = path != "" and isinstance(modules.get(parent_of(path)), _CONTAINERS)
         # The parts of a chain in a container were seen as members of that one.
         if isinstance(container, _CONTAINERS) and not (inner and isinstance(container, Chain)):
-            calls = [_as_block(flow, member) for member in _members(path, container)]
+            calls = [_as_block(flow, member) for member in members(path, container)]
             for row in _runs(calls, lambda module: type(module)):
                 for run in _runs(row, signature):
                     if len(run) > 1 or _has_skip(run[0]):
@@ -205,12 +205,12 @@ def _inner_counts(inner: Stack, outer: Stack) -> bool:
     return inner.residual and (inner.row > 1 or outer.row == 1 or not outer.residual)
 
 
-def _members(path: str, container: nn.Module) -> Iterator[str]:
+def members(path: str, container: nn.Module) -> Iterator[str]:
     """Paths of the children in order; a chain that stands for one of them gives its parts."""
     for name, child in container.named_children():
         member = f"{path}.{name}" if path else name
         if isinstance(child, Chain):
-            yield from _members(member, child)
+            yield from members(member, child)
         else:
             yield member
 

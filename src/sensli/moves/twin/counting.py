@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from sensli.modules.chain import Chain
 from sensli.modules.nearness import moved
 from sensli.modules.running import device_of, forked_random_state, run, tensors, to_device
 from sensli.modules.samples import count_samples, first_samples
@@ -44,7 +45,8 @@ def plan_list(flow: Flow, example: Any, container: str, sources: tuple[int, int]
     layer = twin.build(unwrapped(blocks[source]), trial)
     # Never chained: somebody's eval() returns None.
     layer.eval()
-    known = _Known(flow, example)
+    identity = bool(twin.zeroed)
+    known = _Known(example, trial, flow.output if identity else _beside(flow, container, source, layer, example))
 
     def holds(place: ListPlace) -> bool:
         """Whether the grown copy runs the new block once and gives the same output; the copy is put back."""
@@ -81,16 +83,40 @@ def _grown(
         take_from_list(trial, container, place, position)
 
 
-class _Known:
-    """The example, and the outputs that the copy gave on it before anything was tried."""
+def _beside(flow: Flow, container: str, source: int, layer: nn.Module, example: Any) -> Any:
+    """What the copy gives if a block that is no identity runs right after the one at ``source``, in one with it; None if that fails."""
+    trial = flow.model
+    blocks, key = trial.get_submodule(container), str(source)
+    anchor = blocks.get_submodule(key)
+    calls = flow.calls_of(f"{container}.{key}" if container else key)
+    if len(calls) != 1 or calls[0].slot is None:
+        return None
+    chain = Chain(anchor, calls[0].slot)
+    chain.add_module("grown1", layer)
+    chain.takes_call.add("grown1")
+    chain.eval()
+    blocks._modules[key] = chain
+    try:
+        with forked_random_state(trial), torch.no_grad():
+            return run(trial, copy.deepcopy(to_device(example, device_of(trial))))
+    except Exception:
+        return None
+    finally:
+        blocks._modules[key] = anchor
 
-    def __init__(self, flow: Flow, example: Any) -> None:
-        self._example = to_device(example, device_of(flow.model))
+
+class _Known:
+    """The example, and the outputs that a list with one more block should give on it."""
+
+    def __init__(self, example: Any, trial: nn.Module, output: Any) -> None:
+        self._example = to_device(example, device_of(trial))
         self._count = count_samples(self._example)
-        self._outputs = [t.detach() for t in _comparable(flow.output)]
+        self._outputs = [t.detach() for t in _comparable(output)]
 
     def is_given_by(self, model: nn.Module, watched: nn.Module | None = None) -> bool:
         """Whether a model gives these outputs too and calls the watched module once; one sample that shows it is enough."""
+        if not self._outputs:
+            return False
         return (self._count > 1 and self._is_given(model, watched, 1)) or self._is_given(model, watched, self._count)
 
     def _is_given(self, model: nn.Module, watched: nn.Module | None, few: int) -> bool:

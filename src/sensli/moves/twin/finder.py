@@ -16,7 +16,7 @@ from sensli.moves.trace.surroundings import never_negative
 from sensli.moves.twin.counting import plan_list
 from sensli.moves.twin.numbering import equal_blocks, own_numbers
 from sensli.moves.twin.twins import Twin
-from sensli.moves.twin.zeroing import NoTwin, find_null, find_twin, twin_like
+from sensli.moves.twin.zeroing import NoTwin, find_null, find_twin, plain_copy, twin_like
 
 
 class TwinFinder:
@@ -60,6 +60,14 @@ class TwinFinder:
             raise
         self._plans[kind] = twin
         return replace(twin, init=self._init), place
+
+    def find_plain(self, flow: Flow, call: Call, *, chained: bool) -> ListPlace | None:
+        """Where a plain copy of a block goes that has no twin: what must follow in a list. Raises `NoTwin` with the reason."""
+        plain = plain_copy(call)
+        place = None if chained else self._place(flow, call, plain)
+        if place is None:
+            self._check_unnumbered(call, plain)
+        return place
 
     def _twin(self, flow: Flow, call: Call, seen: Seen, kind: object) -> Twin:
         """The plan, found on the first of all blocks that are alike; a trial in the model tells whether it holds for the others."""

@@ -56,7 +56,14 @@ def twin_like(call: Call, known: Twin) -> Twin:
     others = with_value(call.args, call.kwargs, call.slot, None)
     if is_plain(others) == known.remembers:
         raise NoTwin("takes different arguments from the other blocks of the stack")
-    return replace(known, parameters=_kept(call.module, known), flops=_flops(call))
+    return replace(known, parameters=_kept(call.module, known), flops=block_flops(call))
+
+
+def plain_copy(call: Call) -> Twin:
+    """A copy of a block that is no identity: nothing in it is zero."""
+    assert call.slot is not None
+    remembers = not is_plain(with_value(call.args, call.kwargs, call.slot, None))
+    return Twin(type(call.module).__name__, (), remembers=remembers)
 
 
 def _kept(block: nn.Module, twin: Twin) -> int:
@@ -65,7 +72,8 @@ def _kept(block: nn.Module, twin: Twin) -> int:
     return sum(p.numel() for name, p in block.named_parameters() if not any(name.startswith(path) for path in gone))
 
 
-def _flops(call: Call) -> int:
+def block_flops(call: Call) -> int:
+    """FLOPs of one call of a block, per sample; 0 where they cannot be counted."""
     assert call.given is not None and call.slot is not None
     args, kwargs = without_memory(with_value(call.args, call.kwargs, call.slot, None))
     try:
@@ -200,7 +208,7 @@ class _Trial:
             zeroed=tuple(zeroed),
             replaced=tuple(replaced),
             parameters=sum(p.numel() for p in self.block.parameters()),
-            flops=_flops(self.call),
+            flops=block_flops(self.call),
             remembers=self.remembers,
             null=self.null,
         )

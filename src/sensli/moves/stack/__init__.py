@@ -1,0 +1,1 @@
+"""Copies of a whole stack of blocks behind it, which act at once and change the function: G_stack."""
