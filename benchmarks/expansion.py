@@ -29,6 +29,7 @@ from sensli.text.writing import check_writable, write_bytes
 
 BLOCKS, WIDTH, HEADS, LENGTH, SIZE, NEW = 6, 48, 4, 48, 8, 2
 RATE = 1e-3
+COMPARED = ("by merit", "even spacing", "top only", "bottom only")
 
 
 def expansion(seeds: Sequence[int], before: int, after: int) -> list[dict[str, object]]:
@@ -50,6 +51,7 @@ def expansion(seeds: Sequence[int], before: int, after: int) -> list[dict[str, o
             arms: dict[str, list[int]] = {
                 name: sorted(list(merits).index(merit) for merit in choose(merits, NEW))
                 for name, choose in CHOICES.items()
+                if name in COMPARED
             }
             if not frozen:
                 arms["not expanded"] = []
@@ -109,17 +111,17 @@ def table(records: list[dict[str, object]]) -> str:
     for frozen in (False, True):
         names = [
             name
-            for name in (*CHOICES, "not expanded")
+            for name in (*COMPARED, "not expanded")
             if any(r["choice"] == name and r["frozen"] == frozen for r in records)
         ]
         best = []
         for seed in sorted({int(str(r["seed"])) for r in records}):
-            of_seed = [r for r in records if r["seed"] == seed and r["frozen"] == frozen and r["choice"] in CHOICES]
+            of_seed = [r for r in records if r["seed"] == seed and r["frozen"] == frozen and r["choice"] in COMPARED]
             best.append(min(of_seed, key=lambda r: float(str(r["loss"])))["choice"])
         for name in names:
             losses = [float(str(r["loss"])) for r in records if r["choice"] == name and r["frozen"] == frozen]
             spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-            wins = str(best.count(name)) if name in CHOICES else ""
+            wins = str(best.count(name)) if name in COMPARED else ""
             what = "new blocks only" if frozen else "all weights"
             rows.append([what, name, f"{statistics.mean(losses):.4f}", f"{spread:.4f}", wins])
     return text_table(["trained", "choice", "validation loss", "std", "best of four"], rows, left=(0, 1))

@@ -19,7 +19,7 @@ from sensli.growing.strategies import STRATEGIES
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import At, Budget, Every, Moment
 from sensli.merits.merits import Merit
-from sensli.merits.ranking import SELECTIONS
+from sensli.merits.ranking import BY_MERIT, SELECTIONS
 from sensli.paper.plans.config import Data, Network, Optimizer, Settings
 
 DATA = batches((8, 8, 4))
@@ -93,7 +93,7 @@ def test_every_selection_is_known_everywhere_and_takes_its_place(select: str) ->
     order = torch.randperm(len(merits), generator=torch.Generator().manual_seed(0)).tolist()
     expected = {
         "largest": merits.best, "smallest": merits.worst, "random": merits[order[0]], "first": merits[0], "last": merits[-1],
-        "even": merits[round((len(merits) - 1) / 2)],
+        "even": merits[round((len(merits) - 1) / 2)], "auto": merits.best,
     }  # fmt: skip
     growing = grower(model, select=select)
     growth = growing.step(DATA, loss_fn)
@@ -102,7 +102,7 @@ def test_every_selection_is_known_everywhere_and_takes_its_place(select: str) ->
     assert settings.select == select
 
 
-@pytest.mark.parametrize("select", [name for name in SELECTIONS if name != "largest"])
+@pytest.mark.parametrize("select", [name for name in SELECTIONS if name not in BY_MERIT])
 def test_the_largest_merit_decides_whether_a_control_grows(select: str) -> None:
     model = deep()
     small = copy.deepcopy(model)
@@ -127,7 +127,7 @@ def test_several_layers_are_spaced_as_the_selection_says() -> None:
 def test_errors_list_what_is_registered() -> None:
     with pytest.raises(ValueError, match=f"select must be one of {', '.join(map(repr, SELECTIONS))}, or a function"):
         grower(deep(), select="best")
-    with pytest.raises(ValueError, match="Known: even, first, largest, last, random, smallest"):
+    with pytest.raises(ValueError, match="Known: auto, even, first, largest, last, random, smallest"):
         Settings(Network("fnn", (5, 5)), Optimizer(), 45, 3, Data(), select="best")
 
 
@@ -139,6 +139,62 @@ def test_a_function_is_not_taken_for_the_selection_of_the_same_name() -> None:
     assert growing.step(DATA, loss_fn) is not None
     reason, second = growing.history.record.looks[0].reason, growing.last_merits.ranked[1]  # type: ignore[union-attr]
     assert f"and {second.ratio:.2g} x the mean" in reason and "largest" not in reason
+
+
+def inflated(blocks: int = 4) -> torch.nn.Module:
+    """A stack whose merits are by far the largest around its first block, and which the same seed gives again."""
+    torch.manual_seed(0)
+    model = residual(blocks)
+    with torch.no_grad():
+        for _, parameter in [each for each in model[2:-1].named_parameters() if "first" in each[0]]:  # type: ignore[index]
+            parameter.mul_(0.01)
+    return model
+
+
+def test_between_blocks_the_default_takes_the_middle_and_says_so() -> None:
+    model = inflated()
+    merits = measure(model, find_sites(model, points(2)), DATA, loss_fn)
+    middle = merits[len(merits) // 2]
+    assert len({merit.site.stack for merit in merits}) == 1 and len(merits) == 5
+    assert middle is not merits.best and middle.ratio is not None and merits.best.ratio is not None
+    lines: list[str] = []
+    # The largest merit of the stack decides whether, as before; the middle itself would not pass.
+    tau = (max(middle.ratio, sorted(merit.ratio or 0.0 for merit in merits)[-2]) + merits.best.ratio) / 2
+    growing = grower(model, tau=tau, log=lambda look: lines.append(str(look)))
+    growth = growing.step(DATA, loss_fn)
+    assert growth is not None and growth.site == middle.site
+    assert lines[0].endswith(" | the middle of 5 places between blocks")
+    look = growing.history.record.looks[0]
+    assert look.select == "auto" and look.rule == "the middle of 5 places between blocks"
+    assert look.reason == (
+        "it is the middle of 5 places between blocks, where no merit is known to tell the better one, and the largest merit there, "
+        f"{merits.best.ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
+    )
+    again = type(look).from_dict(look.to_dict())
+    assert again == look
+    assert grower(inflated(), tau=merits.best.ratio * 1.01).step(DATA, loss_fn) is None
+    plain = grower(inflated(), select="largest")
+    grown = plain.step(DATA, loss_fn)
+    assert grown is not None and grown.site == merits.best.site and plain.history.record.looks[0].rule == ""
+
+
+def test_several_blocks_are_spaced_evenly_by_default() -> None:
+    model = inflated()
+    sites = find_sites(model, points(2))
+    growing = grower(model, count=2)
+    growing.step(DATA, loss_fn)
+    assert [str(growth.site) for growth in growing.history] == [str(sites[1]), str(sites[3])]
+    assert growing.history.record.looks[0].rule == "one of 5 places between blocks, evenly spaced"
+
+
+def test_places_stay_in_their_stack_after_a_growth() -> None:
+    model = inflated(2)
+    growing = grower(model)
+    for call in range(3):
+        assert growing.step(DATA, loss_fn) is not None
+        assert {site.stack for site in growing.sites()} == {growing.sites()[0].stack} != {None}
+        assert len(growing.sites()) == 4 + call
+    assert [look.rule.split()[3] for look in growing.history.record.looks] == ["3", "4", "5"]
 
 
 @pytest.mark.parametrize("what", ["units", "both"])

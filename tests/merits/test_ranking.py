@@ -14,7 +14,7 @@ from torch import nn
 from sensli import find_sites, measure
 from sensli.cli.main import main
 from sensli.merits.merits import Merit, Merits
-from sensli.merits.ranking import CHOICES, compare_choices
+from sensli.merits.ranking import BETWEEN_BLOCKS, CHOICES, SELECTIONS, compare_choices, spread
 
 MODEL = """
 import torch
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def merits(values: list[float]) -> Merits:
-    sites: list[Any] = [SimpleNamespace(place=f"after h.{i}") for i in range(len(values))]
+    sites: list[Any] = [SimpleNamespace(place=f"after h.{i}", stack=None) for i in range(len(values))]
     return Merits([Merit(site, value) for site, value in zip(sites, values, strict=True)], norm="frobenius", batches=1)
 
 
@@ -61,7 +61,45 @@ def test_choices(count: int, expected: dict[str, list[int]]) -> None:
     for name, places in expected.items():
         assert [list(measured).index(merit) for merit in CHOICES[name](measured, count)] == places
     table = compare_choices(measured, count)
-    assert "even spacing" in table and "sum of merits" in table
+    assert "even spacing" in table and "sum of merits" in table and "Between the blocks" not in table
+
+
+# --- the default: by merit where merits compare, evenly in a stack of blocks ---
+
+PLAIN, STACK, OTHER = None, "blocks", "others"
+
+
+@pytest.mark.parametrize(
+    ("values", "stacks", "count", "expected"),
+    [
+        ([2.0, 4.0, 3.0], [PLAIN] * 3, 1, [1, 2, 0]),  # the largest
+        ([4.0, 4.0, 5.0], [PLAIN] * 3, 2, [2, 0, 1]),  # of equal ones the first
+        ([400.0, 3.0, 2.0, 1.0], [STACK] * 4, 1, [2, 0, 1, 3]),  # the middle, and then by merit
+        ([400.0, 3.0, 2.0], [STACK] * 3, 1, [1, 0, 2]),
+        ([400.0, 3.0], [STACK] * 2, 1, [1, 0]),  # of two middles the one nearer to the output
+        ([400.0, 3.0, 2.0, 1.0, 1.0], [STACK] * 5, 2, [1, 3, 0, 2, 4]),  # evenly
+        ([400.0, 3.0, 2.0], [STACK] * 3, 3, [0, 1, 2]),
+        ([400.0], [STACK], 1, [0]),
+        # A stack competes with the merit at its middle, whatever the place before its first block has.
+        ([400.0, 3.0, 2.0, 5.0], [STACK, STACK, STACK, PLAIN], 1, [3, 0, 1, 2]),
+        ([400.0, 3.0, 2.0, 2.5], [STACK, STACK, STACK, PLAIN], 1, [1, 0, 3, 2]),
+        ([400.0, 3.0, 2.0, 2.5], [STACK, STACK, STACK, PLAIN], 3, [0, 2, 3, 1]),  # two for the stack
+        ([400.0, 3.0, 2.0, 9.0, 8.0, 7.0], [*[STACK] * 3, *[OTHER] * 3], 1, [4, 3, 5, 0, 1, 2]),
+        ([400.0, 3.0, 2.0, 9.0, 1.0, 7.0], [*[STACK] * 3, *[OTHER] * 3], 1, [1, 0, 2, 3, 5, 4]),
+    ],
+)  # fmt: skip
+def test_the_default(values: list[float], stacks: list[str | None], count: int, expected: list[int]) -> None:
+    assert SELECTIONS["auto"](values, stacks, count, torch.Generator()) == expected
+
+
+def test_places_are_spread_over_all_there_are() -> None:
+    for places in range(1, 9):
+        for count in range(1, places + 1):
+            taken = spread(count, places)
+            assert len(set(taken)) == count and taken == sorted(taken) and taken[0] >= 0 and taken[-1] < places
+            mirrored = [places - 1 - place for place in reversed(taken)]
+            assert all(abs(one - other) <= 1 for one, other in zip(taken, mirrored, strict=True))
+    assert spread(3, 3) == [0, 1, 2] and spread(2, 8) == [2, 5]
 
 
 def test_a_user_s_model_on_a_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +166,8 @@ def test_a_saved_model_on_a_text_and_on_tensors(folder: Path, capsys: pytest.Cap
     assert main(["sites", "saved", "--text", "notes.txt", "--count", "2", "--length", "32"]) == 0
     out = capsys.readouterr().out
     assert "Twin(LlamaDecoderLayer) after model.layers.1" in out and "choice of 2" in out
+    line = next(line for line in out.splitlines() if line.startswith("as Grower"))
+    assert "after model.layers.0, after model.layers.1" in line and out.rstrip().endswith(f"{BETWEEN_BLOCKS}")
     ids = torch.randint(0, 256, (2, 9))
     save_file({"input_ids": ids, "labels": ids.clone()}, folder / "batch.safetensors")
     assert main(["sites", "saved", "--batch", "batch.safetensors"]) == 0

@@ -66,9 +66,10 @@ class Grower:
         tau: The threshold: insert only if the merit is at least this many times the mean over the existing weights
             (default: 1.0).
         norm: The norm of the gradient, as in `measure` (default: "auto").
-        select: Which site to take: ``"largest"`` merit; as controls ``"smallest"``, ``"random"``, ``"first"`` or ``"last"`` in the
-            data flow, or ``"even"`` spacing, for which the largest merit still decides whether to insert at all; or a function of
-            `Merits` that returns one of them (default: "largest").
+        select: Which site to take: ``"auto"`` takes the largest merit, but between the blocks of a stack the middle, or with ``count``
+            even spacing: no merit is known to tell the better place there. ``"largest"`` always takes the largest merit. As controls
+            ``"smallest"``, ``"random"``, ``"first"`` or ``"last"`` in the data flow, or ``"even"`` spacing, for which the largest
+            merit still decides whether to insert at all; or a function of `Merits` that returns one of them (default: "auto").
         count: The largest number of layers to insert at once (default: 1). A strategy that decides about all layers together takes
             as many as it chose.
         layer: The form of the new layers, as in `find_sites` (default: "auto").
@@ -120,7 +121,7 @@ class Grower:
         strategy: str | Strategy = "sensli",
         tau: float = 1.0,
         norm: str = "auto",
-        select: str | Selection = "largest",
+        select: str | Selection = "auto",
         count: int = 1,
         layer: str = "auto",
         where: Where = None,
@@ -246,6 +247,7 @@ class Grower:
                 recycled += self._recycle(together, batches, inside=[growth.number for _, growth in looked.grown])
                 why = looked.tried or self._strategy.reason(looked.merits, looked.taken)
                 looked.reason = f"{why}{looked.room.left_out}"
+                looked.rule = "" if looked.tried else self._strategy.rule(looked.merits, looked.taken)
             looked.recycled = recycled
             look = looked.noted(self.calls, self.options, bare(self.model), self._example)
         keep(self.history.record, self.options, bare(self.model), self.calls, metric, look)

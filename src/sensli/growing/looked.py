@@ -29,6 +29,7 @@ class Looked:
     recycled: int = 0  # units
     tried: Tried | None = None
     kept: bool = True  # the function
+    rule: str = ""  # by which the place was taken, where the merit did not decide it
 
     @property
     def taken(self) -> list[Merit]:
@@ -53,6 +54,7 @@ class Looked:
             unit=options.unit,
             tried=self.tried,
             kept=self.kept,
+            rule=self.rule,
         )
 
 

@@ -17,7 +17,7 @@ from sensli.growing.trigger import Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.merits import check_per
 from sensli.merits.norms import choose
-from sensli.merits.ranking import Selection, check_selection
+from sensli.merits.ranking import BY_MERIT, Selection, check_selection
 from sensli.modules import checks
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.moves.choosing import Where, check_where
@@ -39,7 +39,7 @@ class Options:
     strategy: str | Strategy = "sensli"
     tau: float = 1.0
     norm: str = "auto"
-    select: str | Selection = "largest"
+    select: str | Selection = "auto"
     count: int = 1
     layer: str = "auto"
     where: Where = None
@@ -69,9 +69,9 @@ class Options:
         check_strategy(self.strategy, STRATEGIES)
         self._become(tau=checks.at_least("tau", self.tau, 0, 1.0), count=checks.whole("count", self.count, 1))
         check_selection(self.select)
-        if self.confidence is not None and (self.select != "largest" or self.count != 1):
+        if self.confidence is not None and (self.select not in BY_MERIT or self.count != 1):
             raise ValueError(
-                "confidence= stops when the single largest merit is clear; use it with select='largest' and count=1."
+                "confidence= stops when the single largest merit is clear; use it with select='auto' or 'largest', and count=1."
             )
         confidence, tolerance = check_level(self.confidence, self.tolerance)
         self._become(

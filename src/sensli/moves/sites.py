@@ -28,6 +28,7 @@ class Site:
     point: Point
     move: Move
     _root: Ref | None = field(default=None, repr=False, compare=False)  # the model that it was found in
+    _container: str | None = field(default=None, repr=False, compare=False)  # of the blocks that it is between
 
     def __str__(self) -> str:
         return self.move.line(self.point)
@@ -58,6 +59,11 @@ class Site:
     def kind(self) -> str:
         """What would be added: "linear", "conv", "block" or "units"."""
         return self.move.kind
+
+    @property
+    def stack(self) -> tuple[str, tuple[int, ...]] | None:
+        """What the places between the blocks of one stack have in common: the container and the shape. None for all other places."""
+        return None if self._container is None else (self._container, self.shape)
 
     @property
     def cost(self) -> Cost:
@@ -123,7 +129,7 @@ class Site:
             place = Ref(ref.path).find(network) if own is None else ref.find(own)
             return ref if place is None else Ref.to(place[0], network.get_submodule(place[0]))
 
-        site = Site(self.point.bound(bind), self.move.bound(bind), Ref.to("", network))
+        site = Site(self.point.bound(bind), self.move.bound(bind), Ref.to("", network), self._container)
         site.find(network)
         return site
 

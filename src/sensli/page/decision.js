@@ -17,7 +17,7 @@ const bars = (look) => {
   const parts = [make("div", { class: "bars", role: "img", "aria-label": `Merits: ${listed.map(({ entry }) => `${entry.site} ${merit(entry.value)}`).join("; ")}` }, ...rows)];
   const hint = (text, options = {}) => parts.push(make("p", { class: "hint", ...options }, text));
   if (look.merits.length > listed.length) hint(`${look.merits.length - listed.length} more sites are listed in the text below.`);
-  if (look.per && ["largest", "smallest"].includes(look.select)) hint(`chosen by the merit per added ${look.per === "flops" ? "FLOP" : "parameter"}`);
+  if (look.per && ["auto", "largest", "smallest"].includes(look.select)) hint(`chosen by the merit per added ${look.per === "flops" ? "FLOP" : "parameter"}`);
   hint(threshold ? `dashed: tau = ${look.tau} x the mean of the existing weights, ${merit(threshold)}` : `tau = ${look.tau}`, { id: "tau", "data-tau": String(look.tau) });
   return parts;
 };

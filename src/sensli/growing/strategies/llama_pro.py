@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from sensli.growing.searching import Search
@@ -17,7 +16,7 @@ from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
-from sensli.merits.ranking import SELECTIONS
+from sensli.merits.ranking import ordered
 from sensli.moves.sites import Site, Sites
 
 if TYPE_CHECKING:
@@ -50,5 +49,4 @@ class LlamaPro(Strategy):
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         count = min(self.count, len(merits))
-        places = SELECTIONS["even"]([merit.value for merit in merits], count, torch.Generator())
-        return [merits[place].site for place in places]
+        return [merit.site for merit in ordered("even", merits, count)]

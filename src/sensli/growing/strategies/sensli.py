@@ -19,7 +19,7 @@ from sensli.merits.measuring import measure
 from sensli.merits.merits import Merit, Merits
 from sensli.merits.ranking import chosen, is_control
 from sensli.moves.sites import Site, Sites
-from sensli.surgery.history.record import reason_of
+from sensli.surgery.history.reasons import reason_of, rule_of
 
 
 class Sensli(Strategy):
@@ -61,6 +61,9 @@ class Sensli(Strategy):
             merits, taken, select=self.options.selection, tau=self.threshold.tau, floor=self.threshold.least_gain(merits),
             control=is_control(self.options.select), per=self.options.per,
         )  # fmt: skip
+
+    def rule(self, merits: Merits, taken: Sequence[Merit]) -> str:
+        return rule_of(merits, taken, self.options.selection)
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self._generator.get_state().tolist(), "largest_loss": self.threshold.largest_loss}

@@ -59,6 +59,10 @@ class Strategy(Protocol):
         """Why the look ended as it did, for the log; asked after `choose`."""
         return f"{type(self).__name__} chose {len(taken)} of {len(merits)} sites"
 
+    def rule(self, merits: Merits, taken: Sequence[Merit]) -> str:
+        """By which rule the place was taken, in a few words for the log, where the merit did not decide it; empty otherwise."""
+        return ""
+
     def keeps_function(self) -> bool:
         """Whether the function stays as it was at a growth. Where it does not, the log says so."""
         return True

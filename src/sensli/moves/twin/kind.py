@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call, Seen
-from sensli.moves.trace.stacks import parent_of
+from sensli.moves.trace.stacks import Stack, parent_of
 from sensli.moves.twin.finder import TwinFinder
 from sensli.moves.twin.twins import Twin
 from sensli.moves.twin.zeroing import NoTwin
@@ -30,11 +31,12 @@ class TwinKind:
             if stack.added:
                 for block in stack.blocks:
                     assert block.result is not None
-                    self._offer(search, block, "after", block.result, self._null(search, block, block.result))
+                    sites = self._null(search, block, block.result)
+                    self._offer(search, block, "after", block.result, stack, sites)
             else:
                 for block, side, seen in stack.boundaries():
                     if seen.node not in search.taken:
-                        self._offer(search, block, side, seen, self._twin(search, block, side, seen))
+                        self._offer(search, block, side, seen, stack, self._twin(search, block, side, seen))
 
     def at(self, search: Search, call: Call, side: str, seen: Seen) -> Iterator[Site]:
         return iter(())
@@ -42,8 +44,9 @@ class TwinKind:
     def otherwise(self, search: Search) -> None:
         """Without blocks there is nothing to copy."""
 
-    def _offer(self, search: Search, call: Call, side: str, seen: Seen, sites: Iterator[Site]) -> None:
-        search.offer(call, side, seen, sites, quiet=search.request.layer == "auto")
+    def _offer(self, search: Search, call: Call, side: str, seen: Seen, stack: Stack, sites: Iterator[Site]) -> None:
+        among = (replace(site, _container=stack.container) for site in sites)
+        search.offer(call, side, seen, among, quiet=search.request.layer == "auto")
 
     def _twin(self, search: Search, call: Call, side: str, seen: Seen) -> Iterator[Site]:
         search.check(call, side, seen, block=True)

@@ -49,6 +49,7 @@ _GROWING = (
     Method("layers", "SensLI: a layer where its merit is largest", "sensli", options=_largest("layers")),
     Method("units", "SensLI: units where their merit is largest", "sensli", options=_largest("units")),
     Method("both", "SensLI: a layer or units, whichever has the largest merit", "sensli", options=_largest("both")),
+    Method("auto", "as 'both', but in a stack of blocks at its middle", "sensli", options={"grow": "both", "select": "auto"}),
     Method("natural", "as 'both', by the natural merit", "sensli", options={**_largest("both"), "norm": "natural"}),
     Method(
         "layers-middle", "a layer in the middle of the places, whatever the merits are", "control",

@@ -256,7 +256,8 @@ class _Training:
             sources = [generator(self.job.seed, run, f"place {index}") for run in self.job.runs]
             return torch.cat([torch.randint(count, (1,), generator=source) for source in sources])
         order, unused = SELECTIONS[select], torch.Generator()
-        return torch.tensor([order(own, 1, unused)[0] for own in merits.tolist()])
+        nowhere = [None] * merits.shape[1]  # there are no stacks of blocks
+        return torch.tensor([order(own, nowhere, 1, unused)[0] for own in merits.tolist()])
 
     def _recycle(self, index: int) -> None:
         """Give the units that are zero on the whole training set new rows, as PyTorch draws them, and no outgoing weights."""

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from sensli.merits.merits import Merit, Merits, worth_of
+from sensli.merits.merits import Merit, Merits
 from sensli.surgery.history.outline import Unit
 from sensli.surgery.history.tried import Tried
-from sensli.text.names import PER
 
 UNITS = ("epoch", "step")  # what one call of `Grower.step` may be called
 LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at every step costs no memory
@@ -80,6 +79,7 @@ class Look:
         unit: What a call is called: ``"epoch"`` or ``"step"``.
         tried: How the candidates did in a trial, and what it cost; None if there was none.
         kept: Whether the growths keep the function.
+        rule: By which rule the place was taken, where the merit did not decide it; empty otherwise.
     """
 
     call: int
@@ -99,6 +99,7 @@ class Look:
     unit: str = "epoch"
     tried: Tried | None = None
     kept: bool = True
+    rule: str = ""  # older files do not say it
 
     @classmethod
     def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
@@ -138,8 +139,9 @@ class Look:
         flops = f", +{merit.flops / self.flops:.0%} FLOPs".replace("%", " %") if self.flops else ""
         cost = f"+{added:,} parameters" if not parameters else factor_text(parameters, parameters + added)
         change = "" if self.kept else " | the function is not kept"
+        rule = f" | {self.rule}" if self.rule else ""
         grown = f"{self.unit} {self.call}: +{merit.site.removeprefix('+')}"
-        return f"{grown} | merit {merit.value:.1e}{ratio} | {cost}{flops}{change}"
+        return f"{grown} | merit {merit.value:.1e}{ratio} | {cost}{flops}{rule}{change}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -256,61 +258,3 @@ class Record:
 def factor_text(before: int, after: int) -> str:
     """How the number of parameters grows: "26,722 -> 53,442 parameters, x2.0"."""
     return f"{before:,} -> {after:,} parameters, x{after / before:.{1 if after >= 1.1 * before else 2}f}"
-
-
-def reason_of(
-    merits: Merits,
-    chosen: Sequence[Merit],
-    *,
-    select: str,
-    tau: float,
-    floor: float = 0.0,
-    control: bool = False,
-    per: str | None = None,
-) -> str:
-    """Why a look ended as it did, in one sentence for a person.
-
-    ``floor`` is the least gradient norm that counts; for a ``control`` the largest merit decided whether to insert; ``per`` is what
-    the merits were compared by.
-    """
-    best = merits.best
-    if not chosen:
-        if best.ratio is not None and best.ratio < tau:
-            return f"the best, {best.site}, has merit {best.value:.1e}, {best.ratio:.2g} x mean, below tau = {tau:g}"
-        if math.sqrt(best.value) < floor:
-            return (
-                f"the problem is solved: a change of 1 in the weights of the best, {best.site}, would lower the loss by about "
-                f"{math.sqrt(best.value):.1e} (merit {best.value:.1e}), less than the floor of {floor:.1e}"
-            )
-        if select != "largest":
-            return f"the site that select={select} gave did not pass tau = {tau:g} or the trigger's limits"
-        return "the trigger's limits left no room for a site that passes"
-    first, ranked = chosen[0], merits.per(per).ranked
-    merit = f"merit {PER[per]}" if per else "merit"
-    if len(merits) == 1:
-        ground = "it is the only site"
-    elif select == "largest" and first is ranked[0]:
-        ground = f"its {merit} is the largest of {len(merits)}{_ahead(worth_of(first, per), worth_of(ranked[1], per))}"
-    elif select == "largest":
-        ground = f"its {merit} is the largest of those that passed the limits"
-    else:
-        ground = f"select={select} gave it"
-    ratio, whose = (best.ratio, "the largest merit, ") if control else (first.ratio, "")
-    passed = (
-        f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
-        if ratio is not None
-        else ""
-    )
-    what = "growths" if any(each.site.kind == "units" for each in chosen) else "layers"
-    more = f" ({len(chosen)} {what} at once)" if len(chosen) > 1 else ""
-    return f"{ground}{passed}{more}"
-
-
-def _ahead(first: float, second: float) -> str:
-    if second <= 0 or first == second:
-        return ""
-    return (
-        f", {first / second:.2g} times the next"
-        if first >= 1.5 * second
-        else f", {100 * (first / second - 1):.1f} % ahead of the next"
-    )
