@@ -238,3 +238,9 @@ def test_the_transformer_grows_in_depth_and_in_all_its_widths() -> None:
     assert TEXT.forward_flops["wide"] == TEXT.forward_flops["middle"], (
         "twice the widths cost as much as twice the blocks"
     )
+
+
+def test_the_weights_of_the_transformer_begin_small_and_the_digest_knows_it() -> None:
+    weights = [value for name, value in Transformer(1).named_parameters() if value.ndim == 2 and "norm" not in name]
+    assert all(float(value.detach().std()) == pytest.approx(0.02, rel=0.1) for value in weights)
+    assert Job(TEXT, methods(TEXT)["small"], 0).facts()["optimizer"].endswith("weights from N(0, 0.02)")

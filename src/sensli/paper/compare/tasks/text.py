@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from sensli.paper.compare.task import Data, Part, Task
 
 BYTES, WINDOW, WIDTH, HEADS, HEAD = 256, 64, 64, 4, 16
+START = 0.02  # standard deviation of all weights
 HIDDEN = 4 * WIDTH  # units of a feed-forward part
 
 
@@ -48,15 +49,20 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A stack of equal blocks on embedded bytes."""
+    """A stack of equal blocks on embedded bytes. Weights begin as is usual for language models: normal, and small."""
 
     def __init__(self, blocks: int, heads: int = HEADS, hidden: int = HIDDEN, width: int = WIDTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
-        self.places = nn.Parameter(0.02 * torch.randn(WINDOW, width))
+        self.places = nn.Parameter(START * torch.randn(WINDOW, width))
         self.blocks = nn.Sequential(*(Block(width, heads, hidden) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=START)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.norm(self.blocks(self.embedding(x) + self.places)))
@@ -104,7 +110,7 @@ TEXT = Task(
     example=((WINDOW,), torch.long),
     loss=next_byte,
     optimizer=partial(torch.optim.AdamW, lr=2e-3),
-    recipe="AdamW 0.002",
+    recipe=f"AdamW 0.002, weights from N(0, {START})",
     batch=16,
     steps=1000,
     looks=(0.2, 0.2, 0.4, 0.4),  # two growths at each of two moments, the second of them after another look
