@@ -68,6 +68,8 @@ def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.Capture
         (("run", "spirals", "--methods", "smal"), "--methods: unknown method 'smal'. Did you mean 'small'? Known: "),
         (("run", "spirals", "--seeds", "0"), "--seeds must be at least 1, got 0."),
         (("run", "spirals", "--jobs", "0"), "--jobs must be at least 1, got 0."),
+        (("run", "spirals", "--on", "ray", "--jobs", "2"), "--jobs must be 1 with --on ray, which has its own processes, got 2."),
+        (("run", "spirals", "--ray-cpus", "2"), "--ray-cpus needs --on ray. Add --on ray, or leave it out."),
         (("run", "spirals", "--budget", "0"), "--budget must be a number above 0 (for example 0.5), got 0."),
         (("run", "spirals", "--budget", "nan"), "--budget must be a number above 0 (for example 0.5), got nan."),
         (("show", "spirals"), "compare-results: no run of the task spirals with the budget x 1 is stored. Compute them with: "),

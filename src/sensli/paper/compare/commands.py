@@ -9,6 +9,7 @@ from sensli.paper.compare import report, work
 from sensli.paper.compare.errors import BadComparison
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import chosen, methods
+from sensli.paper.compare.on_ray import Ray
 from sensli.paper.compare.store import Store
 from sensli.paper.compare.summary import load, rows
 from sensli.paper.compare.tables import table, verdict
@@ -52,12 +53,24 @@ def _list(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> None:
     if args.jobs < 1:
         raise BadComparison(f"--jobs must be at least 1, got {args.jobs}.")
+    ray = _ray(args)
     task = find(args.task)
     wanted = chosen(task, args.methods)
     # seed by seed, not method by method: what is stopped early has pairs to compare
     jobs = [Job(task, method, seed, args.budget) for seed in range(args.seeds) for method in wanted]
-    work.compute(jobs, Store(args.out), args.data, args.jobs)
+    work.compute(jobs, Store(args.out), args.data, args.jobs, ray)
     _show(args)
+
+
+def _ray(args: argparse.Namespace) -> Ray | None:
+    if args.on != "ray":
+        for name in ("ray_address", "ray_cpus"):
+            if getattr(args, name) is not None:
+                raise BadComparison(f"--{name.replace('_', '-')} needs --on ray. Add --on ray, or leave it out.")
+        return None
+    if args.jobs != 1:
+        raise BadComparison(f"--jobs must be 1 with --on ray, which has its own processes, got {args.jobs}.")
+    return Ray(args.ray_address, args.ray_cpus if args.ray_cpus is not None else 1)
 
 
 def _show(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Computing what is missing, in this process or in several; each run is on disk before it is reported."""
+"""Computing what is missing, in this process, in several or on Ray; each run is on disk before it is reported."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import torch
 
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.terminal import Reach, progress
+from sensli.paper.compare import on_ray
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import methods
+from sensli.paper.compare.on_ray import Ray
 from sensli.paper.compare.store import Store
 from sensli.paper.compare.tasks import find
 from sensli.paper.compare.training import Tell, train
 from sensli.paper.engines.stacked import one_thread
 
 
-def compute(jobs: Sequence[Job], store: Store, folder: Path | None = None, processes: int = 1) -> list[str]:
+def compute(
+    jobs: Sequence[Job], store: Store, folder: Path | None = None, processes: int = 1, ray: Ray | None = None
+) -> list[str]:
     """Compute the runs that the store lacks; what a method refuses to do is said and left out, and is returned.
 
     Data that cannot be had stop everything, before the first run.
@@ -33,7 +37,13 @@ def compute(jobs: Sequence[Job], store: Store, folder: Path | None = None, proce
     for task in {job.task.name: job.task for job in work}.values():
         task.load(folder, 0)
     with progress("comparing", sum(job.seconds() for job in work)) as reach:
-        done = _here(work, store, folder, reach) if processes == 1 else _apart(work, store, folder, reach, processes)
+        done: Iterator[str]
+        if ray is not None:
+            done = (_told(job, refused) for job, refused in on_ray.compute(work, store, folder, reach, ray))
+        else:
+            done = (
+                _here(work, store, folder, reach) if processes == 1 else _apart(work, store, folder, reach, processes)
+            )
         return [line for line in done if line]
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from torch import nn
 
 
-def plain(inputs: int, units: int, layers: int, outputs: int, *, bias: bool = True) -> nn.Sequential:
+def plain(inputs: int, units: int, layers: int, outputs: int) -> nn.Sequential:
     """So many hidden layers of so many units each."""
     hidden = pairwise((inputs, *(units for _ in range(layers))))
-    layers_and_relus = (each for pair in hidden for each in (nn.Linear(*pair, bias=bias), nn.ReLU()))
-    return nn.Sequential(*layers_and_relus, nn.Linear(units, outputs, bias=bias))
+    layers_and_relus = (each for pair in hidden for each in (nn.Linear(*pair), nn.ReLU()))
+    return nn.Sequential(*layers_and_relus, nn.Linear(units, outputs))

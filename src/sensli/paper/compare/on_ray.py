@@ -1,0 +1,185 @@
+"""Runs of a comparison as Ray tasks, one each, on one machine or many.
+
+Only this process writes to the store: progress, the states of unfinished runs and results come back as the stream that each task
+yields, so the machines need no shared disk. A run is the same as without Ray, to the bit on the same processor.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sensli import __version__
+from sensli.errors import CheckpointError, SensliError
+from sensli.growing.terminal import Reach
+from sensli.paper.compare.errors import BadComparison
+from sensli.paper.compare.job import Job
+from sensli.paper.compare.methods import methods
+from sensli.paper.compare.run import Run
+from sensli.paper.compare.store import Store
+from sensli.paper.compare.tasks import find
+from sensli.paper.compare.training import Training
+from sensli.paper.errors import PaperError, StoreError
+from sensli.paper.running.cluster import RayError, connected
+from sensli.paper.running.ray_worker import one_line
+from sensli.text.writing import write_bytes
+
+LOSSES = 3  # how often the worker of one run may be lost
+TELL_EVERY = 0.5  # seconds
+SAVE_EVERY = 20.0  # seconds; a state is sent over the network, so less often than to a disk
+News = tuple[str, Any]  # ("share", how much is done), ("state", a checkpoint), ("done", the run), ("refused", why)
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Where to compute: ``address`` None is a Ray on this machine, ``cpus`` are those of each run, and its threads."""
+
+    address: str | None = None
+    cpus: int = 1
+    save_every: float = SAVE_EVERY
+
+
+def compute(
+    jobs: Sequence[Job], store: Store, folder: Path | None, reach: Reach, place: Ray
+) -> Iterator[tuple[Job, str]]:
+    """Each job when its run is stored, with why it cannot be done, or nothing."""
+    with connected(place.address) as (ray, _):
+        largest = int(max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0))
+        if not 1 <= place.cpus <= largest:
+            raise BadComparison(
+                f"--ray-cpus must be between 1 and {largest} (the CPUs of the largest machine), got {place.cpus}."
+            )
+        tasks = _Tasks(ray, place, folder)
+        try:
+            yield from tasks.compute(jobs, store, reach)
+        except ray.exceptions.RayError as error:
+            raise RayError(
+                f"the connection to Ray was lost ({one_line(error)}). Run the same command again to resume."
+            ) from None
+        finally:
+            tasks.cancel()
+
+
+class _Tasks:
+    """The running tasks, by the streams of their news."""
+
+    def __init__(self, ray: Any, place: Ray, folder: Path | None) -> None:
+        self.ray, self.place, self.folder = ray, place, folder.absolute() if folder else None
+        # Ray would repeat a lost task from its beginning; we repeat it from its last state.
+        self.task = ray.remote(max_retries=0, num_returns="streaming", scheduling_strategy="SPREAD")(work)
+        self.running: dict[Any, int] = {}
+
+    def send(self, number: int, job: Job, store: Store) -> None:
+        state = store.state(job)
+        given = {
+            "task": job.task.name, "method": job.method.name, "seed": job.seed, "budget": job.budget, "digest": job.digest,
+            "state": state.read_bytes() if state.exists() else None, "folder": self.folder, "threads": self.place.cpus,
+            "save_every": self.place.save_every,
+        }  # fmt: skip
+        stream = self.task.options(num_cpus=self.place.cpus, name="sensli").remote(__version__, given)
+        self.running[stream] = number
+
+    def compute(self, jobs: Sequence[Job], store: Store, reach: Reach) -> Iterator[tuple[Job, str]]:
+        shares: dict[int, float] = {}
+        losses: Counter[int] = Counter()
+        for number, job in enumerate(jobs):
+            self.send(number, job, store)
+        while self.running:
+            (stream,), _ = self.ray.wait(list(self.running))
+            number = self.running[stream]
+            job = jobs[number]
+            kind, value = self._news(stream, job, losses, number)
+            if kind == "share":
+                shares[number] = value
+            elif kind == "state":
+                write_bytes(store.state(job), value, StoreError)
+            else:
+                del self.running[stream]
+                if kind == "lost":
+                    shares.pop(number, None)
+                    self.send(number, job, store)
+                else:
+                    shares[number] = 1.0
+                    if kind == "done":
+                        store.save(job, Run.from_dict(value))
+                    yield job, value if kind == "refused" else ""
+            reach(sum(share * jobs[one].seconds() for one, share in shares.items()), f"{len(self.running)} runs left")
+
+    def _news(self, stream: Any, job: Job, losses: Counter[int], number: int) -> News:
+        """The next news of a task; what failed there is raised here, as one line."""
+        try:
+            news: News = self.ray.get(next(stream))
+            return news
+        except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, SensliError):
+                raise type(error.cause)(f"{job}, {error.cause}") from error
+            advice = f"Is sensli {__version__} installed on every machine?"
+            raise PaperError(f"{job}: the task failed ({one_line(error.cause or error)}). {advice}") from error
+        except self.ray.exceptions.RayError as error:
+            losses[number] += 1
+            if losses[number] >= LOSSES:
+                raise RayError(f"{job}: its worker was lost {LOSSES} times ({one_line(error)}).") from None
+            print(f"{job}: its worker was lost ({type(error).__name__}); running it again")
+            return "lost", None
+
+    def cancel(self) -> None:
+        """Leave nothing running in a cluster that outlives this process."""
+        with suppress(Exception):  # the connection may be what was lost
+            for stream in self.running:
+                self.ray.cancel(stream)
+
+
+def work(version: str, given: dict[str, Any]) -> Iterator[News]:
+    """One run, on whatever machine this is. By name: networks and losses are functions, which do not travel."""
+    host = platform.node()
+    if version != __version__:
+        raise PaperError(
+            f"on {host}: sensli is {__version__} there and {version} here. Install the same version on every machine."
+        )
+    torch.set_num_threads(given["threads"])
+    os.environ["SENSLI_OFFLINE"] = "1"  # several tasks on one machine would download into the same file
+    task = find(given["task"])
+    job = Job(task, methods(task)[given["method"]], given["seed"], given["budget"])
+    if job.digest != given["digest"]:
+        raise PaperError(
+            f"on {host}: {task.name} is configured in another way there. Install the same version on every machine."
+        )
+    try:
+        data = task.load(given["folder"], job.seed)
+    except SensliError as error:
+        raise type(error)(f"on {host}: {error}") from None
+    try:
+        yield from _train(Training(job, data), given["state"], given["save_every"])
+    except SensliError as error:
+        yield "refused", str(error)
+
+
+def _train(training: Training, state: bytes | None, save_every: float) -> Iterator[News]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.ckpt"
+        if state is not None:
+            path.write_bytes(state)
+            with suppress(CheckpointError):  # a damaged state, or one of other code: from the start
+                training.restore(path)
+        told = saved = time.monotonic()
+        while not training.finished:
+            training.advance()
+            now = time.monotonic()
+            if now - told >= TELL_EVERY:
+                told = now
+                yield "share", training.share
+            if now - saved >= save_every:
+                training.save(path)
+                saved = time.monotonic()
+                yield "state", path.read_bytes()
+    yield "done", training.ended().to_dict()
