@@ -27,6 +27,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "north": ("north", "North"),
     "firefly": ("firefly", "Firefly"),
     "convsenn": ("convsenn", "ConvSenn"),
+    "morphnet": ("morphnet", "MorphNet"),
     "splitting": ("splitting", "Splitting"),
     "variance-transfer": ("variance_transfer", "VarianceTransfer"),
     "autogrow": ("autogrow", "AutoGrow"),

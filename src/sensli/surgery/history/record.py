@@ -136,11 +136,12 @@ class Look:
 
     def _line(self, merit: SiteMerit, added: int, parameters: int | None) -> str:
         ratio = f", {merit.ratio:.2g} x mean" if merit.ratio is not None else ""
-        flops = f", +{merit.flops / self.flops:.0%} FLOPs".replace("%", " %") if self.flops else ""
+        flops = f", {merit.flops / self.flops:+.0%} FLOPs".replace("%", " %") if self.flops else ""
         cost = f"+{added:,} parameters" if not parameters else factor_text(parameters, parameters + added)
         change = "" if self.kept else " | the function is not kept"
         rule = f" | {self.rule}" if self.rule else ""
-        grown = f"{self.unit} {self.call}: +{merit.site.removeprefix('+')}"
+        sign = "" if merit.site.startswith("-") else "+"
+        grown = f"{self.unit} {self.call}: {sign}{merit.site.removeprefix('+')}"
         return f"{grown} | merit {merit.value:.1e}{ratio} | {cost}{flops}{rule}{change}"
 
     def to_dict(self) -> dict[str, Any]:
