@@ -13,7 +13,8 @@ from rivals import convolutions, data, grown, mean_loss, mlp, seen
 from sensli import Grower
 from sensli.growing.strategies import STRATEGIES
 from sensli.growing.strategies.autogrow import AutoGrow
-from sensli.growing.strategies.nest import Nest
+from sensli.growing.strategies.nest import ALPHA, BETA, Nest
+from sensli.growing.strategies.netmorph import NetMorph
 from sensli.growing.strategies.north import North
 from sensli.growing.strategies.pairs import Pair, inverse_root, moment, pseudo_inverse
 from sensli.growing.strategies.senn import DAMPING, Senn
@@ -215,3 +216,56 @@ def test_every_strategy_says_what_it_is_and_whether_the_function_stays() -> None
         assert module.__doc__ and getattr(module, name)
         if file not in ("sensli", "random_start"):
             assert ("function" in module.__doc__ and "kept" in module.__doc__) or "keeps" in module.__doc__, file
+
+
+def test_nest_is_the_formula_pair_by_pair() -> None:
+    for pair in seen(mlp(), data()):
+        site, score = Nest(seed=4).start(pair, lambda _: 0.0)
+        bypass, units = pair.bypass(), pair.width.more
+        entries = [(abs(float(bypass[i, j])), i, j) for i in range(len(bypass)) for j in range(bypass.shape[1])]
+        largest = sorted(entries, reverse=True)[: max(units, round(BETA * len(entries)))]
+        signs = torch.randint(2, (len(largest),), generator=torch.Generator().manual_seed(4)).tolist()
+        rows, columns = (torch.zeros(units, size).double() for size in bypass.shape)
+        for number, (size, i, j) in enumerate(largest):
+            sign = 2 * signs[number] - 1
+            rows[number % units, i] += sign * (-1 if bypass[i, j] > 0 else 1) * size**0.5
+            columns[number % units, j] += sign * size**0.5
+        for made, old in ((rows, pair.existing_rows), (columns, pair.existing_columns)):
+            made *= ALPHA * old.abs().mean() / made[made != 0].abs().mean()
+        weight, bias, *_, read = site.move._entries.values  # type: ignore[union-attr]
+        torch.testing.assert_close(torch.cat([weight, bias[:, None]], 1), rows)  # type: ignore[index,list-item]
+        torch.testing.assert_close(read.T, columns)  # type: ignore[union-attr]
+        assert score == pytest.approx(sum(size**2 for size, _, _ in largest))
+
+
+def test_north_counts_and_draws_as_the_paper_does() -> None:
+    """With fewer units than inputs: as many new ones as the rank exceeds its share, orthogonal to all pre-activations that are there."""
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double(), data(count=4)
+    (pair,) = seen(model, batches)
+    site, excess = North().start(pair, lambda _: 0.0)
+    x = torch.cat([x for x, _ in batches])
+    h = torch.tanh(model[0](x)) / len(x) ** 0.5
+    rank = int((torch.linalg.eigvalsh(h.T @ h).clamp_min(0).sqrt() > 0.01).sum())
+    assert rank == 3 and excess == rank - int(3 * 0.97 * rank / 3) == 1
+    weight, bias, *_ = site.move._entries.values  # type: ignore[union-attr]
+    new, old = x @ weight.T + bias, model[0](x)  # type: ignore[union-attr,operator]
+    assert (old.T @ new).abs().max() < 1e-9 * old.norm() * new.norm() and new.norm() > 0.1
+    lengths = torch.cat([weight, bias[:, None]], 1).norm(dim=1)  # type: ignore[index,list-item]
+    torch.testing.assert_close(lengths, pair.existing_rows.norm(dim=1).mean().expand(2))
+
+
+def test_netmorph_has_its_zeros_on_the_side_with_fewer_weights() -> None:
+    model, batches = mlp(), data()
+    for pair, zero_rows in zip(seen(model, batches), (True, False), strict=True):  # 5 and 6 weights of a unit; 6 and 3
+        site, _ = NetMorph(seed=2).start(pair, lambda _: 0.0)
+        weight, bias, *_, read = site.move._entries.values  # type: ignore[union-attr]
+        rows, columns = torch.cat([weight, bias[:, None]], 1), read.T  # type: ignore[index,list-item,union-attr]
+        assert (rows == 0).all() == zero_rows and (columns == 0).all() != zero_rows
+        old, new = (pair.existing_columns, columns) if zero_rows else (pair.existing_rows, rows)
+        generator = torch.Generator().manual_seed(2)
+        shapes = [(2, pair.existing_rows.shape[1]), (2, pair.existing_columns.shape[1])]
+        drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        spread = (old - old.mean()).square().mean().sqrt()
+        torch.testing.assert_close(new, drawn[int(zero_rows)] * spread)
+        torch.testing.assert_close(mean_loss(grown(model, site), batches), mean_loss(model, batches))

@@ -41,6 +41,8 @@ from sensli import (
     undo,
 )
 from sensli.growing.options import Options
+from sensli.growing.strategies.autogrow import AutoGrow
+from sensli.growing.strategies.g_stack import GStack
 from sensli.growing.strategies.sensli import Sensli
 from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
 from sensli.merits.norms import choose, squared_norm
@@ -147,6 +149,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Grower.step": lambda s, **given: s.grower.step(**{"batches": s.data, "loss_fn": loss_fn, "metric": 0.5, **given}),
     "Grower.load_state_dict": lambda s, **given: s.grower.load_state_dict(**{"state": s.grower.state_dict(), **given}),
     "Trial": lambda s, **given: Trial(**{"steps": 3, **given}),
+    "GStack": lambda s, **given: GStack(**given),
+    "AutoGrow": lambda s, **given: AutoGrow(**given),
     "At": lambda s, calls=(3,): At(*calls),
     "Every": lambda s, calls=3: Every(calls),
     "Plateau": lambda s, **given: Plateau(**given),
@@ -346,6 +350,10 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "unit"): (*NOT_A_NAME, None),
     ("Grower", "trial"): (3, "yes", True, [], Trial, {"steps": 3}),
     ("Grower without an optimizer", "trial"): (Of("one", lambda s: Trial(3), "needs optimizer="),),
+    ("GStack", "factor"): (*NOT_WHOLE, None, 1, 0, -1),
+    ("AutoGrow", "start"): (*NOT_A_NAME, None),
+    ("AutoGrow", "least"): (*NOT_A_NUMBER, None, -1, INF),
+    ("AutoGrow", "seed"): (*NOT_WHOLE, None, -1, 2**64),
     ("Trial", "steps"): (*NOT_WHOLE, None, 0, -1),
     ("Trial", "candidates"): (*NOT_WHOLE, None, 0, -1),
     ("Trial", "batches"): (3, "train", True, b"train", nn.ReLU, Of("a tensor", lambda s: s.x, "tensor"), {"x": 1}, loss_fn),

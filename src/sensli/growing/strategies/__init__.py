@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 # The name for Grower(strategy=...) -> the file here, and the class in it.
 STRATEGIES: dict[str, tuple[str, str]] = {
     "sensli": ("sensli", "Sensli"),
+    "random-place": ("random_place", "RandomPlace"),
     "random-start": ("random_start", "RandomStart"),
     "random-units": ("random_units", "RandomUnits"),
     "net2net": ("net2net", "Net2Net"),
+    "net2net-deeper": ("net2net_deeper", "Net2NetDeeper"),
     "netmorph": ("netmorph", "NetMorph"),
+    "netmorph-deeper": ("netmorph_deeper", "NetMorphDeeper"),
     "gradmax": ("gradmax", "GradMax"),
     "tiny": ("tiny", "Tiny"),
     "nest": ("nest", "Nest"),
@@ -31,6 +34,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "splitting": ("splitting", "Splitting"),
     "variance-transfer": ("variance_transfer", "VarianceTransfer"),
     "autogrow": ("autogrow", "AutoGrow"),
+    "autogrow-gauss": ("autogrow", "AutoGrowGauss"),
     "llama-pro": ("llama_pro", "LlamaPro"),
     "g-stack": ("g_stack", "GStack"),
 }

@@ -1,14 +1,24 @@
 """AutoGrow (Wen, Yan, Chen, Li 2020): one block after the other at the end of each stage in turn, until a stage no longer pays.
 
 A stage that was grown is closed for good if the metric has not improved since by more than ``least``; growth ends when all are closed.
-Their code decides by the accuracy on the test set; here it is the metric that `Grower.step` is given, so give that of a validation set. New
-blocks begin as in their variant ZeroInit, which keeps the function; they found normally distributed last norms (GauInit)
-better, which do not keep it and are not here.
+Their code decides by the accuracy on the test set; here it is the metric that `Grower.step` is given, so give that of a validation set.
+They append a block every few epochs and close a stage by the running maximum of the last hundred or more; here each look is one of their
+intervals.
+
+A new block is as its modules initialise themselves, but for the weight and the bias of its last norm, which in their code are
+- zero (ZeroInit, ``"autogrow"``): the function is kept,
+- uniform in [0, 1) (UniInit, ``AutoGrow(start="uniform")``), or
+- standard normal (GauInit, ``"autogrow-gauss"``), which they found best: the function is not kept, nor with UniInit.
+
+We follow the code for these (a review of it has uniform numbers of deviation 1 for GauInit). Their fourth variant, a training of that norm
+alone until the accuracy is back, is not here. A block whose last part is a convolution or a linear map and no norm keeps its default start
+with GauInit and UniInit, as their plain networks do. Parameters of modules that have no ``reset_parameters`` are copies of the neighbour's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +28,11 @@ from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
+from sensli.modules import checks
+from sensli.modules.marks import count_growths
+from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site, Sites
+from sensli.moves.twin.twins import LASTS, Twin
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -30,14 +44,18 @@ class AutoGrow(Strategy):
     """Twins at the ends of stages, in turn.
 
     Args:
-        least: By how much the metric, of which smaller is better, must fall between two looks for a stage to stay open.
+        start: How the last norm of a new block begins: ``"zero"``, ``"uniform"`` or ``"normal"`` (default: "zero").
+        least: By how much the metric, of which smaller is better, must fall between two looks for a stage to stay open (default: 5e-4).
         where: Which sites to consider, as in `find_sites`.
+        seed: The random seed of new blocks (default: 0).
     """
 
     needs_metric = True
 
-    def __init__(self, *, least: float = LEAST, where: Any = None) -> None:
-        self.least = least
+    def __init__(self, *, start: str = "zero", least: float = LEAST, where: Any = None, seed: int = 0) -> None:
+        self.start = checks.one_of("start", start, LASTS)
+        self.least = checks.at_least("least", least, 0, LEAST)
+        self.seed = checks.whole("seed", seed, 0, least=0, below=2**64)
         self._search = Search(layer="twin", where=where)
         self.closed: list[str] = []
         self.last: str | None = None  # the stage that was grown last
@@ -45,12 +63,22 @@ class AutoGrow(Strategy):
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
-        return cls(where=options.where)
+        return cls(where=options.where, seed=options.seed)
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
         found = self._search.sites(model, example)
-        ends = {stage(site): site for site in found}  # the last of each stage stays
-        return Sites(list(ends.values()), found.skipped, model_name=type(model).__name__)
+        network = bare(model)
+        seed = (self.seed + 1_000_003 * count_growths(network)) % 2**63  # another one for each block
+        ends = {stage(site): site for site in found if isinstance(site.move, Twin)}  # the last of each stage stays
+        sites = [
+            replace(site, move=site.move.new_block(site.find(network)[1], self.start, seed))
+            for site in ends.values()
+            if isinstance(site.move, Twin)
+        ]
+        return Sites(sites, found.skipped, model_name=type(network).__name__)
+
+    def keeps_function(self) -> bool:
+        return self.start == "zero"
 
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
@@ -82,6 +110,14 @@ class AutoGrow(Strategy):
         if metric is not None and type(metric) is not float:
             raise ValueError(f"the metric is {metric!r}")
         self.closed, self.last, self.metric = list(closed), last, metric
+
+
+class AutoGrowGauss(AutoGrow):
+    """The same with normally distributed last norms."""
+
+    @classmethod
+    def made(cls, options: Options) -> Strategy:
+        return cls(start="normal", where=options.where, seed=options.seed)
 
 
 def stage(site: Site) -> str:

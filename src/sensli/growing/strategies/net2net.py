@@ -1,8 +1,8 @@
 """Net2Net (Chen, Goodfellow, Shlens 2016), wider: every new unit is a copy of one that is there, and both share what read the one.
 
 How is `start="net2net"`; where is left to the user, so the widths are taken in turn. The paper widens all layers at once, once, on a
-trained network (``count`` large enough does that), and begins again with a tenth of the learning rate. Its way deeper is an identity
-layer, which is what SensLI inserts. The function is kept.
+trained network (``count`` large enough does that), and begins again with a tenth of the learning rate. Its way deeper is
+`"net2net-deeper"`. The function is kept.
 """
 
 from __future__ import annotations

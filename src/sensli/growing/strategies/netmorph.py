@@ -1,8 +1,7 @@
 """NetMorph (Wei, Wang, Rui, Chen 2016), wider: random weights on one side of the new units, zeros on the side that has fewer of them.
 
-Its way deeper, a parametric activation that begins as the identity, is `find_sites(layer="parametric")`; its other one, an old filter
-factorised into two, changes the function by what the factorisation leaves over and is not here. There is no released code. Where and
-when are left to the user, so the widths are taken in turn. The function is kept; behind a torch ReLU, zero rows never learn.
+Its way deeper is `"netmorph-deeper"`. There is no released code. Where and when are left to the user, so the widths are taken in
+turn. The function is kept; behind a torch ReLU, zero rows never learn.
 """
 
 from __future__ import annotations

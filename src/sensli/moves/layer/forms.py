@@ -3,6 +3,8 @@
 Form        new layer                          starts with             measured weight
 relu        ``relu(W x + b)``, x >= 0          W = I, b = 0            W
             ``W relu(x) + b`` before a ReLU    W = I, b = 0            W
+            ``relu(norm(W x + b))``            a norm that undoes      W
+                                               itself (Net2Net)
 residual    ``x + W2 s(W1 x + b)``             W1 = 0.8 I, b, W2 = 0   W2
             ``x + W2 s(norm(W1 x + b))``       beside batch norms      W2
 parametric  ``(1 - a) z + a s(z)``, z = W x+b  W = I, b = 0, a = 0     W
@@ -16,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -94,7 +96,9 @@ class Layer(Inserts):
     leading: bool = (
         False  # of the ReLU form: the ReLU comes first, because the model applies one itself after the place
     )
-    norm: int = 0  # of the residual form: a batch norm of so many dimensions between its maps; 0 for none
+    norm: int = 0  # a batch norm of so many dimensions behind the (first) map, not in the parametric form; 0 for none
+    # Of a norm in the ReLU form: mean and variance of what arrives, which it undoes. Values are in a state dict, not in JSON.
+    _undone: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         if self.kind == "conv":
@@ -104,7 +108,8 @@ class Layer(Inserts):
         else:
             weight = f"Linear({self.width}, {self.width})"
         if self.form == "relu":
-            return f"ReLU + {weight}" if self.leading else f"{weight} + ReLU"
+            normed = f"{weight} + BatchNorm{self.norm}d" if self.norm else weight
+            return f"ReLU + {normed}" if self.leading else f"{normed} + ReLU"
         norm = f", BatchNorm{self.norm}d" if self.norm else ""
         return f"{self.form.capitalize()}({weight}{norm}, {self.activation.name})"
 
@@ -175,8 +180,10 @@ class Layer(Inserts):
             return self._map(scale, bias, dtype=dtype, device=device)
 
         if self.form == "relu":
-            parts = [(self.kind, weight(1.0)), ("relu", nn.ReLU())]
-            layer: nn.Module = nn.Sequential(OrderedDict(reversed(parts) if self.leading else parts))
+            norm = self._norm(device)
+            parts = [(self.kind, weight(1.0)), *([] if norm is None else [("norm", norm)])]
+            bend: list[tuple[str, nn.Module]] = [("relu", nn.ReLU())]
+            layer: nn.Module = nn.Sequential(OrderedDict([*bend, *parts] if self.leading else [*parts, *bend]))
         elif self.form == "residual":
             first, second = weight(RESIDUAL_SCALE), weight(0.0, bias=False)
             layer = ResidualLayer(first, self.activation.build(), second, self._norm(device))
@@ -187,7 +194,18 @@ class Layer(Inserts):
         return layer.to(device=device, dtype=dtype)
 
     def _norm(self, device: torch.device | None = None) -> nn.Module | None:
-        return BATCH_NORMS[self.norm](self.width, device=device) if self.norm else None
+        if not self.norm:
+            return None
+        norm = BATCH_NORMS[self.norm](self.width, device=device)
+        if self._undone is not None:
+            mean, variance = (each.to(device, torch.float64) for each in self._undone)
+            norm.double()  # until the layer takes the type of what is around it
+            with torch.no_grad():
+                norm.weight.copy_((variance + norm.eps).sqrt())
+                norm.bias.copy_(mean)
+                norm.get_buffer("running_mean").copy_(mean)
+                norm.get_buffer("running_var").copy_(variance)
+        return norm
 
     def features(self) -> nn.Module:
         """What the measured weight acts on, as a function of the place's values, without the first map of the residual form."""
@@ -245,7 +263,7 @@ class Layer(Inserts):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layer:
@@ -287,7 +305,7 @@ def _flag(data: dict[str, Any], name: str) -> bool:
 
 def _norm_of(data: dict[str, Any]) -> int:
     dims = data.get("norm", 0)
-    fits = type(dims) is int and (dims == 0 or (data["form"] == "residual" and dims == max(1, len(data["kernel"]))))
+    fits = type(dims) is int and (dims == 0 or (data["form"] != "parametric" and dims == max(1, len(data["kernel"]))))
     if not fits:
         raise ValueError(
             f"'norm' is {dims!r}, which does not fit a layer of kind {data['kind']!r} and form {data['form']!r}"

@@ -5,7 +5,7 @@ Which parameters must be zero is found by trying (`zeroing`); here is the plan t
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from sensli.errors import UnsupportedSite, one_of
 from sensli.modules.arguments import Slot, value_at
 from sensli.modules.copies import copied_block
 from sensli.modules.engines.fsdp import readable_part
+from sensli.modules.running import forked_random_state
 from sensli.moves.inserting import Inserts, example_parameter
 from sensli.moves.move import Cost, Gauge
 from sensli.moves.point import Point
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from sensli.moves.sites import Site
 
 INITS = ("copy", "fresh")
+LASTS = ("zero", "uniform", "normal")  # what is zero in a twin, or its last norm, may also be drawn
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
 class Bypass(nn.Identity):
@@ -51,9 +54,21 @@ class Twin(Inserts):
         False  # the block is called with an object that it changes, such as a cache; a trial call goes without
     )
     null: bool = False  # it gives zero instead of its input: the loop around the blocks adds what they give
+    last: str = "zero"  # how what is zeroed begins; otherwise than by zero the function is not kept
+    seed: int = 0  # of what is drawn
 
     def __str__(self) -> str:
-        return f"Twin({self.block})"
+        return f"Twin({self.block})" if self.last == "zero" else f"New({self.block}, {self.last} last norm)"
+
+    def new_block(self, block: nn.Module, last: str, seed: int) -> Twin:
+        """A block of this kind as its modules initialise themselves, but for its last norm, as AutoGrow adds it.
+
+        With ``last="zero"`` it is an identity as the twin is. Otherwise nothing is left out of it, and its last norm is drawn.
+        """
+        if last == "zero":
+            return replace(self, init="default", seed=seed)
+        parameters = sum(parameter.numel() for parameter in block.parameters())
+        return replace(self, init="default", seed=seed, last=last, replaced=(), parameters=parameters)
 
     def cost(self, point: Point) -> Cost:
         return Cost(self.parameters, self.flops, 1)
@@ -97,6 +112,8 @@ class Twin(Inserts):
 
     def check(self, point: Point) -> None:
         """Any shape will do: the block says what it takes."""
+        if self.last not in LASTS:
+            raise ValueError(one_of("last", self.last, LASTS))
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -109,12 +126,14 @@ class Twin(Inserts):
 
         ``share``: all but the zeroed parameters are the block's own (or, with ``init="fresh"``, drawn): for measuring only.
         """
-        twin = copied_block(source, outside, share=share)
+        twin = copied_block(source, outside, share=share and self.init != "default")
         for path in self.replaced:
             parent, _, key = path.rpartition(".")
             twin.get_submodule(parent)._modules[key] = Bypass()
         if self.init == "fresh":
             _freshen(twin)
+        elif self.init == "default":
+            _reset(twin, self.seed)
         elif self.init != "copy":
             raise ValueError(one_of("init", self.init, INITS))
         named = dict(twin.named_parameters())
@@ -124,13 +143,22 @@ class Twin(Inserts):
                 f"the {self.block} has no parameter {gone!r} any more, which would have to be zero in a copy of it: it has grown or was "
                 "changed since find_sites saw it. Call find_sites again."
             )
-        for name in self.zeroed:
-            _put(twin, named[name], torch.zeros_like(named[name]))
+        for name, value in self._last(twin, named).items():
+            _put(twin, named[name], value)
         if not share:
             for parameter in twin.parameters():
                 if parameter.is_floating_point() or parameter.is_complex():
                     parameter.requires_grad_(True)
         return twin
+
+    def _last(self, twin: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """What the zeroed parameters begin with; drawn ones are those of norms alone."""
+        if self.last == "zero":
+            return {name: torch.zeros_like(named[name]) for name in self.zeroed}
+        generator = torch.Generator().manual_seed(self.seed)
+        draw = torch.randn if self.last == "normal" else torch.rand
+        norms = [name for name in self.zeroed if isinstance(twin.get_submodule(name.rpartition(".")[0]), _NORMS)]
+        return {name: draw(named[name].shape, generator=generator).to(named[name]) for name in norms}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -163,6 +191,18 @@ def _freshen(twin: nn.Module) -> None:
         if parameter.ndim >= 2 and parameter.is_floating_point():
             drawn = torch.randn(parameter.shape, generator=generator) * parameter.detach().float().std().cpu()
             _put(twin, parameter, drawn.to(parameter.device, parameter.dtype))
+
+
+def _reset(twin: nn.Module, seed: int) -> None:
+    """Let all modules initialise themselves as when they were made; parameters of a module that cannot stay copies."""
+    with forked_random_state(twin):
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+        for module in reversed(list(twin.modules())):  # a module after its parts, which it may set itself
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                reset()
 
 
 def _put(module: nn.Module, old: nn.Parameter, value: Tensor) -> None:

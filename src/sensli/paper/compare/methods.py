@@ -67,7 +67,8 @@ _GROWING = (
 _FULL = Method(
     "large-full", "the largest network for as many steps as 'small' takes: more FLOPs than all others", "reference", "large", full=True
 )  # fmt: skip
-_KNOWN = {"sensli", *(method.options.get("strategy") for method in _GROWING)}
+# Strategies that are methods already; "random-place" is select="random" under another name.
+_KNOWN = {"sensli", *(method.name for method in _GROWING), *(method.options.get("strategy") for method in _GROWING)}
 KINDS = (
     "fixed",
     "reference",
