@@ -20,7 +20,6 @@ import sensli
 from sensli import Probe, find_sites, measure
 from sensli.errors import UnknownSite
 from sensli.moves.sites import Site
-from sensli.moves.width.gauge import greedy
 from sensli.moves.width.widening import Widening
 from widening import column_gradients, redrawn, widened
 
@@ -342,27 +341,6 @@ def test_a_site_goes_to_json_and_back_and_knows_when_it_is_stale() -> None:
 def test_units_is_a_number_or_a_share(units: Any, more: list[int]) -> None:
     model, x, _ = made("mlp")
     assert [site.move.more for site in find_sites(model, x, grow="units", units=units)] == more
-
-
-def test_candidates_are_taken_greedily() -> None:
-    """Against the slow way: take the largest, project what it explains out of the gradients of all, and go on."""
-    generator = torch.Generator().manual_seed(0)
-    activations = torch.randn(50, 9, dtype=torch.float64, generator=generator).relu()
-    cotangents = torch.randn(50, 4, dtype=torch.float64, generator=generator)
-    gradients = activations.T @ cotangents
-    expected, left, own = [], gradients.clone(), activations.clone()
-    for _ in range(4):
-        worth = left.square().sum(1)
-        worth[expected] = -1
-        best = int(worth.argmax())
-        expected.append(best)
-        unit = own[:, best].clone()
-        share = own.T @ unit / (unit @ unit)
-        left = left - share[:, None] * left[best]
-        own = own - unit[:, None] * share
-    longer = gradients @ torch.linalg.qr(torch.randn(20, 4, dtype=torch.float64, generator=generator)).Q.T
-    for columns in (gradients, longer):  # the same lengths and angles
-        assert greedy(columns, activations.T @ activations, 4) == sorted(expected)
 
 
 # --- random networks ---

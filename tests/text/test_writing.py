@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import programs
+import warm
 from sensli import History, load_checkpoint, save_checkpoint
 from sensli.errors import CheckpointError, HistoryError, SensliError
 from sensli.growing import storage
@@ -26,6 +27,7 @@ from sensli.page import page_data, write_page
 from sensli.paper.errors import StoreError
 from sensli.paper.running.files import write_json, write_tensors
 from sensli.surgery.history.record import Look, Record
+from sensli.text.names import TRAINER_FILE
 from sensli.text.writing import ABANDONED, check_writable, replacing, write_bytes
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs signals, links and modes of POSIX")
@@ -142,7 +144,7 @@ def write_each(size: int) -> list[tuple[str, Any, type[Exception]]]:
         ("page.html", lambda path: write_page(path, page_data(history)), SensliError),
         ("runs.pt", lambda path: write_tensors(path, {"numbers": numbers}), StoreError),
         ("runs.json", lambda path: write_json(path, {"text": text}), StoreError),
-        (hf_folder.FILE, lambda path: hf_folder.write(path.parent, {"grower": text}), CheckpointError),
+        (TRAINER_FILE, lambda path: hf_folder.write(path.parent, {"grower": text}), CheckpointError),
         ("bench.json", lambda path: write_bytes(path, text.encode()), SensliError),
     ]
 
@@ -163,14 +165,8 @@ def check_each(folder: Path, why: str) -> None:
 
 
 def run(code: str, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        *before,
-        sys.executable,
-        "-c",
-        f"from pathlib import Path; import test_writing as t; {code}",
-        str(folder),
-    ]
-    return programs.run(command, folder)
+    program = ["-c", f"from pathlib import Path; import test_writing as t; {code}", str(folder)]
+    return programs.run([*before, sys.executable, *program], folder) if before else warm.run(program, folder)
 
 
 @POSIX

@@ -152,23 +152,26 @@ def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
     taken at a time, as they stand.
     """
     # Sums in single precision are not quite those of vectors: so little is added that it changes nothing.
-    least = torch.finfo(likeness.dtype).eps * len(likeness) * float(likeness.diagonal().max()) + 1e-200
-    left = gradients[:, :: max(1, gradients.shape[1] // (_COLUMNS * len(gradients)))].double()
-    likeness = likeness.double()
-    explained = left.new_zeros(0, len(left))  # of each candidate, along the directions taken so far
+    finest = torch.finfo(likeness.dtype)
+    least = finest.eps * len(likeness) * float(likeness.diagonal().max()) + finest.tiny
+    some = gradients[:, :: max(1, gradients.shape[1] // (_COLUMNS * len(gradients)))].to(likeness)
+    # All that is asked of gradients and activations is their inner products, which are fewer than their entries.
+    left, likeness = some @ some.T, likeness.clone()
     chosen: list[int] = []
     while True:
-        worth = left.square().sum(1)
-        worth[chosen] = -1.0
+        worth = left.diagonal().clone()
+        worth[chosen] = -torch.inf
         best = worth.topk(min(math.ceil(count / _ROUNDS), count - len(chosen))).indices
         chosen += best.tolist()
         if len(chosen) == count:
             return sorted(chosen)
-        own = likeness[best] - explained[:, best].T @ explained
-        lengths = _lengths(own[:, best], least)
-        along = torch.linalg.solve_triangular(lengths, own, upper=False)
-        left = left - along.T @ torch.linalg.solve_triangular(lengths, left[best], upper=False)
-        explained = torch.cat([explained, along])
+        # An orthonormal basis of what is taken: how long all others are along it, and the gradients of the basis with all others.
+        lengths = _lengths(likeness[best][:, best], least)
+        along, shared = torch.linalg.solve_triangular(lengths, torch.stack([likeness[best], left[best]]), upper=False)
+        within = torch.linalg.solve_triangular(lengths, shared[:, best].T, upper=False)
+        half = shared - 0.5 * within @ along
+        left.addmm_(along.T, half, alpha=-1).addmm_(half.T, along, alpha=-1)
+        likeness.addmm_(along.T, along, alpha=-1)
 
 
 def _lengths(products: Tensor, least: float) -> Tensor:
