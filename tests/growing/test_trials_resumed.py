@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-import programs
 import ranks
+import warm
 from parallel import compare, data, make_model, result, same_on_all_ranks
 from sensli import Grower, Trial, triggers
 
@@ -88,7 +87,7 @@ run("whole")
 
 def test_a_killed_trial_is_repeated_to_the_same_end(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    ended = programs.run([sys.executable, "program.py"], tmp_path)
+    ended = warm.run(["program.py"], tmp_path)
     assert ended.returncode == 0, ended.stderr
     killed, whole = (torch.load(tmp_path / f"{name}.pt") for name in ("killed", "whole"))
     assert len(whole[-1]) == 2 and all(look["tried"]["winner"] for look in whole[-1])  # both trials ended with a growth

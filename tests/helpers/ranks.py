@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import programs
+import warm
 
 PROGRAM = """
 import importlib, os, sys
@@ -31,7 +32,7 @@ os._exit(0)
 """
 
 
-# All is imported once, and the ranks are forked before anything is computed: importing torch costs more than most of the work.
+# The ranks are forked before anything is computed, from one process that was forked itself.
 FORKED = """
 import importlib, os, signal, sys
 import torch, torch._dynamo, torch.distributed as dist  # the first optimizer would import dynamo
@@ -71,7 +72,7 @@ def launch(function: Any, processes: int, folder: Path, torchrun: bool = False) 
     if not torchrun and hasattr(os, "fork"):
         program.write_text(FORKED)
         arguments = [function.__module__, function.__name__, str(folder / "result"), str(processes)]
-        return programs.run([sys.executable, str(program), *arguments], folder)
+        return warm.run([str(program), *arguments], folder)
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     arguments = [str(program), function.__module__, function.__name__, str(folder / "result")]

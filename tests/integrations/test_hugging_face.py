@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from transformers import (  # noqa: E402  # noqa: E402
     ViTForImageClassification,
 )
 
-import programs  # noqa: E402
 import ranks  # noqa: E402
+import warm  # noqa: E402
 from parallel import same_on_all_ranks  # noqa: E402
 from sensli import Grower, find_sites, measure, triggers  # noqa: E402
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel  # noqa: E402
@@ -196,8 +195,8 @@ def test_an_interrupted_run_goes_on_to_the_bit_in_a_fresh_process(tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert len(callback.history) == 2
-    arguments = [sys.executable, "-c", RESUME, str(tmp_path / "cut"), str(tmp_path / "weights")]
-    done = programs.run(arguments, tmp_path, ONEDNN_MAX_CPU_ISA="AVX2")
+    arguments = ["-c", RESUME, str(tmp_path / "cut"), str(tmp_path / "weights")]
+    done = warm.run(arguments, tmp_path, ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.returncode == 0, done.stderr[-4000:]
     assert_same(whole.model.state_dict(), torch.load(tmp_path / "weights", weights_only=True))
 

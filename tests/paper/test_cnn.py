@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 import pictures
+import warm
 from pictures import TINY, raw, tiny
 from sensli import count_flops, find_sites, measure
 from sensli.paper import data
@@ -249,7 +248,7 @@ work()
 def test_a_killed_process_goes_on_to_the_bit(tmp_path):
     paths = [str(Path(pictures.__file__).parent), str(Path(cnn.__file__).parents[2])]
     script = KILLED.format(paths=paths, out=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = warm.run(["-c", script], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout
     one = plan(parse(TINY, "tiny.json"), "stated", Options(runs=1))

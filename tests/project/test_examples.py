@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import programs
+import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -28,8 +29,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def run(script: str, folder: Path, command: list[str] | None = None, arguments: list[str] | None = None) -> str:
-    full = [*(command or [sys.executable]), str(EXAMPLES / script), *(arguments or [])]
-    done = programs.run(full, folder)
+    program = [str(EXAMPLES / script), *(arguments or [])]
+    done = warm.run(program, folder) if command is None else programs.run([*command, *program], folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

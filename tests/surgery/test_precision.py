@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-import programs
+import warm
 from sensli import Grower, Probe, find_sites, insert, measure, triggers, undo
 from sensli.errors import MeasurementError, UnsupportedModel
 
@@ -130,7 +129,7 @@ assert all(p.dtype == torch.float32 for p in model.parameters())
 @pytest.mark.process
 def test_bf16_autocast(tmp_path: Path) -> None:
     # In a process of its own: on some processors bf16 kernels stop with an illegal instruction unless this is set at the start.
-    done = programs.run([sys.executable, "-c", IN_BF16], tmp_path, ONEDNN_MAX_CPU_ISA="AVX2")
+    done = warm.run(["-c", IN_BF16], tmp_path, ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.returncode == 0, done.stderr
 
 
