@@ -53,11 +53,6 @@ def new_in(module: nn.Module) -> int | None:
     return number
 
 
-def changed_in(module: nn.Module) -> tuple[int, ...]:
-    """The numbers of the growths that changed this module or one inside it, in their order."""
-    return tuple(sorted(number for each in module.modules() for number in each.__dict__.get(CHANGED, ())))
-
-
 def grown(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
     """All growths of a model: the number, and the path and the module that bear it."""
     for path, module in model.named_modules():

@@ -56,11 +56,6 @@ class Stretch(_Along):
     inner: int = 1
 
     @property
-    def old_length(self) -> int:
-        """How many entries the units take."""
-        return self.outer * self.units * self.inner
-
-    @property
     def change(self) -> int:
         """By how much the axis gets longer."""
         return self.outer * self.more * self.inner
