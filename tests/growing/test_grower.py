@@ -296,7 +296,7 @@ def test_dead_networks_are_left_alone_with_a_warning():
     growing = grower(model)
     with (
         untouched(model),
-        pytest.warns(UserWarning, match="call 1: nothing was inserted, because all 2 merits are zero"),
+        pytest.warns(UserWarning, match="epoch 1: nothing was inserted, because all 2 merits are zero"),
     ):
         assert growing.step(DATA, loss_fn) is None
 

@@ -216,8 +216,8 @@ def test_a_separate_rate_for_units_is_refused_before_any_training(what: str) -> 
 
 def test_warnings_of_a_look_name_the_line_that_called_step() -> None:
     model: Any = fnn()
-    small = grower(model, torch.optim.SGD(model.parameters()), max_factor=1.0001)
-    with pytest.warns(UserWarning, match="nothing was inserted, because every growth") as caught:
+    small = grower(model, torch.optim.SGD(model.parameters()), max_factor=1.0001, unit="step")
+    with pytest.warns(UserWarning, match="step 1: nothing was inserted, because every growth") as caught:
         small.step(DATA, loss_fn)
     assert caught[0].filename == __file__
     model = fnn()

@@ -56,10 +56,11 @@ class Block(nn.Module):
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
 
 
-def deep(blocks: int = 24, growths: int = 20, **names: Any) -> History:
+def deep(blocks: int = 24, growths: int = 20, kind: str = "Block", **names: Any) -> History:
     """The history of a deep model that grew far below and far above in turn, written by hand: training one would take long."""
     names_of = [f"residual_transformer_stage.blocks.{number}" for number in range(blocks)]
-    stack = {str(number): Block() for number in range(blocks)}
+    make = type(kind, (Block,), {})
+    stack = {str(number): make() for number in range(blocks)}
     record = Record(**names)
     for call in range(1, 3 * growths + 1):
         if call == 1:
@@ -74,7 +75,7 @@ def deep(blocks: int = 24, growths: int = 20, **names: Any) -> History:
         ]
         place = number % 4 if number % 2 else len(stack) - number % 4
         layers = list(stack.items())
-        new = Block()
+        new: nn.Module = make()
         new.sensli_growth = number
         stack = dict([*layers[:place], (f"grown{number}", new), *layers[place:]])
         facts = {

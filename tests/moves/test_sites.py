@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import Block, Functional, Listed, Named, alive, cnn, fnn, images, points, residual, untouched
-from sensli import Site, find_sites, insert, measure
+from sensli import Site, count_flops, find_sites, insert, measure
+from sensli.errors import BadExample
 
 
 def module(forward, **parts):
@@ -343,6 +344,7 @@ def test_sites_read_like_a_sequence_and_explain_themselves():
     sites = find_sites(fnn(), points())
     assert sites[0] in sites and list(sites)[-1] is sites[-1] and len(sites[:1]) == 1
     assert repr(sites) == "Sites(2 in Sequential, 0 places skipped)"
+    assert repr(sites[0]) == "Site(Linear(4, 4) + ReLU after 1)"
     assert sites.explain() == (
         "Sequential: 2 sites, 0 places skipped\n"
         "  Linear(4, 4) + ReLU after 1   (+20 parameters, +32 FLOPs)\n"
@@ -360,3 +362,19 @@ def test_what_only_prepares_the_input_is_no_place():
     sites = find_sites(model, torch.randn(2, 3))
     assert [str(site) for site in sites] == ["Linear(4, 4) + ReLU after 2"]
     assert dict(map(tuple, sites.skipped))["0"].startswith("comes before the first layer with weights")
+
+
+def test_a_batch_with_labels_can_be_the_example():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = fnn()
+
+        def forward(self, x):
+            return self.layers(x)
+
+    model, batch = Net(), {"x": points(), "labels": torch.zeros(len(points()))}
+    assert list(find_sites(model, batch)) == list(find_sites(model, {"x": points()}))
+    assert count_flops(model, batch) == count_flops(model, points())
+    with pytest.raises(BadExample, match="unexpected keyword argument 'inputs'"):
+        find_sites(model, {"inputs": points()})

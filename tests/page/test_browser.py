@@ -135,7 +135,7 @@ def test_new_units_of_a_small_network_are_drawn(browser: Any, tmp_path: Path) ->
 
 
 def test_the_chosen_site_is_always_listed(browser: Any, tmp_path: Path) -> None:
-    """Compared by cost, the choice may be far down in the table of merits."""
+    """Compared by cost, the choice may be far down in the table of merits; it is scrolled to."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(7) for layer in (nn.Linear(4, 4), nn.ReLU())), nn.Linear(4, 2))
     x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
@@ -145,7 +145,12 @@ def test_the_chosen_site_is_always_listed(browser: Any, tmp_path: Path) -> None:
     grower.step([(x, y)], cross_entropy)
     look = grower.history.record.looks[0]
     assert look.chosen[0] >= 10
+    inside = """() => {
+        const [won, panel] = [".bar.won", "#decision .drawing"].map(e => document.querySelector(e).getBoundingClientRect());
+        return won.top >= panel.top && won.bottom <= panel.bottom + 1;
+    }"""
     with opened(browser, write_page(tmp_path / "page.html", page_data(grower.history)), place="epoch=1") as page:
+        assert page.evaluate(inside)
         assert page.locator(".bar.won .name span").first.inner_text() == look.merits[look.chosen[0]].site
         assert "chosen by the merit per added parameter" in page.locator("#decision").inner_text()
 

@@ -121,3 +121,22 @@ def test_names_and_legends(browser: Any, page_file: Path) -> None:
         )
         name = page.locator("#network svg text", has_text="…").first
         assert name.locator("title").text_content().startswith("residual_transformer_stage.blocks.")
+
+
+def test_a_name_that_stands_out_is_not_wider_than_its_box(browser: Any, tmp_path: Path) -> None:
+    file = write_page(tmp_path / "page.html", page_data(deep(kind="Qwen2DecoderLayer")))
+    with opened(browser, file, place="epoch=30", viewport=size("phone"), reduced_motion="reduce") as page:
+        name = page.locator("rect.now + text")
+        seen = set()
+        for width in range(320, 420, 6):
+            page.set_viewport_size({"width": width, "height": 844})
+
+            page.evaluate("dispatchEvent(new Event('resize'))")
+            assert too_wide(page) == []
+            seen.add((name.text_content() == "Qwen2DecoderLayer", name.get_attribute("font-weight")))
+        assert seen >= {(True, None), (True, "600")}  # in regular type where bold has no room
+
+
+def test_an_arrow_is_not_broken(browser: Any, page_file: Path) -> None:
+    with opened(browser, page_file, place="step=30") as page:
+        assert "->" in page.locator("#decision .line .whole").all_text_contents()

@@ -58,7 +58,8 @@ class Grower:
     Args:
         model: The network to grow, or its wrapper.
         optimizer: The optimizer or optimizers that train the model. Without one nothing trains the new layers.
-        example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments; keys that ``forward`` does
+            not take, such as labels, are left out.
         trigger: When to look, one of `sensli.growing.triggers`, for example ``Every(10) & AtMost(3)``.
         strategy: What is proposed at a look, how it is scored and what is taken: a name that is registered, or a `Strategy` object. The
             options that say where, what and by which merit to grow are those of ``"sensli"``; another strategy uses those that it
@@ -263,14 +264,14 @@ class Grower:
         together.agree_on(numbered("site", room.fitting), last=False)
         if not room.fitting:
             if room.larger and not self._said_too_large:  # once: without a log nobody would know
-                text = f"call {self.calls}: nothing was inserted, because {room.why_none}. {room.advice}"
+                text = f"{self.options.unit} {self.calls}: nothing was inserted, because {room.why_none}. {room.advice}"
                 warnings.warn(text, stacklevel=4)
                 self._said_too_large = True
             return Looked(room, reason=room.why_none)
         try:
             self.last_merits = self._strategy.score(self.model, room.fitting, batches, loss_fn)
         except ZeroMerits as nothing:
-            warnings.warn(f"call {self.calls}: nothing was inserted, because {nothing}", stacklevel=4)
+            warnings.warn(f"{self.options.unit} {self.calls}: nothing was inserted, because {nothing}", stacklevel=4)
             return Looked(room, reason="all merits are zero")
         return Looked(room, self.last_merits, kept=self._strategy.keeps_function())
 

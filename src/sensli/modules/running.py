@@ -18,9 +18,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def run(model: nn.Module, example: Any) -> Any:
-    """Call the model: a tensor is its only argument, a tuple its arguments, a dict its keyword arguments."""
+    """Call the model: a tensor is its only argument, a tuple its arguments, a dict its keyword arguments.
+
+    Keys that ``forward`` does not take, such as labels, are left out: a batch of the training data can be the example.
+    """
     if isinstance(example, dict):
-        return model(**example)
+        return model(**(taken_by(model, example) or example))  # with none of them, torch says what is missing
     if isinstance(example, (tuple, list)):
         return model(*example)
     return model(example)

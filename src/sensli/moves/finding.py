@@ -64,7 +64,8 @@ def find_sites(
 
     Args:
         model: The network.
-        example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments; keys that ``forward`` does
+            not take, such as labels, are left out.
         layer: The form of the new layers: ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"``, or ``"auto"`` to choose
             what fits each place (default: "auto").
         where: Which sites to keep: a kind (``"conv"``, ``"linear"``, ``"block"``, ``"units"``), the path of a module (with all that

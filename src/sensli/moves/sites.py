@@ -33,6 +33,9 @@ class Site:
     def __str__(self) -> str:
         return self.move.line(self.point)
 
+    def __repr__(self) -> str:
+        return f"Site({self})"
+
     @property
     def path(self) -> str:
         """The path of the module that names the place."""

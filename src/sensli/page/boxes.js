@@ -35,7 +35,7 @@ const boxes = (epoch) => {
   const left = 10 + Math.min(width * (phone ? 0.28 : 0.32), Math.max(40, ...names.map((name) => lengthOf(name))));
   const right = 10 + Math.min(width * 0.3, Math.max(50, ...drawn.map((u) => lengthOf((u.changes || []).length ? `${whole(u.units || 0)} → ${whole(u.units || 0)} units` : "")), ...notes.map((note) => lengthOf(note))));
   const wide = width - left - right, centre = left + wide / 2;
-  const text = (unit) => Math.max(0.34 * wide, Math.min(lengthOf(unit.label) + 16, (unit.parameters ? 0.5 : 1) * wide)); // room for most names
+  const text = (unit) => Math.max(0.34 * wide, Math.min(lengthOf(unit.label, BOLD) + 16, unit.parameters ? Math.max(0.5 * wide, 130) : wide, wide)); // room for most names
   const sizeOf = (unit) => Math.max(text(unit), unit.parameters ? (wide * Math.log10(10 + unit.parameters)) / most : 0);
   const newest = (lookAt(epoch) || { call: null }).call;
   const wanted = new Map(units.map((unit, i) => [`${unit.path}|${unit.growth || ""}`, { unit, i, place: i * (high + gap), grow: 1, size: sizeOf(unit) }]));

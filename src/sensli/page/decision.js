@@ -6,7 +6,8 @@ const nameInRoom = (text, space) => { // on two lines at most; the whole of it i
 const bars = (look) => {
   const threshold = look.mean === null ? null : look.tau * look.mean, space = widthOf("decision");
   const longest = Math.max(look.merits[0].value, threshold || 0) * 1.04 || 1;
-  const listed = look.merits.map((entry, index) => ({ entry, index })).filter(({ index }) => index < 10 || look.chosen.includes(index));
+  const entries = look.merits.map((entry, index) => ({ entry, index })), chosen = ({ index }) => look.chosen.includes(index);
+  const listed = [...entries.filter(chosen), ...entries.filter((each) => each.index < 10 && !chosen(each))]; // by cost the choice may be far down: it is seen first
   const rows = listed.map(({ entry, index }) => {
     const bar = make("div", { class: "room" }, make("div", { class: "fill", style: { width: `${(100 * entry.value) / longest}%` } }));
     if (threshold) bar.append(make("div", { class: "tau", style: { left: `${(100 * threshold) / longest}%` } }));
@@ -32,8 +33,8 @@ const decision = (epoch, again) => {
     space.replaceChildren(make("p", { class: "why" }, next ? `None yet. The first look at all places is at ${when(next.call)}.` : "No places were measured in this training."));
     return;
   }
-  for (const line of look.line.split("\n")) { // a number must not break at its minus sign
-    parts.push(make("p", { class: "line" }, ...line.split(/(\S*\de[-+]\d+\S*)/).map((part, i) => (i % 2 ? make("span", { class: "whole" }, part) : part))));
+  for (const line of look.line.split("\n")) { // a number or an arrow must not break at its minus sign
+    parts.push(make("p", { class: "line" }, ...line.split(/(\S*\de[-+]\d+\S*|->)/).map((part, i) => (i % 2 ? make("span", { class: "whole" }, part) : part))));
   }
   if (look.inserted.length) parts.push(make("p", { class: "why" }, make("b", {}, "Why this place: "), `${look.reason}.${look.undone.length ? " Undone later." : ""}`));
   if (look.merits.length) parts.push(...bars(look));

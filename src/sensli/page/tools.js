@@ -37,8 +37,9 @@ const face = (id, icon, label) => { // a drawn sign: not every system has a font
 };
 
 // --- text that fits: cut in the middle, because both ends of a path tell where it is; the whole of it is in a tooltip ---
+const FONT = "12px system-ui, sans-serif", BOLD = `600 ${FONT}`; // texts of drawings: that of the style sheet, and what stands out
 const ruler = document.createElement("canvas").getContext("2d");
-const lengthOf = (text, font = "12px system-ui, sans-serif") => { ruler.font = font; return ruler.measureText(text).width; };
+const lengthOf = (text, font = FONT) => { ruler.font = font; return ruler.measureText(text).width; };
 const cut = (text, space, font) => {
   if (lengthOf(text, font) <= space) return text;
   let least = 0, most = text.length; // as many letters as fit, more of them from the end
@@ -47,8 +48,9 @@ const cut = (text, space, font) => {
   return least ? part(least) : "…";
 };
 const fontOf = (node) => { const style = getComputedStyle(node); return `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`; };
-const label = (text, space, options) => { // a text of a drawing that stays within its space
-  const short = cut(text, space), node = draw("text", { ...options, "data-space": Math.floor(space) }, short);
+const label = (text, space, options) => { // a text of a drawing that stays within its space; bold only where that leaves it whole
+  const bold = options.class === "on" && lengthOf(text, BOLD) <= space, short = cut(text, space);
+  const node = draw("text", { ...options, ...(bold ? { "font-weight": 600 } : {}), "data-space": Math.floor(space) }, short);
   if (short !== text) node.append(draw("title", {}, text));
   return node;
 };
