@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import programs
+from sensli.cli.main import main
 
 pytestmark = pytest.mark.process
 
@@ -65,3 +66,15 @@ def test_a_bare_tensor_for_a_batch_is_one_clear_line(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     told = "sensli: 'x.pt' contains a float32 tensor of shape (3, 4), but merits need targets too. Save a pair, torch.save((x, y), path)"
     assert told in done.stderr
+
+
+def test_a_dict_for_a_model_without_a_loss_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))\n"
+    Path("small.py").write_text(text)
+    torch.save({"input": torch.zeros(3, 4), "labels": torch.zeros(3)}, "d.pt")
+    assert main(["sites", "small.py:make", "--batch", "d.pt"]) == 2
+    told = "sensli: the batch is a dict ('input', 'labels'), but the model returns a Tensor without .loss. Save pairs instead"
+    assert told in capsys.readouterr().err

@@ -80,10 +80,20 @@ def text_batches(
     return [(rows[:, :-1], rows[:, 1:]) for rows in windows.split(size)]
 
 
-def loss_for(batches: list[Any]) -> LossFunction | None:
+def _own_loss(output: Any, batch: Any) -> Tensor:
+    loss: Tensor | None = getattr(output, "loss", None)
+    if loss is None:
+        raise BadExample(
+            f"the batch is a dict ({', '.join(map(repr, batch))}), but the model returns a {type(output).__name__} without .loss. "
+            "Save pairs instead, torch.save((input, target), path), or name a factory whose model returns its loss."
+        )
+    return loss
+
+
+def loss_for(batches: list[Any]) -> LossFunction:
     """The loss that fits the batches: the model's own for dicts, cross-entropy for whole-number targets, mean squares for others."""
     if isinstance(batches[0], dict):
-        return None
+        return _own_loss
 
     def loss(output: Any, target: Tensor) -> Tensor:
         output = getattr(output, "logits", output)
