@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo quick test check format docs bench dist clean
 .DEFAULT_GOAL := demo
 
-# One stamp per set of extras: a change of the pins or of the project file installs anew.
+# One stamp per set of extras: a change of the pins or of the project file installs again.
 $(VENV)/.%: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$*]"

@@ -193,7 +193,7 @@ class Catch:
         self.keeps_activations = False
         self.watched: list[Tensor] = []  # activations at the sites in the current pass, if they are kept
         self.leaves: list[Tensor] = []  # those behind frozen layers, made to ask for a gradient
-        self.others = False  # whether tensors ask for a gradient that are no parameters
+        self.others = False  # whether tensors that are not parameters ask for a gradient
         self.caught = 0
         self.active = False
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass

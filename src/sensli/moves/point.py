@@ -72,7 +72,7 @@ def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
     for name in path.split(".") if path else ():
         while isinstance(module, Chain) and name not in module._modules:
             module, today = module.get_submodule("anchor"), f"{today}.anchor"
-        parts = module._modules  # that of a scripted module is no dict, and has no get
+        parts = module._modules  # that of a scripted module is not a dict, and has no get
         child = parts[name] if name in parts else None  # noqa: SIM401
         if child is None:
             return None

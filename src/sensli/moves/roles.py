@@ -44,7 +44,7 @@ def role_of(module: nn.Module) -> Role | None:
 
 
 def why_unknown(module: nn.Module) -> str:
-    """Why a layer of torch's has no role that is known; empty if it has one, or is no such layer."""
+    """Why a layer of torch's has no role that is known; empty if it has one, or is not such a layer."""
     if not isinstance(module, (nn.Linear, *_CONVS, *_TRANSPOSED)) or role_of(module) is not None:
         return ""
     if is_parametrized(module):

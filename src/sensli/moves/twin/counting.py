@@ -54,15 +54,15 @@ def plan_list(flow: Flow, example: Any, container: str, sources: tuple[int, int]
             return known.is_given_by(trial, layer)
 
     for owner, name in _configured(trial, container):
-        anew = _Anew(trial, owner, name, container, indices)
-        for facts, built in anew.plans(position, source, layer):
+        remade = _Rebuilt(trial, owner, name, container, indices)
+        for facts, built in remade.plans(position, source, layer):
             place = ListPlace(facts, indices)
-            if anew.matches(facts, last + 1, last, layer):
+            if remade.matches(facts, last + 1, last, layer):
                 with _grown(trial, container, place, position, source, layer):
-                    alike = anew.runs_alike(built, known)
+                    alike = remade.runs_alike(built, known)
                 if alike if alike is not None else holds(place):
                     return place
-        if anew.is_faithful:
+        if remade.is_faithful:
             return None
     named = tuple(fact for fact in _numbers(trial, container, len(blocks)) if fact.name in COUNTS)
     for guess in (named, *((*named, fact) for fact in _numbers(trial, container, len(blocks)) if fact not in named)):
@@ -219,7 +219,7 @@ def _blocks_in(module: nn.Module, path: str) -> int:
         return 0
 
 
-class _Anew:
+class _Rebuilt:
     """A module around the list that its class may build again from its configuration, to be compared with what the list becomes."""
 
     def __init__(self, trial: nn.Module, owner: str, name: str, container: str, indices: tuple[Index, ...]) -> None:

@@ -135,7 +135,7 @@ class ColumnGauge(ReaderGauge):
         return replace(site, move=replace(site.move, _entries=entries))
 
     def _chosen(self, sums: Mapping[str, Tensor]) -> list[int]:
-        """The candidates to take, one after the other: what those before can do is no merit of the next."""
+        """The candidates to take, one after the other: what earlier ones can do does not count for the next."""
         columns = self._summed(sums, "columns")
         if not self._chooses:
             return list(range(len(columns[0])))

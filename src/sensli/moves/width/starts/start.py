@@ -36,5 +36,5 @@ class Start:
         raise NotImplementedError
 
     def sources(self, units: int, more: int) -> tuple[int, ...]:
-        """Of each new unit the one that it is a copy of; empty where units are no copies."""
+        """Of each new unit the one that it is a copy of; empty where units are not copies."""
         return ()
