@@ -13,7 +13,7 @@ _OWN = frozenset({"slot", "takes_call", "training", *ALL})  # of the chain itsel
 
 
 class Chain(nn.Module):
-    """Stands where a module stood and runs it, with the inserted layers before or behind it; other attributes are the module's.
+    """Takes the place of a module and runs it, with the inserted layers before or after it; other attributes are the module's.
 
     A layer takes the value alone (the argument in ``slot``, or the output or its first part); a block takes the other arguments too.
     """

@@ -1,4 +1,4 @@
-"""Compiled code of a model that has grown is left behind, and that of other models stays.
+"""Compiled code of a model that has grown is dropped, and that of other models stays.
 
 torch.compile keeps code per Python function, so all models of a class share one cache, and after eight changes of one of them it silently
 stops compiling. A compiled module can have a separate part of that cache (``isolate_recompiles``): each growth gives it a fresh one.

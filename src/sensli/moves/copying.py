@@ -23,7 +23,7 @@ class Copied(Stretch):
     shared: bool = False  # a unit and its copies have together what the unit had alone
 
     def copied(self, tensor: Tensor, new: Tensor | complex = 0.0) -> Tensor:
-        """The tensor with its copies. ``new``: what units that are no copies begin with; a tensor of entries is also added to copies."""
+        """The tensor with its copies. ``new``: what units that are not copies begin with; a tensor of entries is also added to copies."""
         before, middle, after = self._split(tensor, self.units)
         if self.shared:
             counts = self._counts().to(middle.device, middle.dtype)

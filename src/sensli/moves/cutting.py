@@ -50,7 +50,7 @@ def plan_cut(model: nn.Module, point: Point, path: str, *, takes_call: bool = Fa
         parent_path, _, key = parent_path.rpartition(".")
         chained = True
     if point.place is not None:
-        # A block that was wrapped since stands in its list as a chain; the list takes the twin beside that.
+        # A block that has been wrapped since is a chain in its list; the list takes the twin next to that chain.
         while isinstance(model.get_submodule(parent_path), Chain):
             parent_path, _, key = parent_path.rpartition(".")
         number = int(key) + (point.side == "after")
@@ -102,7 +102,7 @@ def take_out(model: nn.Module, path: str, place: ListPlace | None) -> None:
 
 
 def renames_of(model: nn.Module, cut: Cut) -> dict[str, str]:
-    """Names that change: a wrapped module's parameters and buffers move one level down, a list's blocks behind move on by one."""
+    """Names that change: a wrapped module's parameters and buffers move one level down, the later blocks of a list move up by one."""
     if cut.way == "list":
         return list_renames(model, cut.parent, int(cut.new))
     if cut.way == "sequence":

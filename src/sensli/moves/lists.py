@@ -142,7 +142,7 @@ def _number(blocks: list[nn.Module], indices: tuple[Index, ...]) -> None:
 
 
 def unwrapped(block: nn.Module) -> nn.Module:
-    """The block itself, where a chain stands for it in its list."""
+    """The block itself, where its list holds a chain around it."""
     while isinstance(block, Chain):
         block = block.get_submodule("anchor")
     return block

@@ -47,9 +47,8 @@ class Move(Protocol):
     """What could be done at a point, as frozen data."""
 
     tag: ClassVar[str]  # of this kind of growth, in JSON and in the registry
-    tolerance: ClassVar[
-        float | None
-    ]  # None: the output stays to the bit; otherwise by how much it may move, relative to its size
+    # None: the output stays to the bit; otherwise by how much it may move, relative to its size
+    tolerance: ClassVar[float | None]
 
     @property
     def kind(self) -> str:

@@ -67,7 +67,7 @@ Bind: TypeAlias = Callable[[Ref], Ref]  # the same module of another model, or k
 
 
 def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
-    """The module of that name, and its path today: a chain that stands around a module since hands its names on."""
+    """The module of that name, and its path today: a chain that was put around a module passes its names on."""
     module, today = model, ""
     for name in path.split(".") if path else ():
         while isinstance(module, Chain) and name not in module._modules:

@@ -288,7 +288,7 @@ _OTHER_GRADIENT = (
 
 
 def _shown(model: nn.Module, sites: Sequence[Site]) -> set[int]:
-    """Of the equal copies of blocks in one container the first: it is put there itself, and stands for its equals."""
+    """Of the equal copies of blocks in one container the first: it is really inserted, and represents the others."""
     first: dict[object, int] = {}
     for index, site in enumerate(sites):
         if _move(site).takes_call:

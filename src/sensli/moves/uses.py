@@ -69,7 +69,7 @@ def _uses(outputs: Iterable[Any], weights: Mapping[int, Tensor]) -> Iterator[tup
 
 
 def _weight(node: Any) -> tuple[int, bool, bool]:
-    """The id of the leaf that a node stands for (0 if it is none), whether it is transposed, and whether it has another shape."""
+    """The id of the leaf that a node represents (0 if it is not one), whether it is transposed, and whether it has another shape."""
     turned = reshaped = False
     while operation(node) == "T" or operation(node) in _RESHAPING:
         turned, reshaped = turned or operation(node) == "T", reshaped or operation(node) != "T"

@@ -1,6 +1,6 @@
 """Averages of a model (`torch.optim.swa_utils.AveragedModel`) grow with it.
 
-An average pairs its parameters with the model's one by one. Left behind, it fails at its next update, or pairs the wrong ones where
+An average pairs its parameters with the model's one by one. If it does not follow, its next update fails, or pairs the wrong ones where
 shapes agree. A new layer is an identity in the average too, and nothing reads new units, so the averaged function does not change either;
 unless units that are dead in the model are still alive in the average.
 """

@@ -96,7 +96,7 @@ class Layer(Inserts):
     leading: bool = (
         False  # of the ReLU form: the ReLU comes first, because the model applies one itself after the place
     )
-    norm: int = 0  # a batch norm of so many dimensions behind the (first) map, not in the parametric form; 0 for none
+    norm: int = 0  # a batch norm of so many dimensions after the (first) map, not in the parametric form; 0 for none
     # Of a norm in the ReLU form: mean and variance of what arrives, which it undoes. Values are in a state dict, not in JSON.
     _undone: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
 

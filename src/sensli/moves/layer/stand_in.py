@@ -1,4 +1,4 @@
-"""What stands for a new layer in a trial: it does what the layer does as long as it is an identity, at hardly any cost."""
+"""What takes the place of a new layer in a trial: it does what the layer does as long as it is an identity, at hardly any cost."""
 
 from __future__ import annotations
 

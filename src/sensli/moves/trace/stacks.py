@@ -126,7 +126,7 @@ class Sums:
 
 
 def _passed(node: Any) -> Any:
-    """The node behind views and copies, which change nothing."""
+    """The node that views and copies, which change nothing, lead back to."""
     while node is not None and operation(node) in ("View", "Alias", "Clone", "ToCopy"):
         node = node.next_functions[0][0]
     return node
@@ -206,7 +206,7 @@ def _inner_counts(inner: Stack, outer: Stack) -> bool:
 
 
 def members(path: str, container: nn.Module) -> Iterator[str]:
-    """Paths of the children in order; a chain that stands for one of them gives its parts."""
+    """Paths of the children in order; a chain in the place of one of them gives its parts."""
     for name, child in container.named_children():
         member = f"{path}.{name}" if path else name
         if isinstance(child, Chain):

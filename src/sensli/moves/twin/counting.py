@@ -84,7 +84,7 @@ def _grown(
 
 
 def _beside(flow: Flow, container: str, source: int, layer: nn.Module, example: Any) -> Any:
-    """What the copy gives if a block that is no identity runs right after the one at ``source``, in one with it; None if that fails."""
+    """What the copy gives if a block that is not an identity runs directly after the one at ``source``; None if that fails."""
     trial = flow.model
     blocks, key = trial.get_submodule(container), str(source)
     anchor = blocks.get_submodule(key)

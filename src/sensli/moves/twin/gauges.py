@@ -29,9 +29,8 @@ class _TwinGauge(Gauge):
         self._point, self._block, self._module = point, block, module
         named = dict(module.named_parameters())
         self._maps = [named[name] for name in measured]
-        self._met: list[
-            tuple[int, Use, Tensor]
-        ] = []  # where maps were used in the pass that comes back, with the cotangents
+        # where maps were used in the pass that comes back, with the cotangents
+        self._met: list[tuple[int, Use, Tensor]] = []
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
         """The vector of all gradients cut into those of the single maps."""

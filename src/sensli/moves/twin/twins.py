@@ -44,9 +44,8 @@ class Twin(Inserts):
 
     block: str  # class of the block, for people
     zeroed: tuple[str, ...]  # parameters
-    replaced: tuple[
-        str, ...
-    ] = ()  # modules that an identity stands for: a norm on the main path, a trailing activation
+    # modules that an identity replaces: a norm on the main path, a trailing activation
+    replaced: tuple[str, ...] = ()
     init: str = "copy"
     parameters: int = 0
     flops: int = 0  # of one forward pass, per sample

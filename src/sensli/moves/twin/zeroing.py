@@ -60,7 +60,7 @@ def twin_like(call: Call, known: Twin) -> Twin:
 
 
 def plain_copy(call: Call) -> Twin:
-    """A copy of a block that is no identity: nothing in it is zero."""
+    """A copy of a block that is not an identity: nothing in it is zero."""
     assert call.slot is not None
     remembers = not is_plain(with_value(call.args, call.kwargs, call.slot, None))
     return Twin(type(call.module).__name__, (), remembers=remembers)

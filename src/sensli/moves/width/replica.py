@@ -38,12 +38,10 @@ class Replica:
         self._copy: nn.Module | None = None
         self._whole: nn.Module | None = None  # of a sharded model: what the copy is made from
         self._changed: set[tuple[str, str]] = set()  # tensors of the copy that are not the model's
-        self._calls: dict[
-            str, list[tuple[Tensor, Tensor, int]]
-        ] = {}  # inputs and outputs of layers in the pass that was made last, and the versions of the outputs
-        self._zeros: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # of layers whose units are zero: those, and what rows multiply
+        # inputs and outputs of layers in the pass that was made last, and the versions of the outputs
+        self._calls: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
+        # of layers whose units are zero: those, and what rows multiply
+        self._zeros: dict[str, tuple[Tensor, Tensor]] = {}
         self._depth = 0  # of calls of the model in progress: what stands in for its forward may call the model itself
         self.read: dict[tuple[int, str], list[Tensor]] = {}  # by the asker's id and the reader: what candidates gave it
 

@@ -62,9 +62,8 @@ class Size:
     module: Ref
     name: str
     per_unit: int = 1
-    through: tuple[
-        str, ...
-    ] = ()  # attributes from the module to the object that has it; empty if the module itself does
+    # attributes from the module to the object that has it; empty if the module itself does
+    through: tuple[str, ...] = ()
     unsaid: bool = False  # None stands for the number of units that there were
 
     def holder(self, module: nn.Module) -> Any:

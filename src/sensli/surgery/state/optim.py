@@ -68,9 +68,8 @@ def plan_joining(
     check_able(known)
     pairs = [(optimizer, its) for optimizer in known for its in optimizer.param_groups]
     chosen = _chosen_group(known, group)
-    holders: dict[
-        int, list[tuple[Optimizer, Group]]
-    ] = {}  # by the identity of a parameter: a scan for each would take long
+    # by the identity of a parameter: a scan for each would take long
+    holders: dict[int, list[tuple[Optimizer, Group]]] = {}
     for pair in pairs:
         for parameter in pair[1]["params"]:
             holders.setdefault(id(parameter), []).append(pair)

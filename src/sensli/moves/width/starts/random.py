@@ -1,4 +1,4 @@
-"""Random rows with the spread of those that are there. Their columns are zero, so the function does not hang on the choice."""
+"""Random rows with the spread of those that are there. Their columns are zero, so the function does not depend on the choice."""
 
 from __future__ import annotations
 
