@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rivals import convolutions, data, grown, mean_loss, mlp
 from sensli import Grower, find_sites, grow, undo
+from sensli.errors import ZeroMerits
 from sensli.growing.strategies.pairs import pair_of
 from sensli.growing.strategies.splits import split_site
 from sensli.growing.strategies.splitting import BETA, EPS, STEPS, Smooth, Splitting, curvatures, smallest
@@ -100,6 +101,12 @@ def test_splitting_takes_the_smallest_eigenvalues_of_all_layers() -> None:
         assert total == pytest.approx(-(EPS**2) / 2 * sum(value for value, _, _ in best))
 
 
+def test_nothing_is_split_where_no_eigenvalue_is_below_zero() -> None:
+    model, batches = mlp(nn.Identity), data()  # halves of linear units can do nothing that the unit cannot
+    with pytest.raises(ZeroMerits, match="no more units would help"):
+        Splitting(units=0.9).score(model, sites_of(model, batches), batches, F.cross_entropy)
+
+
 def split_and_new(model: nn.Module, batches: Any, index: int = 0) -> Site:
     """Units 0 and 2 part, and one new unit comes, with everything drawn."""
     pair: Any = pair_of(sites_of(model, batches)[index], model)
@@ -182,6 +189,21 @@ def test_two_neighbouring_layers_split_at_one_look() -> None:
     assert grower.last_merits is not None
     predicted = sum(merit.value for merit in grower.last_merits)
     assert before - mean_loss(model, batches).item() == pytest.approx(predicted, rel=0.2)
+
+
+def test_neighbouring_layers_split_to_the_same_network_in_either_order() -> None:
+    """What is found for one of them before the other has grown is copied and shared as the weights are."""
+    model, batches = mlp(), data()
+    outputs = []
+    for order in ((0, 1), (1, 0)):
+        sites, wide = [split_and_new(model, batches, index) for index in order], copy.deepcopy(model)
+        for site in sites:
+            edit = site.by_path().move.plan(wide, site.by_path())
+            edit.build()
+            edit.apply()
+        outputs.append(wide(batches[0][0]))
+    torch.testing.assert_close(*outputs)
+    assert not torch.allclose(outputs[0], model(batches[0][0]))
 
 
 def test_an_average_gets_copies_of_its_own_units_and_the_new_ones_of_the_model() -> None:
