@@ -258,7 +258,7 @@ def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
     assert RAN == []
     for place in (tmp_path, tmp_path / "absent", tmp_path / "0" / "x"):
         for read in (History.load, read_history):
-            with pytest.raises(HistoryError, match="cannot "):
+            with pytest.raises(HistoryError, match=r"cannot |without a history"):
                 read(place)
     for data in (None, 3, "x", [], {}, {"growths": {}}, {"growths": "x"}, collections.Counter("growths")):
         with pytest.raises(HistoryError):

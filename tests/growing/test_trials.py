@@ -52,7 +52,7 @@ class Training:
     def grower(self, trial: Trial, **options: Any) -> Grower:
         given: dict[str, Any] = {
             "example": X[:2], "trigger": triggers.Every(1), "tau": 0.0, "scheduler": self.scheduler, "averaged": self.average,
-            "max_factor": None,
+            "max_factor": None, "select": "largest",
         }  # fmt: skip
         return Grower(self.model, self.optimizer, trial=trial, **{**given, **options})
 
