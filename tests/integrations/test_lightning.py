@@ -17,7 +17,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
-from sensli import Grower, triggers  # noqa: E402
+from sensli import Grower, Trial, triggers  # noqa: E402
 from sensli.errors import SensliError, UnsupportedModel  # noqa: E402
 from sensli.integrations.lightning import GrowthCallback, grow_like  # noqa: E402
 
@@ -285,3 +285,115 @@ def test_processes_that_hand_their_weights_back_are_refused_before_training(tmp_
     with pytest.raises(ProcessRaisedException, match=r"UnsupportedModel: .*ddp_spawn.*Use strategy='ddp' in a script"):
         trainer.fit(Told(), data())
     assert not (tmp_path / "trained").exists()
+
+
+# --- trials ---
+
+
+def tried(*epochs: int, steps: int = 6, **options: Any) -> GrowthCallback:
+    given = {"tau": 0.0, "grow": "both", "units": 2, "trial": Trial(steps, candidates=2), **options}
+    return GrowthCallback(triggers.At(*epochs), **given)
+
+
+class Clipped(Module):
+    """With a scheduler that steps with the optimizer, beside the one of epochs."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 60)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_a_trial_takes_the_steps_of_the_trainer(tmp_path: Path) -> None:
+    """As a Grower whose step clips and schedules as the Trainer does; what is logged meanwhile goes nowhere."""
+    module = Clipped(0.0)
+    callback = tried(2)
+    settings = {
+        "logger": CSVLogger(tmp_path),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+    trainer = pl.Trainer(
+        max_epochs=4, callbacks=[callback], gradient_clip_val=0.05, limit_val_batches=0, log_every_n_steps=1, **settings
+    )
+    trainer.fit(module, data())
+    assert trainer.global_step == 16  # the loop's own
+
+    plain = Clipped(0.0)
+    parts = plain.configure_optimizers()
+    optimizer, scheduler = parts["optimizer"], parts["lr_scheduler"]["scheduler"]
+
+    def step(model: Any, optimizer: Any, batch: Any) -> float:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        optimizer.step()
+        scheduler.step()
+        return loss.item()
+
+    grower = Grower(
+        plain.layers, optimizer, example=data().dataset[:1][0], trigger=triggers.At(2), tau=0.0, grow="both", units=2, scheduler=scheduler,
+        trial=Trial(6, candidates=2, step=step),
+    )  # fmt: skip
+    for _ in range(4):
+        for batch in data():
+            step(plain.layers, optimizer, batch)
+        grower.step(list(data()), cross_entropy)
+    mine, theirs = (each.history.record.looks[0].tried for each in (callback, grower))
+    assert mine is not None and theirs is not None
+    assert [arm.steps for arm in mine.arms] == [arm.steps for arm in theirs.arms] and mine.winner == theirs.winner
+    assert [arm.score for arm in mine.arms] == pytest.approx([arm.score for arm in theirs.arms], rel=1e-9)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+    for one, other in zip(module.layers.parameters(), plain.layers.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
+    steps = [row for row in rows if row.split(",")[rows[0].split(",").index("train_loss_step")]]
+    assert len(steps) - 1 == 16
+
+
+def test_a_fit_with_trials_resumes_to_the_bit(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path / "a", 5, first := tried(1, 4), shuffle=True)
+    _, trainer = fit(tmp_path / "b", 2, tried(1, 4), shuffle=True)
+    trainer.save_checkpoint(tmp_path / "at2.ckpt")
+    resumed, _ = fit(tmp_path / "c", 5, second := tried(1, 4), ckpt_path=tmp_path / "at2.ckpt", shuffle=True, seed=8)
+    assert [look.tried for look in first.history.record.looks] == [look.tried for look in second.history.record.looks]
+    assert list(resumed.state_dict()) == list(whole.state_dict())
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+def test_the_metric_of_a_trial_gets_the_module_itself(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metric(module: Any) -> float:
+        seen.append(module(data().dataset[:3][0]).shape)
+        return -float(sum(parameter.numel() for parameter in module.parameters()))
+
+    module, _ = fit(tmp_path, 1, callback := tried(1, trial=Trial(2, candidates=2, metric=metric)))
+    assert seen == [(3, 2)] * 3 and len(callback.history) == 1 and "forward" not in vars(module)
+
+
+class Careful(Module):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+def test_a_trial_is_refused_where_the_trainer_steps_otherwise(tmp_path: Path) -> None:
+    for name in ("step", "batches"):
+        with pytest.raises(
+            UnsupportedModel, match=rf"^Trial\({name}=\) is not an option in GrowthCallback: a trial trains with"
+        ):
+            tried(1, trial=Trial(2, **{name: (lambda model, optimizer, batch: 0.0) if name == "step" else [1]}))
+    with pytest.raises(
+        UnsupportedModel, match=r"trial= cannot be used in this fit: gradients are accumulated over batches \(acc.*=2\)"
+    ):
+        fit(tmp_path, 1, tried(1), accumulate_grad_batches=2)
+    trainer = pl.Trainer(
+        max_epochs=1, callbacks=[tried(1)], logger=False, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path
+    )  # fmt: skip
+    with pytest.raises(
+        UnsupportedModel, match="the module has its own optimizer_step, which the steps of a trial would not follow"
+    ):
+        trainer.fit(Careful(), data())

@@ -481,7 +481,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "example": NOT_AN_EXAMPLE,
     "averaged": TABLE["Grower", "averaged"],
     **{field.name: TABLE["Grower", field.name] for field in dataclasses.fields(Options)},
-    "trial": (*TABLE["Grower", "trial"], Of("one", lambda s: Trial(3), "the trainer takes the steps itself")),
+    "trial": (*TABLE["Grower", "trial"], Of("one", lambda s: Trial(3, batches=[1]), "is not an option")),
     "group": (-1, True, 0.0, "0", [0]),  # whether the optimizer has such a group is seen when there is one
     "where": (5, True, [], "", ["conv", 5]),  # and whether the model has such a path when there is one
     "optimizer": (Of("one", lambda s: s.optimizer, "belongs to the trainer"),),

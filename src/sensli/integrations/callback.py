@@ -11,6 +11,7 @@ from torch import nn
 from sensli.errors import UnsupportedModel
 from sensli.growing.grower import Grower
 from sensli.growing.options import Options
+from sensli.growing.trials.trial import Trial
 from sensli.growing.trigger import Trigger
 from sensli.integrations.looking import Facts
 from sensli.merits.backward import LossFunction
@@ -45,22 +46,28 @@ class GrowingCallback:
         networks(self._given.get("averaged"))
         self.options = Options(trigger=trigger, **options)
         if self.options.trial is not None:
-            raise UnsupportedModel(
-                "trial= is not an option of GrowthCallback: the trainer takes the steps itself, with its own clipping, accumulation, "
-                "precision and count of steps, and a trial would take others. Use sensli.Grower in your own loop, with Trial(step=)."
-            )
+            self._check_trial(self.options.trial)
         self.grower: Grower | None = None  # made when there is a batch
         self._loaded: dict[str, Any] | None = None  # the state from a checkpoint, until the grower has it
         self._facts = Facts()
         self._prepare()
 
+    def _check_trial(self, trial: Trial) -> None:
+        """Refuse a trial that this trainer's callback cannot run."""
+        raise UnsupportedModel(
+            "trial= is not an option of GrowthCallback: the trainer takes the steps itself, with its own clipping, accumulation, "
+            "precision and count of steps, and a trial would take others. Use sensli.Grower in your own loop, with Trial(step=)."
+        )
+
     def _prepare(self) -> None:
         """Set what only this trainer's callback has."""
 
-    def _make_grower(self, model: nn.Module, optimizer: Any, scheduler: Any, example: Any) -> Grower:
+    def _make_grower(
+        self, model: nn.Module, optimizer: Any, scheduler: Any, example: Any, trial: Trial | None = None
+    ) -> Grower:
         """The Grower for what the trainer has by now; an example of the user's own comes first."""
-        given = {"example": example, **self._given}
-        return Grower(model, optimizer, scheduler=scheduler, **given, **vars(self.options))
+        given = {"example": example, **self._given, **vars(self.options), "trial": trial}
+        return Grower(model, optimizer, scheduler=scheduler, **given)
 
     def _step(self, batches: Iterable[Any], loss_fn: LossFunction, metric: float | None) -> None:
         """One call of the Grower; its record learns what the metric is called."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from sensli.errors import SensliError, UnsupportedModel
 from sensli.growing.by_name import add_own_groups, arrange, freeze, frozen_in, names_in
 from sensli.growing.grower import Grower
+from sensli.growing.trials.trial import Trial
 from sensli.integrations import missing
 from sensli.integrations.callback import GrowingCallback
 from sensli.integrations.looking import standing_in
@@ -25,6 +26,8 @@ from sensli.surgery.rewinding import carried, rewind
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from sensli.integrations import lightning_trial
 except ImportError as error:
     raise missing("lightning", error) from error
 
@@ -54,6 +57,10 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
     Logs after each epoch ``sensli/growths``, ``sensli/parameters`` and ``sensli/flops``, and after a look ``sensli/merit`` and
     ``sensli/ratio`` of the best site.
 
+    With ``trial=`` the steps of a trial run ``training_step`` on training batches, with the Trainer's optimizer, clipping and schedulers
+    that step with it. The winner's steps have trained the module, but ``trainer.global_step`` counts those of the Trainer's loop alone.
+    Callbacks and the module's hooks are not called for them, and nothing is logged.
+
     Args:
         trigger: When to look, one of `sensli.growing.triggers`.
         monitor: The name of the logged metric that `triggers.Plateau` watches.
@@ -61,6 +68,9 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         metrics: Whether to log (default: True).
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
+
+    def _check_trial(self, trial: Trial) -> None:
+        lightning_trial.check_trial(trial)
 
     def _prepare(self) -> None:
         self._example: Any = None  # the first batch
@@ -107,6 +117,8 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         pl_module.on_load_checkpoint = grow_first  # type: ignore[method-assign, unused-ignore]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.options.trial is not None:
+            lightning_trial.check_fit(trainer, pl_module)
         state = self._resumed
         if state is not None:
             # Before Lightning loads the optimizers' states by index: theirs is the order in which they followed the growth.
@@ -154,7 +166,8 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         if self.grower is None:
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             model: Any = trainer.strategy.model  # the wrapper, where there is one
-            self.grower = self._make_grower(model, trainer.optimizers, schedulers, (self._example, 0))
+            trial = self.options.trial and lightning_trial.made(self.options.trial, trainer, pl_module)
+            self.grower = self._make_grower(model, trainer.optimizers, schedulers, (self._example, 0), trial)
             if self._resumed is not None:
                 self.grower.load_state_dict(self._resumed["grower"])
         return self.grower

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from sensli.growing.checkpoint import load_checkpoint, save_checkpoint
 from sensli.growing.grower import Grower
+from sensli.growing.trigger import Trigger
 from sensli.growing.triggers import Budget, Every
 from sensli.modules.flops import count_flops
 from sensli.paper.compare.flops import Counted, training_flops
@@ -93,10 +94,22 @@ class Training:
     def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
         """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
         return Grower(
-            model, optimizer, example=self.task.sample(), trigger=Every(1) & Budget(flops=self.limit),
+            model, optimizer, example=self.task.sample(), trigger=self._trigger() & Budget(flops=self.limit),
             max_factor=None, scheduler=scheduler, seed=run_seed(self.job.seed, 0, "place"),
             **{"tau": 0.0, "floor": 0.0, "units": self.task.units, **self.job.method.options},
         )  # fmt: skip
+
+    def _trigger(self) -> Trigger:
+        """At which of the calls that are due it looks: at all of them."""
+        return Every(1)
+
+    def _metric(self) -> float | None:
+        """What a call is told: the validation loss, where the strategy decides by it."""
+        return (
+            self._loss_of(self.data.validation)
+            if self.grower is not None and self.grower.strategy.needs_metric
+            else None
+        )
 
     # --- the loop ---
 
@@ -151,7 +164,7 @@ class Training:
             warnings.simplefilter(
                 "ignore", UserWarning
             )  # nothing fits any more, or all merits are zero: no growth says so
-            metric = self._loss_of(self.data.validation) if self.grower.strategy.needs_metric else None
+            metric = self._metric()
             self.model.train()
             before = len(self.grower.history)
             self.grower.step(batches, self.task.loss, metric=metric)

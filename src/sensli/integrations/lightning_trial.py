@@ -1,0 +1,107 @@
+"""A trial inside of a Lightning fit: its steps are those that the Trainer would take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from sensli.errors import UnsupportedModel
+from sensli.growing.trials.trial import Trial
+from sensli.modules.random_state import kept_of_loader
+
+# What a module may do at a step of its own, which a trial does not do.
+_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward", "lr_scheduler_step")
+
+
+class Batches:
+    """The training batches as `Grower` takes them, from the beginning as often as they are asked for; the loader's state is kept."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def __iter__(self) -> Iterator[Any]:
+        loader: Any = self.trainer.train_dataloader or ()
+        with kept_of_loader(loader):
+            for index, batch in enumerate(loader):
+                yield (self.trainer.strategy.batch_to_device(batch), index), None
+
+
+def check_trial(trial: Trial) -> None:
+    """Refuse what the Trainer decides."""
+    for name in ("step", "batches"):
+        if getattr(trial, name) is not None:
+            raise UnsupportedModel(
+                f"Trial({name}=) is not an option in GrowthCallback: a trial trains with the module's own training_step, the Trainer's "
+                "optimizer and the training batches. Leave it out."
+            )
+
+
+def made(trial: Trial, trainer: Trainer, module: LightningModule) -> Trial:
+    """The trial with the Trainer's step and batches."""
+    metric = trial.metric
+
+    def step(model: Any, optimizer: Any, batch: Any) -> float:
+        ours, (given, _) = trainer.optimizers[0], batch
+        ours.zero_grad()
+        output = model(*given)
+        loss = output["loss"] if isinstance(output, dict) else output
+        loss.backward()
+        module.configure_gradient_clipping(ours, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        ours.step()
+        for config in trainer.lr_scheduler_configs:
+            scheduler: Any = config.scheduler  # not one that follows a metric: `check_fit` refuses it
+            if config.interval == "step":
+                scheduler.step()
+        return float(loss.detach())
+
+    def measured(model: Any) -> Any:
+        assert metric is not None
+        with _itself(module):
+            return metric(module)
+
+    return Trial(
+        trial.steps, candidates=trial.candidates, batches=Batches(trainer), step=step, last=trial.last, mode=trial.mode,
+        metric=None if metric is None else measured, stateful=trial.stateful,
+    )  # fmt: skip
+
+
+def check_fit(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse a fit whose steps cannot be taken outside of the Trainer's loop."""
+    if len(trainer.optimizers) != 1:
+        reason = f"there are {len(trainer.optimizers)} optimizers"
+    elif trainer.accumulate_grad_batches != 1:
+        reason = f"gradients are accumulated over batches (accumulate_grad_batches={trainer.accumulate_grad_batches})"
+    elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+        reason = f"the loss is scaled (precision={trainer.precision!r})"
+    elif any(is_overridden(name, module) for name in _HOOKS):
+        reason = f"the module has its own {next(name for name in _HOOKS if is_overridden(name, module))}"
+    elif any(each.interval == "step" and _watching(each) for each in trainer.lr_scheduler_configs):
+        reason = "a scheduler that follows a metric, or steps less often, steps within epochs"
+    else:
+        return
+    raise UnsupportedModel(
+        f"trial= cannot be used in this fit: {reason}, which the steps of a trial would not follow. Leave trial= out, or use "
+        "sensli.Grower in your own loop, with Trial(step=)."
+    )
+
+
+def _watching(config: Any) -> bool:
+    return isinstance(config.scheduler, ReduceLROnPlateau) or config.frequency != 1
+
+
+@contextmanager
+def _itself(module: LightningModule) -> Iterator[None]:
+    """The module with its own forward, not the one that stands in for it during a look."""
+    own = module.__dict__
+    standing = own.pop("forward")
+    if standing.own is not None:
+        own["forward"] = standing.own
+    try:
+        yield
+    finally:
+        own["forward"] = standing
