@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from sensli.growing.strategies import STRATEGIES
+from sensli.paper.compare.costs import PUBLISHED
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import Method, chosen, methods
 from sensli.paper.compare.run import Run
@@ -41,6 +43,9 @@ def test_every_published_schedule_is_one() -> None:
     for schedule in OWN.values():
         assert schedule.shape in SHAPES and schedule.rounds in ("one", "each", "last") and schedule.words
         assert list(schedule.looks) == sorted(set(schedule.looks)) and schedule.looks[0] > 0 and schedule.looks[-1] < 1
+    assert OWN.keys() <= {*STRATEGIES, "layers"} and PUBLISHED.keys() == STRATEGIES.keys(), (
+        "no name is misspelt or left out"
+    )
     known = methods(TINY)
     own = {method.name: method for method in chosen(TINY, ["own"])}
     assert {"net2net-own", "gradmax-own", "autogrow-own"} <= own.keys()

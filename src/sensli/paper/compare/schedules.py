@@ -84,6 +84,12 @@ _GRADMAX = _equally(0.128, 0.481, 12)
 # Stages of 8, 10, 12, 14, 17, 20, 24, 29 epochs, each a fifth longer than the one before, of 200 epochs.
 _VARIANCE_TRANSFER = (0.04, 0.09, 0.15, 0.22, 0.305, 0.405, 0.525, 0.67)
 
+_AUTOGROW = Schedule(
+    "One block every few epochs at a constant rate, until the stages are closed; then a tenth and a hundredth from the half and from three "
+    "quarters of the rest on; the momentum is kept.",
+    _equally(0.025, 0.5, 20), "tenths", rounds="last",
+)  # fmt: skip
+
 # Method -> its schedule. Methods without one: nothing is prescribed, or nothing is known of it.
 OWN: Mapping[str, Schedule] = {
     "layers": Schedule(
@@ -99,6 +105,14 @@ OWN: Mapping[str, Schedule] = {
     "netmorph": Schedule(
         "Once, on a trained network, all layers at once; learning rates of fine-tuning, taken as those of Net2Net.",
         (0.4,), rounds="each", after=0.1, forgets=True, options={**_ALL, "units": 0.83},
+    ),
+    "net2net-deeper": Schedule(
+        "As Net2Net: once, on a trained network, at all places; another optimizer, a tenth of the learning rate.",
+        (0.4,), rounds="each", after=0.1, forgets=True, options=_ALL,
+    ),
+    "netmorph-deeper": Schedule(
+        "Once, on a trained network, at all places; learning rates of fine-tuning, taken as those of Net2Net.",
+        (0.4,), rounds="each", after=0.1, forgets=True, options=_ALL,
     ),
     "gradmax": Schedule(
         "Twelve growths from iteration 10,000 on, every 2,500 of 78,000; all layers at once, from a quarter of the width to all of it, "
@@ -122,11 +136,16 @@ OWN: Mapping[str, Schedule] = {
         "Asked after every mini-batch in the publication, here 49 times, since looks are paid for; all layers; cosine, as for its CNNs.",
         _equally(0.02, 0.98, 49), "cosine", options={**_ALL, "units": 1},
     ),
-    "autogrow": Schedule(
-        "One block every few epochs at a constant rate, until the stages are closed; then a tenth and a hundredth from the half and from "
-        "three quarters of the rest on; the momentum is kept.",
-        _equally(0.025, 0.5, 20), "tenths", rounds="last",
+    "convsenn": Schedule(
+        "Ten of 300 epochs from one growth to the next; its rate is halved when there is no progress, which is a constant one here.",
+        _equally(0.0333, 0.9667, 29), "constant",
     ),
+    "morphnet": Schedule(
+        "Shrinks for a third of the time at a constant rate, removes and widens, and trains again with another optimizer.",
+        (0.02, 0.32, 0.33), rounds="last", forgets=True,
+    ),
+    "autogrow": _AUTOGROW,
+    "autogrow-gauss": _AUTOGROW,
     "splitting": Schedule(
         "Ten rounds; in each the learning rate begins again, with a tenth and a hundredth from its half and three quarters on; another "
         "optimizer each time.",
