@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sensli.cli.main import main
-from sensli.paper.compare import costs
+from sensli.paper.compare import costs, figure
 from sensli.paper.compare.methods import methods
 from sensli.paper.compare.run import Look, Run
 from sensli.paper.compare.summary import rows
@@ -163,6 +163,11 @@ def test_when_a_method_is_as_good_as_the_large_network() -> None:
     assert str(units.matches) == "0.75 [0.75, 0.75]", "half way between the points at 50 and 100 FLOPs"
     place = table([small]).header.index("as good as large after")
     assert [line[place] for line in table([small, units]).rows] == ["in 1 of 2 seeds", "0.75 [0.75, 0.75]"]
+
+
+def test_a_figure_shows_all_curves_and_little_else() -> None:
+    assert figure.limits([1.3, 2.6, float("inf")], 2) == pytest.approx((1.3 / 2**0.2, 2.6 * 2**0.2))
+    assert figure.limits([1e-9, 1.0], 2) == pytest.approx((0.5e-9, 2.0)), "a factor of 2 at most"
 
 
 def test_one_seed_gives_no_verdict_and_a_missing_size_no_front() -> None:

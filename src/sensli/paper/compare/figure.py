@@ -25,6 +25,7 @@ from sensli.paper.report.statistics import band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 POINTS = 80
 DASHES = ((0, (5, 2)), (0, (1, 1)), (0, (1, 3)), (0, (3, 1, 1, 1)), (0, (7, 2, 1, 2)))
@@ -64,7 +65,7 @@ def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
     means: list[float] = []
     for method in within:
         mean, low, high = _band(torch.stack([_at(run, grid * total) for run in runs[method.name].values()]))
-        means += mean.tolist()
+        means += mean[grid >= BEGIN / 2].tolist()  # what is left of it is not shown
         if method in named:
             colour = next(colours)
             axis.plot(grid.numpy(), mean.numpy(), color=colour, linewidth=1.6, label=method.name, zorder=3)
@@ -85,7 +86,8 @@ def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
     if len(named) < sum(method.grows for method in within):
         axis.plot([], [], color="0.85", linewidth=0.7, label="other growing methods")
     axis.set_yscale("log")
-    axis.set_ylim(*_limits(means, 2))  # bands of few seeds may be wider than all curves together
+    axis.set_ylim(*limits(means, 2))  # bands of few seeds may be wider than all curves together
+    _plain_ticks(axis.yaxis, axis.get_ylim())
     axis.set_xlim(BEGIN / 2, 1)
     axis.set_xlabel("share of the FLOPs, all looks included", fontsize=8)
     axis.set_ylabel("validation loss", fontsize=8)
@@ -131,7 +133,8 @@ def _ends(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
             )
     means = [mean for mean, _, _ in found.values()]
     axis.set_xscale("log")
-    axis.set_xlim(*_limits(means, 3))
+    axis.set_xlim(*limits(means, 3))
+    _plain_ticks(axis.xaxis, axis.get_xlim())
     axis.set_yticks(range(len(ranked)), [method.name for method in ranked], fontsize=7)
     for label, method in zip(axis.get_yticklabels(), ranked, strict=True):
         label.set_color(KIND_COLOURS[method.kind])
@@ -158,9 +161,22 @@ def _order(loss: float) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
-def _limits(losses: Sequence[float], factor: float) -> tuple[float, float]:
-    finite = [loss for loss in losses if math.isfinite(loss)] or [1.0]
-    return min(finite) / factor, max(finite) * factor
+def limits(losses: Sequence[float], factor: float) -> tuple[float, float]:
+    """All losses and a fifth of their range as margin, so much as this factor at most."""
+    finite = [max(loss, LEAST) for loss in losses if math.isfinite(loss)] or [1.0]
+    low, high = min(finite), max(finite)
+    margin = min(max((high / low) ** 0.2, 1.02), factor)
+    return low / margin, high * margin
+
+
+def _plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
+    """Where an axis spans less than a power of ten, a few plain numbers: powers would leave it without, or crowd it."""
+    from matplotlib.ticker import FormatStrFormatter, MaxNLocator, NullLocator
+
+    if limits[1] < 10 * limits[0]:
+        axis.set_major_locator(MaxNLocator(6))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FormatStrFormatter("%g"))
 
 
 def _seeds(count: int) -> str:
