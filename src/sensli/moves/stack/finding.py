@@ -94,7 +94,7 @@ def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:
         raise
     except Exception as error:
         raise Refused(
-            f"the forward pass fails with a copy of the stack behind it ({type(error).__name__}: {error})"
+            f"the forward pass fails with a copy of the stack after it ({type(error).__name__}: {error})"
         ) from error
     finally:
         edit.revert()
@@ -103,7 +103,7 @@ def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:
     if set(calls) != {1}:
         raise Refused("the forward pass would not run each block of a copy of the stack once")
     if _first(before) != _first(after):
-        raise Refused("the model returns something else with a copy of the stack behind it")
+        raise Refused("the model returns something else with a copy of the stack after it")
 
 
 def _first(output: Any) -> tuple[int, ...] | None:
