@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import programs
+
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -34,7 +36,7 @@ def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS, timeout=1000 * programs.HANGS)
         try:
             yield browser
         finally:
@@ -45,6 +47,7 @@ def chromium() -> Iterator[Any]:
 def opened(browser: Any, file: Path, *, place: str = "", **options: Any) -> Iterator[Any]:
     """A page of the file; at the end it must have logged no error and asked for nothing but the file."""
     context = browser.new_context(**options)
+    context.set_default_timeout(1000 * programs.HANGS)
     page = context.new_page()
     problems: list[str] = []
     page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)

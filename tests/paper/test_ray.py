@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import programs
 from experiments import GOOD
 from pictures import TINY, raw, tiny
 from sensli import __version__
@@ -67,7 +68,7 @@ def _hold(folder):
     def train(job):
         def save_and_wait(state):
             job.save(state)
-            within(300, Path(folder).exists)
+            wait_for(Path(folder).exists)
 
         return pieces.train(replace(job, save=save_and_wait))
 
@@ -110,8 +111,8 @@ def same(one, store, other):
             assert torch.equal(mine[name].nan_to_num(), theirs[name].nan_to_num()), (arm, name)
 
 
-def within(seconds, found):
-    end = time.monotonic() + seconds
+def wait_for(found):
+    end = time.monotonic() + programs.HANGS
     while not found():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.02)
@@ -167,7 +168,7 @@ def at_the_first_state(store, action):
     go = Held(store.root / "go")
 
     def watch():
-        within(300, lambda: list(store.root.rglob("unfinished*")))
+        wait_for(lambda: list(store.root.rglob("unfinished*")))
         action()
         go.mkdir()
 
@@ -200,7 +201,7 @@ def test_what_was_stopped_goes_on_without_ray(tmp_path, whole, capsys):
         pytest.raises(KeyboardInterrupt),
     ):
         runner.run([one], store, machine, ray_place(save_every=0.0))
-    within(100, lambda: not descendants(os.getpid(), "ray::sensli"))
+    wait_for(lambda: not descendants(os.getpid(), "ray::sensli"))
     runner.run([one], store)
     assert "resumed" in capsys.readouterr().out
     same(one, store, whole)
@@ -215,16 +216,16 @@ def test_ctrl_c_of_the_command_with_a_ray_of_its_own(tmp_path, capsys):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
     try:
-        within(300, lambda: list(tmp_path.rglob("runs-*.json")) or process.poll() is not None)
+        wait_for(lambda: list(tmp_path.rglob("runs-*.json")) or process.poll() is not None)
         below = descendants(process.pid, "")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=programs.HANGS)
     finally:
         process.kill()
     assert (process.returncode, err) == (130, "Interrupted. Run the same command again to resume.\n")
     assert "quick: 1 run, " in out and "slow" not in out
     assert below
-    within(100, lambda: not any(Path(f"/proc/{one}").exists() for one in below))
+    wait_for(lambda: not any(Path(f"/proc/{one}").exists() for one in below))
     one = planned({**experiment, "arms": {"quick": arms["quick"]}})
     assert runner.run([one], Store(tmp_path / "out")) == 0
     assert Store(tmp_path / "out").missing(planned(experiment), "slow") == [0]
@@ -254,7 +255,7 @@ def test_a_cancelled_training_ends(monkeypatch):
     assert next(stream) == ("share", 0.0)
     assert set(threading.enumerate()) > before
     stream.close()
-    within(100, lambda: set(threading.enumerate()) <= before)
+    wait_for(lambda: set(threading.enumerate()) <= before)
 
 
 def test_another_version_on_a_machine_is_said():
