@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from models import Block, alive, snapshot
 from sensli import Grower, History, SensliError, Site, Trial, count_flops, find_sites, grow, measure, triggers
 from sensli.errors import HistoryError, MeasurementError, UnsupportedModel
-from sensli.merits.ranking import ordered
 from sensli.modules import random_state
 from sensli.surgery.averaging import follow
 
@@ -151,8 +150,7 @@ def test_the_winner_is_to_the_bit_what_a_copy_of_everything_becomes(
     training = Training(make, **options)
     held = dict(training.model.named_parameters())
     sites = find_sites(training.model, X[:2], **growing)
-    merits = measure(training.model, sites, DATA, cross_entropy)
-    ranked = [merit.site for merit in ordered("auto", merits, 1)]
+    ranked = [merit.site for merit in measure(training.model, sites, DATA, cross_entropy).ranked]
     begin, ends = random_state.capture(), []
     for site in (None, *ranked[:2]):
         random_state.restore(begin)
