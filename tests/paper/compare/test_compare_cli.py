@@ -170,6 +170,16 @@ def test_a_figure_shows_all_curves_and_little_else() -> None:
     assert figure.limits([1e-9, 1.0], 2) == pytest.approx((0.5e-9, 2.0)), "a factor of 2 at most"
 
 
+def test_the_verdict_groups_many_methods() -> None:
+    known = [methods(SPIRALS)[name] for name in ("small", "large", "layers", "units", "both")]
+    ends = {"small": (2.0, 2.1), "large": (1.0, 1.1), "layers": (0.5, 0.61), "units": (3.0, 3.11), "both": (1.0, 3.0)}
+    runs = {name: {seed: made(last, (8, 1)) for seed, last in enumerate(each)} for name, each in ends.items()}
+    said = verdict(rows(known, runs))
+    assert said[1] == "Of the growing methods, `layers` ended with the lowest test loss (0.555)."
+    assert said[2] == "Beside `small`: better: `layers`; worse: `units`; not clearly different: `both`."
+    assert said[3] == "Beside `large`: better: `layers`; worse: `units`; not clearly different: `both`."
+
+
 def test_one_seed_gives_no_verdict_and_a_missing_size_no_front() -> None:
     known = [method for name, method in methods(SPIRALS).items() if name in ("small", "large", "both")]
     runs = {"small": {0: made(1.0, (8, 1))}, "large": {1: made(1.0, (8, 1))}, "both": {0: made(0.1, (8, 1))}}

@@ -27,7 +27,8 @@ _OPENING = (
     "All methods of a task start from the same small network of a seed, see the same batches in the same order, follow one learning-rate "
     "schedule stated in shares of the FLOPs, and stop when the FLOPs are spent. What a look computes counts: it runs under a counter "
     "that sees every product. All methods look at the same moments, must grow while something fits, and may not become larger than "
-    "`large`. The test data are used once, at the end.",
+    "`large`. The test data are used once, at the end. Methods named `-own` follow the schedule of their publication instead, at the same "
+    "FLOPs; `large-full` alone spends more, as many steps as `small` takes.",
     "**minus small**, **minus large**: the test loss of the method minus that of the small and of the large network, seed by seed, with a "
     "95 % interval; below 0 the method is better. **front ratio**: FLOPs that the growing run needs to reach a validation loss, divided by "
     "those of the best fixed network of the same seed; *at the end* for the lowest loss that both reached, *at its worst* and *on average* "

@@ -60,6 +60,13 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"Of the fixed sizes, `{best.method.name}` ended with the lowest test loss ({number(best.test.mean)})."
         )
+    growing = [row for row in rows if row.method.grows]
+    if len(growing) > 1:
+        lowest = min(growing, key=lambda row: row.test.mean)
+        lines.append(
+            f"Of the growing methods, `{lowest.method.name}` ended with the lowest test loss ({number(lowest.test.mean)})."
+        )
+        lines += _groups(growing, "small") + _groups(growing, "large")
     for row in rows:
         if row.method.grows and row.seeds == 1:
             lines.append(f"`{row.method.name}`: one seed, so nothing can be said.")
@@ -67,6 +74,18 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             parts = [_against("small", row.to_small), _against("large", row.to_large), _against_front(row)]
             lines.append(f"`{row.method.name}`: {'; '.join(part for part in parts if part)}.")
     return lines
+
+
+def _groups(rows: Sequence[Row], other: str) -> list[str]:
+    """Which methods are better, worse and not separated from a fixed network, in one sentence; of those with two seeds at least."""
+    found: dict[str, list[str]] = {"better": [], "worse": [], "not clearly different": []}
+    for row in rows:
+        difference = row.to_small if other == "small" else row.to_large
+        if difference is not None and difference.difference.runs > 1:
+            word = {CONFIRMED: "better", OPPOSITE: "worse"}.get(difference.verdict(), "not clearly different")
+            found[word].append(f"`{row.method.name}`")
+    said = [f"{word}: {', '.join(names)}" for word, names in found.items() if names]
+    return [f"Beside `{other}`: {'; '.join(said)}."] if said else []
 
 
 def _against(name: str, difference: Paired | None) -> str:
