@@ -267,7 +267,7 @@ def test_units_of_attention_are_heads(units: Any, more: int) -> None:
     site = find_sites(model, torch.randn(2, 5, 12), grow="units", units=units)[0]
     heads = "head" if more == 1 else "heads"
     assert str(site) == (f"+{more} {heads} in attention.0.q (Linear 4 -> {4 + more} heads), read by attention.0.out")
-    assert f"attention.0.k.weight: (16, 12) -> ({16 + 4 * more}, 12)" in site.move.describe(model)
+    assert f"attention.0.k.weight: (16, 12) -> ({16 + 4 * more}, 12)" in site.describe(model)
 
 
 class Divided(Attention):

@@ -315,7 +315,7 @@ def test_a_site_prints_as_one_line_and_in_full_with_every_shape() -> None:
     model, x, _ = made("convolutions")
     site = find_sites(model, x, grow="units", units=2)[0]
     assert str(site) == "+2 units in first (Conv2d 4 -> 6), read by second"
-    told = site.move.describe(model)
+    told = site.describe(model)
     assert "first.weight: (4, 3, 3, 3) -> (6, 3, 3, 3)" in told and "norm.running_var: (4,) -> (6,)" in told
     assert (
         "depthwise.weight: (4, 1, 3, 3) -> (6, 1, 3, 3)" in told

@@ -103,6 +103,26 @@ class Site:
             )
         return found
 
+    def describe(self, model: nn.Module) -> str:
+        """The site in full: what it adds, and every tensor that would change, with its old and new shape. Changes nothing.
+
+        Args:
+            model: The model that the site belongs to, or its wrapper.
+
+        Returns:
+            The site's line with its costs, then a line for each tensor that changes its shape, or for the module that is new.
+
+        Raises:
+            UnknownSite: If the site does not belong to the model.
+        """
+        network = bare(model)
+        edit = self.move.plan(network, self)
+        lines = [f"{self} (+{self.parameters:,} parameters, +{self.flops:,} FLOPs)"]
+        lines += [f"  {each.name}: {tuple(each.old_shape)} -> {tuple(each.new_shape)}" for each in edit.resized]
+        if self.move.joining(network, self):
+            lines.append(f"  {edit.name}: new")
+        return "\n".join(lines)
+
     def on(self, other: nn.Module) -> Site:
         """The same site of an equal model: of a deep copy, or of one that was built and grown in the same way.
 

@@ -146,15 +146,6 @@ class Width:
             return f"+{_plural(self.more, 'group')} of {self.heads} heads"
         return f"+{_plural(self.more, 'head' if self.heads else 'unit')}"
 
-    def describe(self, model: nn.Module) -> str:
-        """Every tensor that changes, with its old and new shape."""
-        from sensli.moves.width.widening import resizes
-
-        lines = []
-        for each in resizes(model, self):
-            lines.append(f"{each.name}: {tuple(each.old_shape)} -> {each.new_shape}")
-        return "\n".join(lines)
-
     def cost(self, point: Point) -> Cost:
         return Cost(self.added, self.flops)
 
