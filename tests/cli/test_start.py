@@ -16,6 +16,7 @@ pytestmark = pytest.mark.process
 # What the installed command runs, but the process interrupts itself at the moment when it begins to import a module.
 INTERRUPTED = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what runs in the background ignore it
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:

@@ -121,6 +121,6 @@ def test_a_misspelled_key_is_told():
         pytest.raises(MeasurementError, match="'inputs', 'labels', but forward of Classifier takes none"),
     ):
         measure(model, sites, wrong, lambda output, batch: output.sum())
-    # without a loss function nobody but the model has a use for a key
-    with pytest.raises(TypeError, match="labels"):
+    # without a loss function nobody but the model has a use for labels, and it takes none
+    with pytest.raises(MeasurementError, match="loss_fn is missing"):
         measure(model, sites, [{"x": x, "labels": y} for x, y in batches()])

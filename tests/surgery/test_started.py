@@ -183,7 +183,7 @@ def test_a_history_repeats_the_shapes_and_the_sources(start: str) -> None:
         assert read[0].site.move.sources == history[0].site.move.sources != ()
 
 
-@pytest.mark.parametrize("sources", [[0, 1], [0] * 6 + [5], [0] * 6 + [-1]])
+@pytest.mark.parametrize("sources", [[0, 1], [0] * 6 + [5], [0] * 6 + [-2]])
 def test_sources_that_no_growth_has_are_refused(sources: list[int]) -> None:
     model = make_model()
     data = grow(model, site_of(model, "net2net")).to_dict()

@@ -81,6 +81,7 @@ def test_several_writers_of_one_checkpoint_leave_one_of_theirs_complete(tmp_path
 
 
 def _save_large(path: Path, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what runs in the background ignore it
     extra = torch.zeros(2_000_000)
     try:
         pipe.send("ready")
