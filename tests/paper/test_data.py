@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import programs
 from sensli.paper import data
 from sensli.paper.data import DataError, cifar10, fashion_mnist
 from sensli.paper.data.fetching import FetchError, fetch
@@ -125,7 +126,8 @@ def server():
         Handler.address = f"http://127.0.0.1:{running.server_address[1]}/file"
         yield Handler
         running.shutdown()
-        thread.join()
+        thread.join(programs.HANGS)
+        assert not thread.is_alive()
 
 
 def sha256(content: bytes) -> str:

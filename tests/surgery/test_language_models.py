@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import programs
 from architectures import GENERATORS, TRANSFORMERS
 from building import assert_same, build, outputs
 from sensli import find_sites, insert, measure, replay, undo
@@ -229,7 +230,8 @@ def test_saved_and_loaded_where_sensli_is_unknown(tmp_path: Path) -> None:
         arguments += [str(folder), type(model).__name__]
         count += 1
     command = [sys.executable, "-c", FRESH, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "", "HF_HUB_OFFLINE": "1"})
+    alone = {"PATH": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=alone, timeout=programs.HANGS)
     assert done.stdout.count("same") == count, done.stderr
 
 

@@ -51,9 +51,22 @@ def start(target: Any, *arguments: Any) -> tuple[Any, Connection]:
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(*arguments, theirs))
-    process.start()
+    with pytest.MonkeyPatch.context() as patch:  # the server does not find this module otherwise, and would not say so
+        patch.setenv("PYTHONPATH", programs.environment()["PYTHONPATH"])
+        process.start()
     theirs.close()
     return process, ours
+
+
+def said(pipe: Connection) -> Any:
+    """What comes next from the process; one that has ended, or says nothing for as long as only a hang takes, fails the test."""
+    assert pipe.poll(programs.HANGS), "the process does not answer"
+    return pipe.recv()
+
+
+def ended(process: Any) -> None:
+    process.join(programs.HANGS)
+    assert process.exitcode == 0
 
 
 @POSIX
@@ -61,10 +74,11 @@ def start(target: Any, *arguments: Any) -> tuple[Any, Connection]:
 def test_several_writers_of_one_checkpoint_leave_one_of_theirs_complete(tmp_path: Path) -> None:
     path = tmp_path / "a"
     writers = [start(_save_many, path, mark, 1000 * 10**mark) for mark in (1, 2, 3)]
-    assert all(pipe.recv() == "ready" for _, pipe in writers)
+    assert all(said(pipe) == "ready" for _, pipe in writers)
     seen: set[int] = set()
     loads = 0
-    while loads < 100 or len(seen) < 2:  # however long that takes: until two of them have had their turn
+    while loads < 100 or len(seen) < 2:  # until two of them have had their turn
+        assert all(process.is_alive() for process, _ in writers)
         if not path.exists():
             time.sleep(0.01)
             continue
@@ -75,14 +89,16 @@ def test_several_writers_of_one_checkpoint_leave_one_of_theirs_complete(tmp_path
         seen.add(mark)
     for process, pipe in writers:
         pipe.send("stop")
-        assert pipe.recv() == "done"  # and did not fail on the way
-        process.join()
+        assert said(pipe) == "done"  # and did not fail on the way
+        ended(process)
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
 def _save_large(path: Path, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what runs in the background ignore it
     extra = torch.zeros(2_000_000)
+    # The first one imports numpy, whose random part loses an interrupt that comes meanwhile.
+    save_checkpoint(path, make_model(), extra="good")
     try:
         pipe.send("ready")
         while True:
@@ -101,11 +117,11 @@ def test_ctrl_c_leaves_the_last_good_file_and_nothing_else(tmp_path: Path) -> No
         path.parent.mkdir()
         save_checkpoint(path, make_model(), extra="good")
         process, pipe = start(_save_large, path)
-        assert pipe.recv() == "ready"
+        assert said(pipe) == "ready"
         time.sleep(0.01 + 0.011 * number)
         os.kill(process.pid, signal.SIGINT)
-        assert pipe.recv() == "interrupted"
-        process.join()
+        assert said(pipe) == "interrupted"
+        ended(process)
         assert [file.name for file in path.parent.iterdir()] == ["a"]
         assert load_checkpoint(path, make_model).extra is not None
 
@@ -176,7 +192,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """On a small disk of its own, mounted for one process."""
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m none "$0" && exec "$@"', str(tmp_path)]
     try:
-        subprocess.run([*mount, "true"], check=True, capture_output=True)
+        subprocess.run([*mount, "true"], check=True, capture_output=True, timeout=programs.HANGS)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("a disk cannot be mounted here")
     done = run(f"t.check_each(Path({str(tmp_path)!r}), 'No space left on device')", tmp_path, *mount)
