@@ -55,7 +55,7 @@ class Triggered(Training):
     def __init__(self, job: Job, data: Data, trigger: Trigger) -> None:
         self._asked, self._since = trigger, list[torch.Tensor]()
         super().__init__(job, data)
-        small = training_flops(job.task.network("small", job.seed), self._batch(0), job.task.loss)
+        small = training_flops(job.task.network("small", job.seed), self.batches.at(0), job.task.loss)
         self._every = max(1, round(self.run.budget / small / CALLS))
 
     def _trigger(self) -> Trigger:

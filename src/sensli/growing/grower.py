@@ -291,12 +291,12 @@ class Grower:
         metric: float | None,
         on_failure: ExitStack,
     ) -> Outcome | None:
-        """What comes of the first of the chosen growths that the trigger allows, if they are to be tried and there are any."""
+        """What comes of the best of the chosen growths that the trigger allows, if they are to be tried and there are any."""
         options, moment = self.options, self._moment(metric)
         if options.trial is None:
             return None
         allowed = [merit for merit in chosen if options.trigger.allows(merit.site, moment)]
-        candidates = allowed[: options.trial.candidates]
+        candidates = options.trial.candidates_of(allowed)
         if not candidates:
             return None
         trying = Trying(options.trial, self.model, self._followers, self.history, options, self._example, together)

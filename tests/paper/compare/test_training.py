@@ -81,6 +81,24 @@ def test_the_flops_of_a_run_are_those_of_its_steps_and_its_looks() -> None:
     assert one.run.decisions > 0 and one.spent == steps + one.run.decisions
 
 
+def test_a_trial_costs_its_losers_and_its_winner_has_trained() -> None:
+    task = replace(TINY, steps=80, looks=(0.25,))
+    one = Training(job("tried", task=task), DATA)
+    steps = 0
+    while not one.finished:
+        one.advance()
+        steps += training_flops(one.model, one.batches.at(0), TINY.loss)
+    assert one.grower is not None
+    tried = one.grower.history.record.looks[0].tried
+    assert tried is not None and len(tried.arms) == 3, "no growth, the best layer, the best units"
+    kinds = {arm.name.startswith("+") for arm in tried.arms[1:]}
+    assert kinds == {True, False}
+    winner = tried.arms[tried.winner].steps * training_flops(one.model, one.batches.at(0), TINY.loss)
+    assert tried.arms[0].flops == pytest.approx(0.75 * one.run.budget / 32, rel=0.2), "a 32nd of what is left"
+    assert one.spent == steps + one.run.decisions + winner and one.run.decisions >= 0.8 * tried.lost
+    assert one.batches.taken == tried.arms[0].steps, "nobody trains on the batches of a trial again"
+
+
 def test_all_methods_have_one_start_and_one_order() -> None:
     first = [train(job(name), DATA) for name in ("small", "layers", "units")]
     assert len({run.validation[0] for run in first}) == 1
@@ -97,7 +115,7 @@ def test_the_rate_follows_the_share_of_the_flops() -> None:
     assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 2 * (1 - one.share))
 
 
-@pytest.mark.parametrize("name", ["both", "random-place"])
+@pytest.mark.parametrize("name", ["both", "random-place", "tried"])
 def test_a_run_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
     state, resumed = tmp_path / "state.ckpt", Training(job(name), DATA)
     for stop in (0.35, 0.8):  # between and after the looks

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sensli.errors import WrongType
+from sensli.merits.merits import Merit
 from sensli.modules import checks
 
 EXTRAS = ("scheduler", "averaged")  # what a step may ask for by name
@@ -22,7 +23,8 @@ class Trial:
 
     Args:
         steps: How many steps the model takes without a growth. A larger one takes fewer, at least one.
-        candidates: How many growths to try at most, the best by merit first (default: 3).
+        candidates: How many growths to try at most (default: 3): the best of each kind (layers, units), because merits of
+            different kinds predict the outcome less well than merits of one kind, then the next best by merit.
         batches: The batches to train on, such as the training loader; taken again from the beginning when they end. They are
             drawn once for each look and kept in memory. None takes the batches given to `Grower.step`.
         step: ``step(model, optimizer, batch)`` takes one step of training and returns the loss of the batch, for loops that clip,
@@ -59,6 +61,12 @@ class Trial:
         self.mode = checks.one_of("mode", mode, MODES)
         self.last = checks.share("last", last, 0.5)
         self.stateful = _stateful(stateful)
+
+    def candidates_of(self, chosen: Sequence[Merit]) -> list[Merit]:
+        """Those of the chosen growths, best first, that are tried: the first of each kind, then the others in their order."""
+        first = {merit.site.move.tag: merit for merit in reversed(chosen)}.values()
+        ranked = sorted(chosen, key=lambda merit: not any(merit is one for one in first))
+        return ranked[: self.candidates]
 
     def __repr__(self) -> str:
         """What several processes must have in common; functions and data are each one's own."""

@@ -51,6 +51,7 @@ class Job:
             # only where they differ from what all have in common: results of before they existed stay valid
             **({"schedule": self.method.schedule.facts()} if self.method.schedule is not None else {}),
             **({"full": True} if self.method.full else {}),
+            **({"trial": self.method.trial} if self.method.trial is not None else {}),
         }
 
     def seconds(self) -> float:

@@ -19,7 +19,7 @@ class Method:
     """What trains: the network it begins with, and what it gives `Grower`; a network of fixed size gives nothing.
 
     ``schedule`` is None for what follows the schedule of the task. ``full`` spends more than the others: as many steps as the small network
-    takes with the FLOPs of the task.
+    takes with the FLOPs of the task. ``trial`` is the share of the FLOPs that are left for which each network of a trial trains.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     schedule: Schedule | None = None
     full: bool = False
+    trial: float | None = None
 
     @property
     def grows(self) -> bool:
@@ -50,6 +51,10 @@ _GROWING = (
     Method("units", "SensLI: units where their merit is largest", "sensli", options=_largest("units")),
     Method("both", "SensLI: a layer or units, whichever has the largest merit", "sensli", options=_largest("both")),
     Method("auto", "as 'both', but in a stack of blocks at its middle", "sensli", options={"grow": "both", "select": "auto"}),
+    Method(
+        "tried", "as 'both', but the best layer, the best units and no growth train first; the best of them stays", "sensli",
+        options=_largest("both"), trial=1 / 32,
+    ),
     Method("natural", "as 'both', by the natural merit", "sensli", options={**_largest("both"), "norm": "natural"}),
     Method(
         "layers-middle", "a layer in the middle of the places, whatever the merits are", "control",

@@ -14,14 +14,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from sensli.growing.checkpoint import load_checkpoint, save_checkpoint
 from sensli.growing.grower import Grower
+from sensli.growing.trials.trial import Trial
 from sensli.growing.trigger import Trigger
 from sensli.growing.triggers import Budget, Every
 from sensli.modules.flops import count_flops
+from sensli.paper.compare.batches import Batches
 from sensli.paper.compare.flops import Counted, training_flops
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.run import Look, Run
 from sensli.paper.compare.task import Data, Part
-from sensli.paper.plans.seeds import generator, run_seed
+from sensli.paper.plans.seeds import run_seed
+from sensli.surgery.history.tried import Tried
 
 Tell = Callable[[float], None]  # the share of the FLOPs that is spent
 EVALUATED_AT_ONCE = 500
@@ -51,11 +54,13 @@ class Training:
         self.job, self.task, self.data = job, job.task, data
         self.run = Run()
         self.spent = 0.0
+        self.batches = Batches(self.task, data.train, job.seed)
         self._began = time.perf_counter()
         large = self.task.network("large", job.seed)
-        self.run.budget = job.budget * self.task.steps * training_flops(large, self._batch(0), self.task.loss)
+        self.run.budget = job.budget * self.task.steps * training_flops(large, self.batches.at(0), self.task.loss)
         if job.method.full:
             self.run.budget *= self._times_small(large)
+        self._trial = None if job.method.trial is None else Trial(1, candidates=2, batches=self.batches)
         self.limit = int(count_flops(large, self.task.sample()))
         self.model = self._model()
         self.optimizer = self.task.optimizer(self.model.parameters())
@@ -66,7 +71,7 @@ class Training:
 
     def _times_small(self, large: nn.Module) -> float:
         """How many steps of the small network cost what one of this one costs."""
-        first = self._batch(0)
+        first = self.batches.at(0)
         small = self.task.network("small", self.job.seed)
         return training_flops(large, first, self.task.loss) / training_flops(small, first, self.task.loss)
 
@@ -95,7 +100,7 @@ class Training:
         """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
         return Grower(
             model, optimizer, example=self.task.sample(), trigger=self._trigger() & Budget(flops=self.limit),
-            max_factor=None, scheduler=scheduler, seed=run_seed(self.job.seed, 0, "place"),
+            max_factor=None, scheduler=scheduler, trial=self._trial, seed=run_seed(self.job.seed, 0, "place"),
             **{"tau": 0.0, "floor": 0.0, "units": self.task.units, **self.job.method.options},
         )  # fmt: skip
 
@@ -131,7 +136,7 @@ class Training:
         self._step()
 
     def _step(self) -> None:
-        x, y = self._batch(self.run.steps)
+        x, y = self.batches.at(self.run.steps)
         cost = self._cost_of_a_step()
         began = time.perf_counter()
         self.model.train()
@@ -147,7 +152,7 @@ class Training:
 
     def _cost_of_a_step(self) -> int:
         if self._step_flops is None:
-            self._step_flops = training_flops(self.model, self._batch(self.run.steps), self.task.loss)
+            self._step_flops = training_flops(self.model, self.batches.at(self.run.steps), self.task.loss)
         return self._step_flops
 
     def _look_is_due(self) -> bool:
@@ -156,9 +161,9 @@ class Training:
     def _look(self) -> None:
         """One call of the grower. All that runs inside is counted, and so is the validation loss if the strategy decides by it."""
         assert self.grower is not None
-        batches = list(self._looked_at())
+        batches = list(self.batches.of_look(self.run.looks))
         samples = sum(len(y) for _, y in batches)
-        sweep = self._cost_of_a_step() * samples / len(self._batch(self.run.steps)[1])
+        sweep = self._cost_of_a_step() * samples / len(self.batches.at(self.run.steps)[1])
         began = time.perf_counter()
         with Counted() as counted, warnings.catch_warnings():
             warnings.simplefilter(
@@ -167,10 +172,12 @@ class Training:
             metric = self._metric()
             self.model.train()
             before = len(self.grower.history)
+            self._prepare_trial()
             self.grower.step(batches, self.task.loss, metric=metric)
-        self.run.costs.append(Look(counted.total, time.perf_counter() - began, sweep, samples))
+        decision = counted.total - self._trained_in_trial()
+        self.run.costs.append(Look(decision, time.perf_counter() - began, sweep, samples))
         self.run.looks += 1
-        self.run.decisions += counted.total
+        self.run.decisions += decision
         self.spent += counted.total
         for name, times in counted.unknown.items():
             self.run.uncounted[name] = self.run.uncounted.get(name, 0) + times
@@ -179,6 +186,28 @@ class Training:
         schedule = self.job.method.schedule
         if schedule is not None and schedule.forgets and len(self.grower.history) > before:
             self.optimizer.state.clear()  # as another optimizer of the same parameters
+
+    def _prepare_trial(self) -> None:
+        """A trial trains each network for the same share of the FLOPs that are left, whatever the size of the model is by now."""
+        self.batches.next = self.run.steps
+        if self._trial is not None and self.job.method.trial is not None:
+            left = max(self.run.budget - self.spent, 0.0)
+            self._trial.steps = max(1, round(self.job.method.trial * left / self._cost_of_a_step()))
+
+    def _trained_in_trial(self) -> int:
+        """FLOPs of the steps of a trial that count as training: the winner's, whose network the model is now."""
+        tried = self._last_trial()
+        if self._trial is None or tried is None:
+            return 0
+        self.batches.taken += self._trial.steps  # no step takes them again
+        return tried.arms[tried.winner].steps * training_flops(
+            self.model, self.batches.at(self.run.steps), self.task.loss
+        )
+
+    def _last_trial(self) -> Tried | None:
+        """What came of the trial at the last look, if there was one."""
+        looks = [] if self.grower is None else self.grower.history.record.looks
+        return looks[-1].tried if self.grower is not None and looks and looks[-1].call == self.grower.calls else None
 
     def _point(self) -> None:
         """A point of the curve: for the reader, not for the method, and not counted."""
@@ -199,33 +228,7 @@ class Training:
         run.seconds += time.perf_counter() - self._began
         return run
 
-    # --- data ---
-
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of a step, the same for all methods of a seed. A rest that fills no batch is left to another epoch."""
-        part, size = self.data.train, self.task.batch
-        if size is None:
-            return part.x, part.y
-        epoch, place = divmod(step, len(part) // size)
-        index = self._order(epoch)[place * size : (place + 1) * size]
-        return part.x[index], part.y[index]
-
-    def _order(self, epoch: int) -> Tensor:
-        if getattr(self, "_drawn", (None,))[0] != epoch:
-            source = generator(self.job.seed, epoch, "order")
-            self._drawn = epoch, torch.randperm(len(self.data.train), generator=source)
-        return self._drawn[1]
-
-    def _looked_at(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The training samples of a look, others at each one, in batches as large as those of a step."""
-        part, size = self.data.train, self.task.batch
-        if size is None:
-            yield part.x, part.y
-            return
-        source = generator(self.job.seed, self.run.looks, "look")
-        index = torch.randperm(len(part), generator=source)[: self.task.looked_at]
-        for some in index.split(size):
-            yield part.x[some], part.y[some]
+    # --- what it is judged by ---
 
     @torch.no_grad()
     def _loss_of(self, part: Part) -> float:
@@ -247,7 +250,7 @@ class Training:
         now = time.perf_counter()
         self.run.seconds += now - self._began
         self._began = now
-        extra = {"run": self.run.to_dict(), "spent": self.spent, "losses": self._losses}
+        extra = {"run": self.run.to_dict(), "spent": self.spent, "taken": self.batches.taken, "losses": self._losses}
         save_checkpoint(
             path, self.model, optimizer=self.optimizer, scheduler=self.scheduler, grower=self.grower, extra=extra
         )
@@ -261,4 +264,7 @@ class Training:
         )  # fmt: skip
         self.model, self.optimizer, self.scheduler, self.grower = found.model, found.optimizer, found.scheduler, found.grower  # fmt: skip
         self.run = Run.from_dict(found.extra["run"])
-        self.spent, self._losses = found.extra["spent"], found.extra["losses"]
+        self.spent, self.batches.taken, self._losses = found.extra["spent"], found.extra["taken"], found.extra["losses"]
+        tried = self._last_trial()
+        if self.grower is not None and tried is not None and not tried.grew:
+            self.grower.sites()  # the look before has paid for this search, and a run that was not interrupted still knows the sites
