@@ -1,6 +1,7 @@
 """Tiny tensors are many times faster on one thread, and the machine may be shared. What starts a process says so."""
 
 import multiprocessing.process
+import os
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# Ray's workers step back for all else on the machine: beside other work a test would wait for minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # All tests of these need other processes.
 PROCESSES = {"test_fsdp.py", "test_fsdp_widths.py", "test_ray.py"}
