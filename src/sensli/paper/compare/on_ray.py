@@ -10,7 +10,6 @@ import os
 import platform
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,14 +29,12 @@ from sensli.paper.compare.store import Store
 from sensli.paper.compare.tasks import find
 from sensli.paper.compare.training import Training
 from sensli.paper.errors import PaperError, StoreError
-from sensli.paper.running.cluster import RayError, connected
-from sensli.paper.running.ray_worker import one_line
+from sensli.paper.running.cluster import connected
+from sensli.paper.running.ray_worker import TELL_EVERY, News
+from sensli.paper.running.streams import SAVE_EVERY, Streams
 from sensli.text.writing import write_bytes
 
-LOSSES = 3  # how often the worker of one run may be lost
-TELL_EVERY = 0.5  # seconds
-SAVE_EVERY = 20.0  # seconds; a state is sent over the network, so less often than to a disk
-News = tuple[str, Any]  # ("share", how much is done), ("state", a checkpoint), ("done", the run), ("refused", why)
+# News of a task: ("share", how much is done), ("state", a checkpoint), ("done", the run), ("refused", why).
 
 
 @dataclass(frozen=True)
@@ -59,84 +56,43 @@ def compute(
             raise BadComparison(
                 f"--ray-cpus must be between 1 and {largest} (the CPUs of the largest machine), got {place.cpus}."
             )
-        tasks = _Tasks(ray, place, folder)
-        try:
-            yield from tasks.compute(jobs, store, reach)
-        except ray.exceptions.RayError as error:
-            raise RayError(
-                f"the connection to Ray was lost ({one_line(error)}). Run the same command again to resume."
-            ) from None
-        finally:
-            tasks.cancel()
+        streams = Streams(ray, work)
+        with streams.open():
+            yield from _compute(streams, jobs, store, folder.absolute() if folder else None, reach, place)
 
 
-class _Tasks:
-    """The running tasks, by the streams of their news."""
-
-    def __init__(self, ray: Any, place: Ray, folder: Path | None) -> None:
-        self.ray, self.place, self.folder = ray, place, folder.absolute() if folder else None
-        # Ray would repeat a lost task from its beginning; we repeat it from its last state.
-        self.task = ray.remote(max_retries=0, num_returns="streaming", scheduling_strategy="SPREAD")(work)
-        self.running: dict[Any, int] = {}
-
-    def send(self, number: int, job: Job, store: Store) -> None:
+def _compute(
+    streams: Streams, jobs: Sequence[Job], store: Store, folder: Path | None, reach: Reach, place: Ray
+) -> Iterator[tuple[Job, str]]:
+    def send(number: int) -> None:
+        job = jobs[number]
         state = store.state(job)
         given = {
             "task": job.task.name, "method": job.method.name, "seed": job.seed, "budget": job.budget, "digest": job.digest,
-            "state": state.read_bytes() if state.exists() else None, "folder": self.folder, "threads": self.place.cpus,
-            "save_every": self.place.save_every,
+            "state": state.read_bytes() if state.exists() else None, "folder": folder, "threads": place.cpus,
+            "save_every": place.save_every,
         }  # fmt: skip
-        stream = self.task.options(num_cpus=self.place.cpus, name="sensli").remote(__version__, given)
-        self.running[stream] = number
+        streams.send(number, given, place.cpus)
 
-    def compute(self, jobs: Sequence[Job], store: Store, reach: Reach) -> Iterator[tuple[Job, str]]:
-        shares: dict[int, float] = {}
-        losses: Counter[int] = Counter()
-        for number, job in enumerate(jobs):
-            self.send(number, job, store)
-        while self.running:
-            (stream,), _ = self.ray.wait(list(self.running))
-            number = self.running[stream]
-            job = jobs[number]
-            kind, value = self._news(stream, job, losses, number)
-            if kind == "share":
-                shares[number] = value
-            elif kind == "state":
-                write_bytes(store.state(job), value, StoreError)
-            else:
-                del self.running[stream]
-                if kind == "lost":
-                    shares.pop(number, None)
-                    self.send(number, job, store)
-                else:
-                    shares[number] = 1.0
-                    if kind == "done":
-                        store.save(job, Run.from_dict(value))
-                    yield job, value if kind == "refused" else ""
-            reach(sum(share * jobs[one].seconds() for one, share in shares.items()), f"{len(self.running)} runs left")
-
-    def _news(self, stream: Any, job: Job, losses: Counter[int], number: int) -> News:
-        """The next news of a task; what failed there is raised here, as one line."""
-        try:
-            news: News = self.ray.get(next(stream))
-            return news
-        except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, SensliError):
-                raise type(error.cause)(f"{job}, {error.cause}") from error
-            advice = f"Is sensli {__version__} installed on every machine?"
-            raise PaperError(f"{job}: the task failed ({one_line(error.cause or error)}). {advice}") from error
-        except self.ray.exceptions.RayError as error:
-            losses[number] += 1
-            if losses[number] >= LOSSES:
-                raise RayError(f"{job}: its worker was lost {LOSSES} times ({one_line(error)}).") from None
-            print(f"{job}: its worker was lost ({type(error).__name__}); running it again")
-            return "lost", None
-
-    def cancel(self) -> None:
-        """Leave nothing running in a cluster that outlives this process."""
-        with suppress(Exception):  # the connection may be what was lost
-            for stream in self.running:
-                self.ray.cancel(stream)
+    shares: dict[int, float] = {}
+    for number in range(len(jobs)):
+        send(number)
+    while streams.running:
+        number, kind, value = streams.next(jobs.__getitem__)
+        job = jobs[number]
+        if kind == "share":
+            shares[number] = value
+        elif kind == "state":
+            write_bytes(store.state(job), value, StoreError)
+        elif kind == "lost":
+            shares.pop(number, None)
+            send(number)
+        else:
+            shares[number] = 1.0
+            if kind == "done":
+                store.save(job, Run.from_dict(value))
+            yield job, value if kind == "refused" else ""
+        reach(sum(share * jobs[one].seconds() for one, share in shares.items()), f"{len(streams.running)} runs left")
 
 
 def work(version: str, given: dict[str, Any]) -> Iterator[News]:

@@ -7,27 +7,22 @@ longer than one of five, so an arm is not split), and its numbers are the same t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sensli import __version__
-from sensli.errors import SensliError
 from sensli.growing.terminal import Reach
 from sensli.paper.engines.engine import Job, engine
-from sensli.paper.errors import BadExperiment, PaperError
+from sensli.paper.errors import BadExperiment
 from sensli.paper.plans.config import Settings
 from sensli.paper.plans.machine import Machine
 from sensli.paper.running.cluster import RayError, connected
 from sensli.paper.running.pieces import Piece, job_of, keep
-from sensli.paper.running.ray_worker import News, one_line, packed, unpacked, work
+from sensli.paper.running.ray_worker import packed, unpacked, work
 from sensli.paper.running.runner import Compute, Place
 from sensli.paper.running.store import Store
-
-LOSSES = 3  # how often the worker of one piece may be lost
-SAVE_EVERY = 20.0  # seconds; a state is sent over the network, so less often than to a disk
+from sensli.paper.running.streams import SAVE_EVERY, Streams
 
 
 @dataclass(frozen=True)
@@ -45,16 +40,10 @@ def ray_place(address: str | None = None, cpus: int | None = None, save_every: f
     @contextmanager
     def place(pieces: Sequence[Piece], machine: Machine) -> Iterator[Compute]:
         with connected(address) as (ray, ours):
-            tasks = _Tasks(ray, _shares(pieces, machine, ray, cpus), save_every)
-            try:
+            tasks = _Tasks(Streams(ray, work), _shares(pieces, machine, ray, cpus), save_every)
+            with tasks.streams.open():
                 tasks.check(pieces, may_fetch=ours)
                 yield lambda store, reach: tasks.compute(pieces, store, reach)
-            except ray.exceptions.RayError as error:
-                raise RayError(
-                    f"the connection to Ray was lost ({one_line(error)}). Run the same command again to resume."
-                ) from None
-            finally:
-                tasks.cancel()
 
     return place
 
@@ -85,33 +74,18 @@ def _shares(pieces: Sequence[Piece], machine: Machine, ray: Any, cpus: int | Non
     return lambda settings: alone if engine(settings).AT_ONCE else together
 
 
+@dataclass(frozen=True)
 class _Tasks:
-    """The running tasks, by the streams of their news."""
+    """The pieces as tasks: what each is given, and what becomes of its news."""
 
-    def __init__(self, ray: Any, share: Callable[[Settings], Share], save_every: float) -> None:
-        self.ray, self.share, self.save_every = ray, share, save_every
-        # Ray would repeat a lost task from its beginning; we repeat it from its last state.
-        self.task = ray.remote(max_retries=0, num_returns="streaming", scheduling_strategy="SPREAD")(work)
-        self.running: dict[Any, int] = {}
+    streams: Streams
+    share: Callable[[Settings], Share]
+    save_every: float
 
     def send(self, number: int, jobs: Sequence[Job], *, may_fetch: bool = False) -> Any:
         share = self.share(jobs[0].settings)
         given = {"jobs": jobs, "threads": share.cpus, "may_fetch": may_fetch}
-        options = {"num_cpus": share.cpus, "num_gpus": share.gpus, "name": "sensli"}
-        stream = self.task.options(**options).remote(__version__, packed(given))
-        self.running[stream] = number
-        return stream
-
-    def news(self, stream: Any, what: str) -> News:
-        """The next news of a task; what failed there is raised here, as one line."""
-        try:
-            news: News = self.ray.get(next(stream))
-            return news
-        except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, SensliError):
-                raise type(error.cause)(f"{what}, {error.cause}") from error
-            advice = f"Is sensli {__version__} installed on every machine?"
-            raise PaperError(f"{what}: the task failed ({one_line(error.cause or error)}). {advice}") from error
+        return self.streams.send(number, packed(given), share.cpus, share.gpus)
 
     def check(self, pieces: Sequence[Piece], *, may_fetch: bool) -> None:
         """Find out on one machine what is missing (a device, the images), before the first hour of work.
@@ -123,29 +97,21 @@ class _Tasks:
             return
         jobs = [Job(settings, 0, (), machine=self.share(settings).machine) for settings in alone]
         stream = self.send(-1, jobs, may_fetch=may_fetch)
-        self.news(stream, "before the first run")  # a task without runs only reports its end
-        del self.running[stream]
+        self.streams.news(stream, "before the first run")  # a task without runs only reports its end
+        del self.streams.running[stream]
 
     def compute(self, pieces: Sequence[Piece], store: Store, reach: Reach) -> None:
-        waiting, losses = list(range(len(pieces))), Counter[int]()
+        waiting, running = list(range(len(pieces))), self.streams.running
         shares: dict[int, float] = {}  # how much is done of each piece that has begun
         self._send(waiting, pieces, store)
-        while self.running:
-            (stream,), _ = self.ray.wait(list(self.running))
-            number = self.running[stream]
+        while running:
+            number, kind, value = self.streams.next(pieces.__getitem__)
             piece = pieces[number]
-            try:
-                kind, value = self.news(stream, str(piece))
-            except self.ray.exceptions.RayError as error:
-                losses[number] += 1
-                _lost(piece, losses[number], error)
-                kind, value = "lost", None
             if kind == "share":
                 shares[number] = value
             elif kind == "state":
                 store.save_state(piece.plan, piece.arm, piece.runs, unpacked(value))
             else:
-                del self.running[stream]
                 if kind == "done":
                     outcome, host = unpacked(value)
                     keep(piece, outcome, store, f" on {host}")
@@ -154,32 +120,16 @@ class _Tasks:
                     shares.pop(number, None)
                     waiting.append(number)
                 self._send(waiting, pieces, store)
-            begun = sum(number in shares for number in self.running.values())
-            rest = len(waiting) + len(self.running) - begun
+            begun = sum(number in shares for number in running.values())
+            rest = len(waiting) + len(running) - begun
             reach(sum(share * pieces[n].cost for n, share in shares.items()), f"{begun} at work, {rest} waiting")
 
     def _send(self, waiting: list[int], pieces: Sequence[Piece], store: Store) -> None:
         """Send every piece that does not need an unfinished one; Ray keeps the queue."""
-        unfinished = [pieces[number] for number in (*waiting, *self.running.values())]
+        unfinished = [pieces[number] for number in (*waiting, *self.streams.running.values())]
         for number in list(waiting):
             piece = pieces[number]
             if not any(piece.needs(other) for other in unfinished):
                 job = job_of(piece, store, self.share(piece.settings).machine)
                 self.send(number, [replace(job, save_every=self.save_every)])
                 waiting.remove(number)
-
-    def cancel(self) -> None:
-        """Leave nothing running in a cluster that outlives this process."""
-        with suppress(Exception):  # the connection may be what was lost
-            for stream in self.running:
-                self.ray.cancel(stream)  # with force=True Ray ends this process if the task has just finished
-
-
-def _lost(piece: Piece, times: int, error: Exception) -> None:
-    reason = type(error).__name__
-    if times >= LOSSES:
-        raise RayError(
-            f"{piece}: its worker was lost {LOSSES} times ({reason}: {one_line(error)}). If it runs out of memory, give each "
-            "task more CPUs with --ray-cpus, so that fewer run in parallel."
-        ) from None
-    print(f"{piece}: its worker was lost ({reason}); running it again")
