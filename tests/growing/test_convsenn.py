@@ -12,7 +12,8 @@ from torch import nn
 
 from rivals import convolutions, data, mean_loss, mlp
 from sensli import Grower
-from sensli.growing.strategies.convsenn import SPREAD, ConvSenn, grown_copy, natural_gradient
+from sensli.growing.strategies.convsenn import SPREAD, ConvSenn, grown_copy
+from sensli.growing.strategies.fisher import natural_gradient
 from sensli.growing.triggers import Every
 from sensli.moves.width.width import Width
 
@@ -22,9 +23,9 @@ def slow(model: nn.Module, batches: Any) -> float:
     gradients = []
     x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
     for one, its in zip(x.split(1), y.split(1), strict=True):
-        model.zero_grad()
-        F.cross_entropy(model(one), its).backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))  # type: ignore[union-attr]
+        loss = F.cross_entropy(model(one), its)
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
+        gradients.append(torch.cat([each.flatten() for each in found]))
     rows = torch.stack(gradients)
     mean, fisher = rows.mean(0), rows.square().mean(0)
     alive = fisher > 0
@@ -46,6 +47,42 @@ def test_the_value_is_that_of_the_formula_for_the_network_that_has_grown(model: 
         )
         assert merit.value == pytest.approx(expected) and merit.ratio == pytest.approx(expected / now)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Depends(nn.Module):
+    """What it computes depends on the value of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x) if x.sum() > 0 else self.second(x)
+        return y
+
+
+def test_samples_that_cannot_be_taken_at_once_are_taken_one_by_one() -> None:
+    batches = [(torch.randn(5, 4).double(), torch.randint(0, 3, (5,))) for _ in range(3)]
+    model = Depends().double()
+    assert natural_gradient(model, batches, F.cross_entropy) == pytest.approx(slow(copy.deepcopy(model), batches))
+
+
+def test_a_model_that_computes_its_own_loss() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> Any:
+            assert scale.shape == (3,) and len(x) == len(labels) == 1
+            loss = F.cross_entropy(self.layer(x) * scale, labels)
+            return type("Output", (), {"loss": loss})()
+
+    x, y, scale = torch.randn(200, 4).double(), torch.randint(0, 3, (200,)), torch.ones(3).double()
+    model = Own().double()
+    expected = slow(copy.deepcopy(model.layer), [(x, y)])
+    found = natural_gradient(model, [{"x": x, "labels": y, "scale": scale}], None)
+    assert found == pytest.approx(expected), "in two parts, and what is the same for all samples as a whole"
 
 
 def test_the_best_candidate_is_taken_if_it_is_worth_it() -> None:

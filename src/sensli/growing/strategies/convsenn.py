@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sensli.errors import MeasurementError, ZeroMerits
+from sensli.errors import ZeroMerits
 from sensli.growing.searching import Search
+from sensli.growing.strategies.fisher import natural_gradient
 from sensli.growing.strategies.pairs import order, refuse_several
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.trigger import Moment
-from sensli.merits.backward import LossFunction, scalar_loss, split
-from sensli.merits.measuring import EMPTY
+from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
-from sensli.modules.running import device_of, mapped, run, to_device, untouched
 from sensli.modules.samples import count_samples
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site, Sites
@@ -125,33 +124,3 @@ def grown_copy(model: nn.Module, site: Site) -> nn.Module:
     edit.build()
     edit.apply()
     return grown
-
-
-def natural_gradient(model: nn.Module, batches: Sequence[Any], loss_fn: LossFunction | None) -> float:
-    """The sum over all weights of (mean gradient)^2 / (mean squared gradient) over single samples. The model is put into eval mode."""
-    model.eval()
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
-    samples, device = 0, device_of(model)
-    with untouched(model), torch.inference_mode(False), torch.enable_grad():
-        for index, batch in enumerate(batches):
-            size = count_samples(batch)
-            given, target = split(batch, index, model if loss_fn is not None else None)
-            for place in range(size):
-                one, its = (_single(part, place, size) for part in (given, target))
-                loss = scalar_loss(run(model, to_device(one, device)), to_device(its, device), loss_fn, index)
-                gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-                torch._foreach_add_(first, gradients)
-                torch._foreach_addcmul_(second, gradients, gradients)
-            samples += size
-    if not samples:
-        raise MeasurementError(EMPTY)
-    values = [
-        torch.where(b > 0, a.square() / (samples * b), 0.0).double().sum() for a, b in zip(first, second, strict=True)
-    ]
-    return float(torch.stack(values).sum()) if values else 0.0
-
-
-def _single(nest: Any, place: int, size: int) -> Any:
-    """One sample of a batch."""
-    return mapped(nest, lambda x: x[place : place + 1] if x.dim() and len(x) == size else x)
