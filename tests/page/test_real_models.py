@@ -31,6 +31,13 @@ PLACES = """() => Object.fromEntries([...document.querySelectorAll(".controls, f
     .map(e => [e.id || "controls", e.getBoundingClientRect().toJSON()]))"""
 
 
+# The line under the slider and the network while it plays: the first is not below the controls, the second not below the curves.
+CLEAR = """() => {
+    const [controls, line, network, loss] = [".controls", "#state", "#network", "#loss"].map(e => document.querySelector(e).getBoundingClientRect());
+    return controls.bottom <= line.top + 1 && line.bottom <= network.top && network.bottom <= loss.top;
+}"""
+
+
 def size(name: str) -> dict[str, int]:
     return dict(zip(("width", "height"), SIZES[name], strict=True))
 
@@ -60,6 +67,12 @@ def test_every_growth_has_a_box_that_is_scrolled_to(browser: Any, page_file: Pat
         )
         assert len(boxes) == 35 and max(boxes) - min(boxes) < 0.1
         assert too_wide(page) == []
+        lines = "all => all.map(e => e.clientHeight / parseFloat(getComputedStyle(e).lineHeight))"
+        assert max(page.eval_on_selector_all(".bar .name span:first-child", lines)) < 2.1  # names keep the width of the panel
+        page.keyboard.press("n")
+        assert page.evaluate("document.querySelector('#network .drawing').scrollTop") > 0  # the twelfth is far down
+        page.evaluate("() => { slider.value = 0; slider.dispatchEvent(new Event('input')); }")
+        assert page.evaluate("document.querySelector('#network .drawing').scrollTop") == 0  # a film begins at the top
 
 
 def test_while_it_plays_the_line_is_the_counters_and_the_growth_is_seen(browser: Any, page_file: Path) -> None:
@@ -74,7 +87,7 @@ def test_while_it_plays_the_line_is_the_counters_and_the_growth_is_seen(browser:
             assert line.split(" | ")[0] == counter
             shown.append(int(counter.removeprefix("step ")))
             if shown[-4:] == [shown[-1]] * 4:  # the boxes have moved apart
-                assert page.evaluate(SEEN, shown[-1] // 3), counter
+                assert page.evaluate(SEEN, shown[-1] // 3) and page.evaluate(CLEAR), counter
                 seen.add(shown[-1])
         assert seen == {3, 6, 9}
         page.click("#play")
@@ -99,6 +112,7 @@ def test_the_curve_stays_in_its_chart(browser: Any, page_file: Path) -> None:
     ticks = "() => [...document.querySelectorAll('#loss .tick')].map(e => Number(e.textContent))"
     with opened(browser, page_file, viewport=size("desk")) as page:
         assert page.evaluate(outside) == 0 and min(page.evaluate(ticks)) > 2 and max(page.evaluate(ticks)) < 2.5
+        assert page.locator("#loss .time").all_text_contents() == ["0", "20", "40", "step 60"]
         assert page.eval_on_selector_all("[data-above]", "all => all.map(e => e.dataset.above)") == ["10000"]
         assert page.locator("[data-above] title").text_content() == "step 20: 10,000, above the chart"
         page.check("#log")

@@ -1,12 +1,13 @@
 // The curves of the metric.
 const known = data.curves.flatMap((curve) => curve.values.filter((value) => value !== null)).sort((a, b) => a - b);
 const shortTick = (value) => Number(value.toPrecision(3)).toString();
+const round = (rough) => { const power = 10 ** Math.floor(Math.log10(rough)); return [1, 2, 2.5, 5, 10].find((n) => n * power >= rough) * power; }; // a step between ticks
 const straight = (lines) => { // from near the least value to a little above the others; single spikes must not flatten the curves
   const least = known[0], high = known[Math.floor(0.98 * (known.length - 1))] - least, whole = known[known.length - 1] - least;
   const firsts = data.curves.map((curve) => curve.values.find((value) => value !== null) - least).filter((value) => value <= 4 * high);
   const usual = Math.max(high, ...firsts), span = (whole <= 1.5 * usual ? whole : usual) || Math.abs(least) || 1;
   const from = least >= 0 && least < 0.25 * span ? 0 : least - 0.06 * span, until = least + 1.06 * span;
-  const rough = (until - from) / lines, power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 2.5, 5, 10].find((n) => n * power >= rough) * power;
+  const step = round((until - from) / lines);
   const ticks = [];
   for (let k = Math.ceil(from / step); k * step <= until; k += 1) ticks.push(k * step);
   return { ticks, until, part: (value) => (value - from) / (until - from) };
@@ -20,7 +21,7 @@ const logarithmic = (lines) => {
   return { ticks, until: 10 ** until, part: (value) => (Math.log10(value) - from) / (until - from) };
 };
 const chartKey = (epoch) => [
-  ...data.curves.map((curve) => {
+  ...data.curves.filter((curve) => curve.name !== data.measure || valueAt(curve, epoch) !== null).map((curve) => {
     const value = valueAt(curve, epoch), sign = make("b", { style: { color: colour(curve.role) } }, "━ "), alone = curve.name === data.measure;
     return make("span", { "data-curve": curve.name, "data-value": String(value) }, sign, `${alone ? "" : curve.name} ${value === null ? "" : short(value)}`);
   }),
@@ -42,11 +43,11 @@ const chart = (epoch) => {
     svg.append(draw("line", { x1: left, x2: width - 8, y1: y(value), y2: y(value), class: "grid" }));
     svg.append(draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end", class: "soft tick" }, shortTick(value)));
   }
-  for (let k = 0; k <= 4; k += 1) {
-    const at = Math.round((data.calls * k) / 4);
-    if (k === 3 && x(at) + lengthOf(whole(at)) / 2 > width - 16 - lengthOf(when(data.calls))) continue; // no room beside the last
-    svg.append(draw("text", { x: x(at), y: height - 5, "text-anchor": k === 4 ? "end" : k ? "middle" : "start", class: "soft" }, k === 4 ? when(at) : whole(at)));
+  const every = Math.max(1, Math.ceil(round(data.calls / 5))), end = when(data.calls), time = (c, anchor, text) => svg.append(draw("text", { x: x(c), y: height - 5, "text-anchor": anchor, class: "soft time" }, text));
+  for (let c = 0; c < data.calls; c += every) {
+    if (x(c) + lengthOf(whole(c)) / 2 < width - 16 - lengthOf(end)) time(c, c ? "middle" : "start", whole(c)); // where there is room beside the last
   }
+  time(data.calls, "end", end);
   for (const look of data.looks) svg.append(draw("line", { x1: x(look.call), x2: x(look.call), y1: top, y2: height - bottom, class: look.inserted.length ? "look grew" : "look" }));
   for (const curve of [...data.curves].sort((a, b) => (a.role === "grown") - (b.role === "grown"))) { // the grown one on top
     const skip = Math.max(1, Math.floor(curve.calls.length / 800));

@@ -13,7 +13,7 @@ const bars = (look) => {
     if (threshold) bar.append(make("div", { class: "tau", style: { left: `${(100 * threshold) / longest}%` } }));
     const ratio = entry.ratio === null ? "" : ` = ${entry.ratio.toPrecision(3)} x mean`;
     const value = make("span", { "data-merit": String(entry.value) }, `${merit(entry.value)}${ratio}`);
-    return make("div", { class: look.chosen.includes(index) ? "bar won" : "bar" }, make("div", { class: "name" }, nameInRoom(entry.site, narrow.matches ? space : space - 170), value), bar);
+    return make("div", { class: look.chosen.includes(index) ? "bar won" : "bar" }, make("div", { class: "name" }, nameInRoom(entry.site, space), value), bar);
   });
   const parts = [make("div", { class: "bars", role: "img", "aria-label": `Merits: ${listed.map(({ entry }) => `${entry.site} ${merit(entry.value)}`).join("; ")}` }, ...rows)];
   const hint = (text, options = {}) => parts.push(make("p", { class: "hint", ...options }, text));
