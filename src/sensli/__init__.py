@@ -6,10 +6,10 @@ layers also `insert`) takes the best one without changing the function, and the 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # type checkers know the name; typing itself would be most of the time that `import sensli` takes
 if TYPE_CHECKING:
+    from typing import Any
+
     from sensli.errors import SensliError
     from sensli.growing import triggers
     from sensli.growing.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -58,6 +58,8 @@ _ROOMS = ("errors", "growing", "integrations", "merits", "modules", "moves", "pa
 
 
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is not None:
         found = getattr(import_module(f"sensli.{home}"), name)

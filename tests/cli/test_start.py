@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ sys.argv = ["sensli", *{words!r}]
 from sensli.cli.start import main
 sys.exit(main())
 """
+START = "import os, sys; import _signal as signal"  # the module of that name is loaded later
 LOADED = """
 import sys
 sys.argv = ["sensli", *{words!r}]
@@ -52,6 +54,20 @@ def test_ctrl_c_is_quiet_while_it_imports(module: str, tmp_path: Path) -> None:
     program = INTERRUPTED.format(module=module, words=["paper", "list"])
     done = programs.run([sys.executable, "-c", program], tmp_path)
     assert (done.returncode, done.stderr, done.stdout) == (130, "Interrupted.\n", "")
+
+
+def test_ctrl_c_is_quiet_before_the_handler_is_set(tmp_path: Path) -> None:
+    program = INTERRUPTED.format(module="signal", words=["--help"]).replace("import os, signal, sys", START)
+    done = programs.run([sys.executable, "-c", program], tmp_path)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "Interrupted.\n", "")
+
+
+def test_little_is_imported_before_the_handler_is_set(tmp_path: Path) -> None:
+    program = "import sys; before = {*sys.modules, 'signal'}; import signal; import sensli.cli.start; print(sorted({*sys.modules} - before))"
+    done = programs.run([sys.executable, "-c", program], tmp_path)
+    assert "'typing'" not in done.stdout and "'re'" not in done.stdout, done.stdout
+    ours = [name for name in ast.literal_eval(done.stdout) if name.startswith("sensli")]
+    assert ours == ["sensli", "sensli.cli", "sensli.cli.start"]
 
 
 def test_ctrl_c_is_quiet_in_the_modules_of_a_command(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sensli import __version__
-from sensli.cli.start import leaving_at_once
+from sensli.cli.start import LeavingAtOnce
 from sensli.errors import SensliError
 from sensli.paper import cli as paper
 from sensli.paper.compare import cli as compare
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any("\0" in argument for argument in (sys.argv[1:] if arguments is None else arguments)):
         parser.error("an argument contains a NUL character")
     args = parser.parse_args(arguments)
-    with leaving_at_once():
+    with LeavingAtOnce():
         import torch  # noqa: F401  # takes most of the time until the work begins; help and wrong arguments are answered without it
     return run_command(args)
 
