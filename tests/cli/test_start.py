@@ -63,7 +63,9 @@ def test_ctrl_c_is_quiet_before_the_handler_is_set(tmp_path: Path) -> None:
 
 
 def test_little_is_imported_before_the_handler_is_set(tmp_path: Path) -> None:
-    program = "import sys; before = {*sys.modules, 'signal'}; import signal; import sensli.cli.start; print(sorted({*sys.modules} - before))"
+    program = (
+        "import signal, sys; before = {*sys.modules}; import sensli.cli.start; print(sorted({*sys.modules} - before))"
+    )
     done = programs.run([sys.executable, "-c", program], tmp_path)
     assert "'typing'" not in done.stdout and "'re'" not in done.stdout, done.stdout
     ours = [name for name in ast.literal_eval(done.stdout) if name.startswith("sensli")]

@@ -72,6 +72,32 @@ def test_blocks_without_a_twin_say_why() -> None:
         find_sites(model, example_of(batch), init="new")
 
 
+@pytest.mark.parametrize("holder", ["ModuleDict", "ModuleList"])
+def test_a_list_of_parts_has_no_block_to_copy(holder: str) -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(self.block() for _ in range(3))
+            self.head = nn.Linear(4, 2)
+
+        def block(self) -> nn.Module:
+            parts = nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+            return nn.ModuleList(parts) if holder == "ModuleList" else nn.ModuleDict(zip("ab", parts, strict=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                norm, layers = block if holder == "ModuleList" else block.values()
+                x = x + layers(norm(x))
+            return self.head(x)
+
+    found = find_sites(Parts(), torch.randn(3, 4))
+    assert dict(found.skipped)["blocks"].startswith(
+        f"holds 3 blocks that are each a {holder}, of which only the parts are called"
+    )
+    assert [site.path for site in found] == [f"blocks.{k}.{1 if holder == 'ModuleList' else 'b'}.1" for k in range(3)]
+    assert "blocks" not in reasons(Parts(), torch.randn(3, 4), grow="units")
+
+
 def test_the_memory_layout_of_images_is_kept() -> None:
     model, (x, _) = build("cnn_channels_last")
     model.eval()

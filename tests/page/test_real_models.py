@@ -33,7 +33,8 @@ PLACES = """() => Object.fromEntries([...document.querySelectorAll(".controls, f
 
 # The line under the slider and the network while it plays: the first is not below the controls, the second not below the curves.
 CLEAR = """() => {
-    const [controls, line, network, loss] = [".controls", "#state", "#network", "#loss"].map(e => document.querySelector(e).getBoundingClientRect());
+    const place = e => document.querySelector(e).getBoundingClientRect();
+    const [controls, line, network, loss] = [".controls", "#state", "#network", "#loss"].map(place);
     return controls.bottom <= line.top + 1 && line.bottom <= network.top && network.bottom <= loss.top;
 }"""
 
@@ -68,7 +69,9 @@ def test_every_growth_has_a_box_that_is_scrolled_to(browser: Any, page_file: Pat
         assert len(boxes) == 35 and max(boxes) - min(boxes) < 0.1
         assert too_wide(page) == []
         lines = "all => all.map(e => e.clientHeight / parseFloat(getComputedStyle(e).lineHeight))"
-        assert max(page.eval_on_selector_all(".bar .name span:first-child", lines)) < 2.1  # names keep the width of the panel
+        assert (
+            max(page.eval_on_selector_all(".bar .name span:first-child", lines)) < 2.1
+        )  # names keep the width of the panel
         page.keyboard.press("n")
         assert page.evaluate("document.querySelector('#network .drawing').scrollTop") > 0  # the twelfth is far down
         page.evaluate("() => { slider.value = 0; slider.dispatchEvent(new Event('input')); }")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tarfile
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -23,12 +24,12 @@ def test_the_citation_has_the_version_and_the_licence() -> None:
 
 
 @pytest.mark.process
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+def test_what_is_published_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("build", reason="build is missing. Get it with: pip install build hatchling")
     pytest.importorskip("hatchling", reason="hatchling is missing. Get it with: pip install build hatchling")
     recipe = re.search(r"-m build (.*) --outdir", (ROOT / "Makefile").read_text())
     assert recipe is not None
-    command = [sys.executable, "-m", "build", *recipe.group(1).split(), "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    command = [sys.executable, "-m", "build", *recipe.group(1).split(), "--outdir", str(tmp_path), str(ROOT)]
     done = programs.run(command, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -42,6 +43,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert names == {name for name in ours if "__pycache__" not in name}
     assert {"sensli/py.typed", "sensli/page/page.html", "sensli/paper/experiments/exp02.json"} <= names
     assert not [name for name in names if re.search(r"(^|/)(tests?|results?)(/|$)|/test_|\.(pt|ckpt|png|pdf)$", name)]
+    (sources,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sources) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"src/{name}" for name in names} <= packed and {
+        "README.md",
+        "LICENSE",
+        "CITATION.cff",
+        "pyproject.toml",
+    } <= packed
+    stray = re.compile(r"\.(whl|gz|zip|pt|ckpt|npz|log)$|^(dist|site|results)/|^docs/replication/results/")
+    assert not [name for name in packed if stray.search(name)]
     assert "sensli = sensli.cli.start:main" in commands
     assert metadata["License-Expression"] == "MIT" and metadata["Requires-Python"] == ">=3.10"
     for version in ("3.10", "3.11", "3.12", "3.13"):

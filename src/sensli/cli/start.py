@@ -1,7 +1,7 @@
 """How the command begins: quiet on Ctrl-C while Python is still importing, before there is anything to lose.
 
-Nothing is imported here that Python has not loaded at its own start, but for `signal`: each import before the handler is set is time in which
-Ctrl-C shows a traceback. What Python does before the first line of this file is out of our reach.
+Nothing is imported here that Python has not loaded at its own start, but for `signal`: each import before the handler is set is time in
+which Ctrl-C shows a traceback. What Python does before the first line of this file is out of our reach.
 """
 
 from __future__ import annotations

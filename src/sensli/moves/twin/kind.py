@@ -11,7 +11,7 @@ from torch import nn
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call, Seen
-from sensli.moves.trace.stacks import Stack, parent_of
+from sensli.moves.trace.stacks import Stack, parent_of, signature
 from sensli.moves.twin.finder import TwinFinder
 from sensli.moves.twin.twins import Twin
 from sensli.moves.twin.zeroing import NoTwin
@@ -26,6 +26,7 @@ class TwinKind:
     def propose(self, search: Search) -> None:
         if search.request.layer not in ("auto", "twin"):
             return
+        self._say_uncalled(search)
         # All twins before any other kind: between two blocks the one may have a twin where the other has none.
         for stack in sorted(search.stacks, key=lambda stack: -len(stack.blocks)):
             if stack.added:
@@ -43,6 +44,21 @@ class TwinKind:
 
     def otherwise(self, search: Search) -> None:
         """Without blocks there is nothing to copy."""
+
+    def _say_uncalled(self, search: Search) -> None:
+        """Lists of blocks that are only holders of their parts: what a person takes for a stack has no block to copy."""
+        for path, module in search.flow.model.named_modules():
+            if not isinstance(module, nn.ModuleList) or len(module) < 2:
+                continue
+            blocks = dict(module.named_children())
+            holders = all(isinstance(block, (nn.ModuleList, nn.ModuleDict)) for block in blocks.values())
+            called = any(search.flow.calls_of(f"{path}.{name}") for name in blocks)
+            kinds = {signature(block) for block in blocks.values()} if holders and not called else ()
+            if len(kinds) == 1 and any(True for _ in module.parameters()):
+                search.skipped[path] = (
+                    f"holds {len(blocks)} blocks that are each a {type(module[0]).__name__}, of which only the parts are called, so there "
+                    "is no block to copy. Give the blocks a class with a forward"
+                )
 
     def _offer(self, search: Search, call: Call, side: str, seen: Seen, stack: Stack, sites: Iterator[Site]) -> None:
         among = (replace(site, _container=stack.container) for site in sites)
