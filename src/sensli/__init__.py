@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from sensli.moves.finding import find_sites
     from sensli.moves.sites import Site, Sites
     from sensli.surgery.dead import recycle, remove_dead
-    from sensli.surgery.history.history import Growth, History
+    from sensli.surgery.history.growth import Growth
+    from sensli.surgery.history.history import History
     from sensli.surgery.insertion import grow, insert, undo
     from sensli.surgery.replaying import replay
 
@@ -49,7 +50,8 @@ _HOMES = {
     "moves.finding": ("find_sites",),
     "moves.sites": ("Site", "Sites"),
     "surgery.dead": ("recycle", "remove_dead"),
-    "surgery.history.history": ("Growth", "History"),
+    "surgery.history.growth": ("Growth",),
+    "surgery.history.history": ("History",),
     "surgery.insertion": ("grow", "insert", "undo"),
     "surgery.replaying": ("replay",),
 }

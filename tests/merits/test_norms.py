@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from sensli import norms
+from sensli.merits import spectrum
 from sensli.merits.norms import NORMS, choose, squared_norm
 from sensli.moves.geometry import Geometry
 
@@ -140,7 +140,7 @@ def by_svd(kernel: Tensor, size: tuple[int, int]) -> float:
 def test_iteration_equals_svd_at_every_frequency(
     name: str, channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norms, "_EXACT_WORK", 0)  # no shortcut by LAPACK for matrices as small as these
+    monkeypatch.setattr(spectrum, "_EXACT_WORK", 0)  # no shortcut by LAPACK for matrices as small as these
     kernel, size = hard_kernels(*channels)[name], (8, 9)
     expected = by_svd(kernel, size)
     assert squared_norm(kernel, "operator", Geometry(size)) == pytest.approx(expected, rel=1e-10)
@@ -173,7 +173,7 @@ def test_costs_less_than_the_gradient_of_a_small_batch(channels: int, kernel: in
 
 @pytest.mark.parametrize("shape", [(60, 300), (300, 60), (110, 110)])
 def test_large_matrix_is_its_spectral_norm(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "_EXACT_WORK", 0)
+    monkeypatch.setattr(spectrum, "_EXACT_WORK", 0)
     gradient = random(*shape)
     expected = float(torch.linalg.matrix_norm(gradient, 2) ** 2)
     assert squared_norm(gradient, "operator") == pytest.approx(expected, rel=1e-10)
@@ -182,7 +182,7 @@ def test_large_matrix_is_its_spectral_norm(shape: tuple[int, int], monkeypatch: 
 def test_small_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, geometry = random(20, 20, 3, 3), Geometry((12, 12))
     expected = {norm: squared_norm(kernel, norm, geometry) for norm in NAMES}
-    monkeypatch.setattr(norms, "_CHUNK_BYTES", 2**14)
+    monkeypatch.setattr(spectrum, "_CHUNK_BYTES", 2**14)
     assert {norm: squared_norm(kernel, norm, geometry) for norm in NAMES} == pytest.approx(expected, rel=1e-12)
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from sensli.errors import CheckpointError
 from sensli.growing.restoring import loading
 from sensli.modules.engines.fsdp import distributed_like
-from sensli.surgery.history.history import Growth
+from sensli.surgery.history.growth import Growth
 from sensli.surgery.state.saved_state import check_optimizer_state
 
 

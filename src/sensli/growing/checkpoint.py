@@ -26,7 +26,8 @@ from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import is_sharded, whole
 from sensli.modules.running import mapped, tensors
 from sensli.modules.wrappers import bare
-from sensli.surgery.history.history import History, as_growths
+from sensli.surgery.history.growth import as_growths
+from sensli.surgery.history.history import History
 from sensli.surgery.replaying import replay
 from sensli.surgery.state.optim import as_list, as_optimizers
 

@@ -36,7 +36,8 @@ from sensli.modules.wrappers import bare
 from sensli.moves.choosing import Where, check_where
 from sensli.moves.sites import Site, Sites
 from sensli.surgery.averaging import Averaged
-from sensli.surgery.history.history import Growth, History
+from sensli.surgery.history.growth import Growth
+from sensli.surgery.history.history import History
 from sensli.surgery.history.outline import outline
 from sensli.surgery.state.optim import Optimizers
 from sensli.surgery.state.rates import Schedulers

@@ -12,7 +12,7 @@ from sensli.growing.options import Options
 from sensli.growing.room import Room
 from sensli.growing.sizes import flops_if_counted
 from sensli.merits.merits import Merit, Merits
-from sensli.surgery.history.history import Growth
+from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.outline import outline
 from sensli.surgery.history.record import Look, Record
 from sensli.surgery.history.tried import Tried

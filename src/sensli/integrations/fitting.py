@@ -18,7 +18,8 @@ from sensli.growing.triggers import Moment, Trigger
 from sensli.integrations.folds import Data, Samples, train_on
 from sensli.integrations.stacked import Stacked
 from sensli.moves.sites import Site
-from sensli.surgery.history.history import Growth, History
+from sensli.surgery.history.growth import Growth
+from sensli.surgery.history.history import History
 from sensli.surgery.history.outline import outline
 from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat

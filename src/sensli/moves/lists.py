@@ -5,6 +5,8 @@ Which attributes those are is found by trial in `counting`; here they are plain 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -153,3 +155,15 @@ def _submodule(block: nn.Module, path: str) -> nn.Module | None:
         return unwrapped(block).get_submodule(path)
     except AttributeError:
         return None
+
+
+@contextmanager
+def grown_list(
+    model: nn.Module, container: str, place: ListPlace, position: int, source: int, layer: nn.Module
+) -> Iterator[None]:
+    """The model with the layer in its list, until the end."""
+    put_into_list(model, container, place, position, source, layer)
+    try:
+        yield
+    finally:
+        take_from_list(model, container, place, position)

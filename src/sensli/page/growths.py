@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sensli.surgery.history.history import Growth, History
+from sensli.surgery.history.growth import Growth
+from sensli.surgery.history.history import History
 from sensli.surgery.history.outline import Unit
 
 

@@ -18,7 +18,7 @@ from sensli.modules.engines.fsdp import sharded_like, whole
 from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
 from sensli.moves.copying import is_own
-from sensli.surgery.history.history import Growth
+from sensli.surgery.history.growth import Growth
 from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat
 

@@ -21,7 +21,7 @@ from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site
 from sensli.moves.width.confirming import in_order
 from sensli.moves.width.width import Width
-from sensli.surgery.history.history import Growth
+from sensli.surgery.history.growth import Growth
 from sensli.surgery.insertion import grow, undo
 from sensli.surgery.state.optim import Optimizers, as_optimizers
 

@@ -16,7 +16,7 @@ from sensli.modules.wrappers import bare
 from sensli.moves.move import Edit
 from sensli.moves.naming import named
 from sensli.moves.sites import Site
-from sensli.surgery.history.history import Growth, Resized
+from sensli.surgery.history.growth import Growth, Resized
 from sensli.surgery.same_output import Outputs
 from sensli.surgery.state.optim import Joining, Optimizers, as_optimizers, check_needed, leave, plan_joining
 from sensli.surgery.state.own_rate import OwnRate, check_own_factor, plan_own_rate

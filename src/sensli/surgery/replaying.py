@@ -12,7 +12,8 @@ from sensli.modules.engines.distributed import Changing
 from sensli.modules.marks import grown, tell
 from sensli.modules.wrappers import bare
 from sensli.moves.cutting import nested
-from sensli.surgery.history.history import Growth, History, Resized, as_growths
+from sensli.surgery.history.growth import Growth, Resized, as_growths
+from sensli.surgery.history.history import History
 from sensli.surgery.insertion import grow, undo
 from sensli.surgery.state.optim import Optimizers
 from sensli.surgery.state.rates import Schedulers

@@ -11,7 +11,8 @@ from sensli.errors import HistoryError
 from sensli.modules.copies import copied_model
 from sensli.modules.marks import count_growths, grown, told
 from sensli.modules.wrappers import bare
-from sensli.surgery.history.history import Growth, History
+from sensli.surgery.history.growth import Growth
+from sensli.surgery.history.history import History
 from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat
 from sensli.surgery.state.optim import Optimizers

@@ -20,8 +20,9 @@ from sensli.moves.stack.stack import Stack
 from sensli.moves.trace.flow import Call, record
 from sensli.moves.trace.stacks import Stack as Row
 from sensli.moves.trace.stacks import parent_of
+from sensli.moves.twin.block_trial import NoTwin
 from sensli.moves.twin.finder import TwinFinder
-from sensli.moves.twin.zeroing import NoTwin, block_flops
+from sensli.moves.twin.zeroing import block_flops
 
 
 def find_stacks(model: nn.Module, example: Any) -> Sites:

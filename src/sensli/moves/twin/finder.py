@@ -13,10 +13,11 @@ from sensli.moves.lists import ListPlace
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.stacks import likeness, manner, signature
 from sensli.moves.trace.surroundings import never_negative
+from sensli.moves.twin.block_trial import NoTwin
 from sensli.moves.twin.counting import plan_list
 from sensli.moves.twin.numbering import equal_blocks, own_numbers
 from sensli.moves.twin.twins import Twin
-from sensli.moves.twin.zeroing import NoTwin, find_null, find_twin, plain_copy, twin_like
+from sensli.moves.twin.zeroing import find_null, find_twin, plain_copy, twin_like
 
 
 class TwinFinder:

@@ -12,9 +12,9 @@ from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call, Seen
 from sensli.moves.trace.stacks import Stack, parent_of, signature
+from sensli.moves.twin.block_trial import NoTwin
 from sensli.moves.twin.finder import TwinFinder
 from sensli.moves.twin.twins import Twin
-from sensli.moves.twin.zeroing import NoTwin
 
 
 class TwinKind:

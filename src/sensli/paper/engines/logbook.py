@@ -15,7 +15,7 @@ from sensli.paper.engines import convnets
 from sensli.paper.engines.engine import SHOWN, Outcome
 from sensli.paper.engines.restoring import check_alike, check_count
 from sensli.paper.plans.config import Settings
-from sensli.surgery.history.history import Growth
+from sensli.surgery.history.growth import Growth
 
 NAN = float("nan")
 

@@ -24,7 +24,8 @@ from sensli.paper.engines.engine import Job
 from sensli.paper.engines.logbook import Logbook
 from sensli.paper.plans.config import Settings
 from sensli.paper.plans.seeds import run_seed
-from sensli.surgery.history.history import Growth, History
+from sensli.surgery.history.growth import Growth
+from sensli.surgery.history.history import History
 from sensli.surgery.replaying import replay
 
 EVALUATION_BATCH = 500
