@@ -117,10 +117,11 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             # The few samples of which none is held out cost nothing in double precision.
             precision = torch.float32 if held_out else torch.float64
             data = _data(model, x, y, weight, rows, held_out, precision)
+            history = History(self.history_, record=self.history_.record.copied()) if goes_on else History()
+            history.record.metric = "validation loss" if held_out else "training loss"
             fit = Fit(
                 list(model.members.to(precision)), data, self._losses,
-                self._scores if held_out else self._losses, self._plan(), print if self.verbose else _silent,
-                History(self.history_, record=self.history_.record.copied()) if goes_on else History(),
+                self._scores if held_out else self._losses, self._plan(), print if self.verbose else _silent, history,
             )  # fmt: skip
             try:
                 fitted = fit.run()

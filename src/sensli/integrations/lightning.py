@@ -63,7 +63,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
 
     Args:
         trigger: When to look, one of `sensli.growing.triggers`.
-        monitor: The name of the logged metric that `triggers.Plateau` watches.
+        monitor: The name of the logged metric that `triggers.Plateau` watches and the animation shows.
         batches: The largest number of training batches to measure on. None uses all of them.
         metrics: Whether to log (default: True).
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...

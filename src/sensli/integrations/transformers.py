@@ -40,7 +40,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
 
     Args:
         trigger: When to look, one of `sensli.growing.triggers`.
-        monitor: The name of the logged number that `triggers.Plateau` watches, such as ``"eval_loss"`` or ``"loss"``.
+        monitor: The name of the logged number that `triggers.Plateau` watches and the animation shows: ``"eval_loss"``, ``"loss"``.
         batches: The largest number of training batches to measure on. None uses all of them.
         metrics: Whether to log (default: True).
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...

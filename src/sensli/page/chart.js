@@ -31,7 +31,7 @@ const chartKey = (epoch) => [
 const chart = (epoch) => {
   at("legend").replaceChildren(...chartKey(epoch));
   if (!known.length) {
-    room("loss").replaceChildren(make("p", { class: "hint" }, "No metric was recorded. Call grower.step(batches, loss_fn, metric=loss) to see it here."));
+    room("loss").replaceChildren(make("p", { class: "hint" }, "No metric was recorded. Call grower.step(batches, loss_fn, metric=loss), or give a GrowthCallback monitor=\"eval_loss\" or the like, to see it here."));
     return;
   }
   const width = widthOf("loss"), height = narrow.matches ? 104 : Math.max(110, room("loss").clientHeight - 2), bottom = 22, top = 8, lines = Math.max(2, Math.floor(height / 42));

@@ -4,7 +4,7 @@ const nameInRoom = (text, space) => { // on two lines at most; the whole of it i
   return make("span", { title: text }, cut(text, 1.8 * space, font));
 };
 const bars = (look) => {
-  const threshold = look.mean === null ? null : look.tau * look.mean, space = widthOf("decision");
+  const threshold = look.mean === null ? null : look.tau * look.mean, space = widthOf("decision"), roomy = space > 420; // a merit stands beside its name, or below it
   const longest = Math.max(look.merits[0].value, threshold || 0) * 1.04 || 1;
   const entries = look.merits.map((entry, index) => ({ entry, index })), chosen = ({ index }) => look.chosen.includes(index);
   const listed = [...entries.filter(chosen), ...entries.filter((each) => each.index < 10 && !chosen(each))]; // by cost the choice may be far down: it is seen first
@@ -13,9 +13,9 @@ const bars = (look) => {
     if (threshold) bar.append(make("div", { class: "tau", style: { left: `${(100 * threshold) / longest}%` } }));
     const ratio = entry.ratio === null ? "" : ` = ${entry.ratio.toPrecision(3)} x mean`;
     const value = make("span", { "data-merit": String(entry.value) }, `${merit(entry.value)}${ratio}`);
-    return make("div", { class: look.chosen.includes(index) ? "bar won" : "bar" }, make("div", { class: "name" }, nameInRoom(entry.site, space), value), bar);
+    return make("div", { class: look.chosen.includes(index) ? "bar won" : "bar" }, make("div", { class: "name" }, nameInRoom(entry.site, roomy ? space - 170 : space), value), bar);
   });
-  const parts = [make("div", { class: "bars", role: "img", "aria-label": `Merits: ${listed.map(({ entry }) => `${entry.site} ${merit(entry.value)}`).join("; ")}` }, ...rows)];
+  const parts = [make("div", { class: roomy ? "bars roomy" : "bars", role: "img", "aria-label": `Merits: ${listed.map(({ entry }) => `${entry.site} ${merit(entry.value)}`).join("; ")}` }, ...rows)];
   const hint = (text, options = {}) => parts.push(make("p", { class: "hint", ...options }, text));
   if (look.merits.length > listed.length) hint(`${look.merits.length - listed.length} more sites are listed in the text below.`);
   if (look.per && ["auto", "largest", "smallest"].includes(look.select)) hint(`chosen by the merit per added ${look.per === "flops" ? "FLOP" : "parameter"}`);
