@@ -63,7 +63,14 @@ class Trial:
         self.stateful = _stateful(stateful)
 
     def candidates_of(self, chosen: Sequence[Merit]) -> list[Merit]:
-        """Those of the chosen growths, best first, that are tried: the first of each kind, then the others in their order."""
+        """Those of the chosen growths, best first, that are tried: the first of each kind, then the others in their order.
+
+        Args:
+            chosen: The growths that the strategy chose, best first.
+
+        Returns:
+            At most as many as `candidates`.
+        """
         first = {merit.site.move.tag: merit for merit in reversed(chosen)}.values()
         ranked = sorted(chosen, key=lambda merit: not any(merit is one for one in first))
         return ranked[: self.candidates]
