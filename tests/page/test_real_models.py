@@ -141,8 +141,12 @@ def test_names_and_legends(browser: Any, page_file: Path) -> None:
 
 
 def test_a_name_that_stands_out_is_not_wider_than_its_box(browser: Any, tmp_path: Path) -> None:
-    file = write_page(tmp_path / "page.html", page_data(deep(kind="Qwen2DecoderLayer")))
+    data = page_data(deep(kind="Qwen2DecoderLayer"))
+    data["looks"][9]["chosen"] = [3, 4]
+    data["looks"][9]["merits"][4]["kind"] = "units"
+    file = write_page(tmp_path / "page.html", data)
     with opened(browser, file, place="epoch=30", viewport=size("phone"), reduced_motion="reduce") as page:
+        assert page.locator("#state").text_content().startswith("epoch 30 | grown: ")  # units are not inserted
         name = page.locator("rect.now + text")
         seen = set()
         for width in range(320, 420, 6):

@@ -4,7 +4,7 @@ const playing = () => timer !== 0;
 const say = (epoch) => {
   const look = lookAt(epoch), next = data.looks.find((l) => l.call > epoch), state = at("state");
   const names = look && look.call === epoch ? look.chosen.map((index) => look.merits[index].site).join("; ") : null;
-  const grown = names && look.chosen.every((index) => look.merits[index].kind === "units") ? "grown" : "inserted";
+  const grown = names && look.chosen.some((index) => look.merits[index].kind === "units") ? "grown" : "inserted";
   const text = (here) => `${when(epoch)}${here}${next ? ` | next look at ${when(next.call)}` : ""}`;
   const here = (list) => (names === null ? "" : list ? ` | ${grown}: ${list}` : " | a look, nothing inserted");
   const font = fontOf(state), lines = narrow.matches ? 2 : 1, high = lines * parseFloat(getComputedStyle(state).lineHeight) + 3;
