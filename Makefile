@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests start many programs: without stored byte code each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo quick test check format docs bench dist clean
 .DEFAULT_GOAL := demo

@@ -1,5 +1,6 @@
 """Tiny tensors are many times faster on one thread, and the machine may be shared. What starts a process says so."""
 
+import gc
 import multiprocessing.process
 import os
 import subprocess
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.accelerator.is_available():
+    # torch would write down the whole stack three times per call, for devices that never start.
+    torch.manual_seed = torch.default_generator.manual_seed
 # Ray's workers step back for all else on the machine: beside other work a test would wait for minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
@@ -17,14 +21,49 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 PROCESSES = {"test_fsdp.py", "test_fsdp_widths.py", "test_ray.py"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if item.path.name in PROCESSES:
             item.add_marker(pytest.mark.process)
         if item.path.parent.name == "integrations":
             item.add_marker(pytest.mark.library)
-    # The long ones first: at the end, when no work is left for the other cores, a test should be short.
-    items.sort(key=lambda item: not any(item.iter_markers("process")) and not any(item.iter_markers("slow")))
+    yield  # meanwhile `-m` takes out what it does
+    items[:] = _dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The long tests first, and a share of them for each worker.
+
+    `--dist worksteal` gives each worker one stretch of the list, and when that is done, the end of another's. Tests of a file stay
+    together for the sake of what they share.
+    """
+    files: dict[str, list[pytest.Item]] = {}
+    costs: dict[str, int] = {}  # roughly, in tenths of a second
+    rest: list[pytest.Item] = []
+    for item in items:
+        cost = 50 if item.get_closest_marker("process") else 5
+        if cost == 5 and not any(item.get_closest_marker(name) for name in ("library", "slow")):
+            rest.append(item)
+        else:
+            files.setdefault(str(item.path), []).append(item)
+            costs[str(item.path)] = costs.get(str(item.path), 0) + cost
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    loads = [0] * workers
+    for file in sorted(files, key=lambda file: -costs[file]):
+        least = loads.index(min(loads))
+        shares[least] += files[file]
+        loads[least] += costs[file]
+    for number, share in enumerate(shares):
+        stretch = len(items) * (number + 1) // workers - len(items) * number // workers
+        fill = len(rest) if number == workers - 1 else max(0, stretch - len(share))
+        share += rest[:fill]
+        del rest[:fill]
+    return [item for share in shares for item in share]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: a search for garbage need not go through it
 
 
 @pytest.fixture(autouse=True)

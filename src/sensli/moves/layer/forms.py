@@ -40,8 +40,20 @@ if TYPE_CHECKING:
 BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
+# The same modules without their default initialisation.
+_UNDRAWN = {
+    kind: type(kind.__name__, (kind,), {"reset_parameters": lambda self: None}) for kind in (nn.Linear, *CONVS.values())
+}
+
 # W1 of the residual form: the paper's choice, the same at every place so that merits compare.
 RESIDUAL_SCALE = 0.8
+
+
+def _undrawn(kind: type[nn.Module], *arguments: Any, **options: Any) -> nn.Module:
+    """A module with empty parameters: their default initialisation would move the global random state."""
+    module: nn.Module = _UNDRAWN[kind](*arguments, **options)
+    module.__class__ = kind
+    return module
 
 
 class ResidualLayer(nn.Module):
@@ -174,7 +186,6 @@ class Layer(Inserts):
 
     def build(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Module:
         """The module, an identity on its domain. Draws no random number."""
-        device = torch.get_default_device() if device is None else device  # skip_init would leave it on "meta"
 
         def weight(scale: float, bias: bool = True) -> nn.Module:
             return self._map(scale, bias, dtype=dtype, device=device)
@@ -215,14 +226,13 @@ class Layer(Inserts):
 
     def _map(self, scale: float, bias: bool, **options: Any) -> nn.Module:
         """A linear map or convolution that multiplies by ``scale``."""
-        # skip_init: the default initialisation would move the global random state.
         if self.kind == "conv":
             padding = tuple(k // 2 for k in self.kernel)
             size = (self.width, self.width, self.kernel)
             options.update(padding=padding, groups=self.groups)
-            module: nn.Module = nn.utils.skip_init(CONVS[len(self.kernel)], *size, bias=bias, **options)
+            module: nn.Module = _undrawn(CONVS[len(self.kernel)], *size, bias=bias, **options)
         else:
-            module = nn.utils.skip_init(nn.Linear, self.width, self.width, bias=bias, **options)
+            module = _undrawn(nn.Linear, self.width, self.width, bias=bias, **options)
         with torch.no_grad():
             weight = module.get_parameter("weight").zero_()
             units = torch.arange(self.width, device=weight.device)
