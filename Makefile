@@ -19,7 +19,8 @@ demo: $(VENV)/.cli
 
 # What needs no other process, browser, compiler or library, but for the slow ones. What is ignored is not even imported.
 quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not process and not library and not slow" --ignore tests/integrations -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "not process and not library and not slow" --ignore tests/integrations \
+	  --ignore tests/paper/test_ray.py --ignore-glob "*/test_fsdp*" -n auto --dist worksteal
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal

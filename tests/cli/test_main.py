@@ -74,6 +74,7 @@ def test_a_mistake_gives_one_line(
     assert len(error.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_demo_trains_prints_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

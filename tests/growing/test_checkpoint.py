@@ -135,11 +135,13 @@ def same(a: Any, b: Any) -> bool:
             kind,
             rate,
             id=f"{one.id}-{kind}-{rate}",
-            marks=[pytest.mark.slow] * (rate is None or not str(one.id).endswith("-0")),
+            marks=[pytest.mark.slow]
+            * (rate is None or not str(one.id).startswith(("StepLR", "OneCycleLR", "SequentialLR"))),
         )
         for one in EACH
         for kind, rate in (("SGD", None), ("AdamW", None), ("AdamW", 0.5))
-        if kind != "SGD" or str(one.id).startswith(("CyclicLR", "OneCycleLR"))  # these move its momentum
+        if rate
+        or str(one.id).startswith(("CyclicLR", "OneCycleLR") if kind == "SGD" else ("StepLR", "ReduceLROnPlateau"))
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
@@ -177,10 +179,12 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.bfloat16))],
+    ("dtype", "tensor"),
+    [
+        (torch.float32, False),
+        *(pytest.param(dtype, True, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
+    ],
 )
 @pytest.mark.parametrize(("kind", "flags"), FLAGS, ids=str)
 def test_every_optimizer_goes_on_to_the_bit_after_growths(
@@ -188,8 +192,8 @@ def test_every_optimizer_goes_on_to_the_bit_after_growths(
 ) -> None:
     if not hasattr(torch.optim, kind) or flags.keys() - inspect.signature(getattr(torch.optim, kind)).parameters.keys():
         pytest.skip(f"this torch has no {kind} with {flags}")
-    if tensor and (flags.get("foreach") or kind == "Adafactor"):
-        pytest.skip("torch refuses a rate in a tensor there")
+    if flags.get("foreach") or kind == "Adafactor":  # where torch refuses a rate in a tensor
+        tensor = False
     if kind == "SGD" and flags.get("fused") and dtype == torch.bfloat16:
         pytest.skip("now and then the last bit differs, which is not understood yet")
     x = X.to(dtype)
@@ -234,7 +238,7 @@ def test_a_model_in_another_precision_takes_its_optimizer_along(tmp_path: Path) 
 
 @pytest.mark.process
 def test_a_run_that_is_killed_at_random_moments_ends_as_if_it_had_not_been() -> None:
-    same_end, hit = killed_and_resumed(3, seed=4)
+    same_end, hit = killed_and_resumed(2, seed=4)
     assert same_end
     assert hit > 0
 

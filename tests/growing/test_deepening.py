@@ -190,6 +190,7 @@ def test_a_growth_is_taken_back_to_the_bit_and_the_log_says_whether_the_function
 
 
 @pytest.mark.parametrize("name", DEEPENING)
+@pytest.mark.slow
 def test_a_training_that_is_saved_and_loaded_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     def adam(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -227,6 +227,7 @@ def forge_histories(history: History, seeds: range) -> tuple[int, int]:
     return refused, taken
 
 
+@pytest.mark.slow
 def test_forged_histories(run: tuple[Path, History], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert check_history(run[1].to_dict())

@@ -77,6 +77,7 @@ def test_whether_a_control_grows_is_the_largest_merits_decision(select):
     assert grower(deep(), select=select, tau=ratios[-1] * 1.01).step(DATA, loss_fn) is None
 
 
+@pytest.mark.slow
 def test_random_choices_come_from_the_seed_alone():
     def places(seed):
         torch.manual_seed(3)
@@ -190,6 +191,7 @@ def test_the_same_seed_gives_the_same_run(make):
 
 
 @pytest.mark.parametrize("make", [deep, Named, lambda: Named(nn.Tanh), residual])
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_nothing_had_been(make):
     model, optimizer, growing = fresh(make)
     run(model, growing, optimizer, 5)

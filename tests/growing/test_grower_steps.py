@@ -262,6 +262,7 @@ def damaged(state: Any, path: tuple[Any, ...], value: Any) -> Any:
     return state
 
 
+@pytest.mark.slow
 def test_a_damaged_state_changes_nothing_at_all() -> None:
     model = deep()
     growing = grower(model, trained(model), trigger=Every(1) | Plateau(3) & At(5), lr_scale=0.5, own_rate=0.5)
@@ -272,7 +273,7 @@ def test_a_damaged_state_changes_nothing_at_all() -> None:
     damages = [None, "x", -1, 1.5, True, [], {}, [None], {"a": 1}, 10**400, math.nan, KeyError, [300], "é" * 50]
     refused = 0
     for path in leaves(state):
-        for value in random.Random(str(path)).sample(damages, 3):
+        for value in random.Random(str(path)).sample(damages, 1):
             if value is KeyError and not path:
                 continue
             given = damaged(state, path, value)
@@ -284,7 +285,7 @@ def test_a_damaged_state_changes_nothing_at_all() -> None:
                 assert other.state_dict() == before and other.history is history, (path, value)
             else:  # what cannot be told from a sound one
                 other.load_state_dict(state)
-    assert refused > 100
+    assert refused > 40
     for key in ("calls", "generator", "trigger", "largest_loss"):
         for value in damages:
             if key == "largest_loss" and value in (1.5, KeyError):
@@ -457,8 +458,15 @@ def solve(scale: float, loss: Any, **options: Any) -> tuple[Grower, list[float]]
     return growing, values
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
-@pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.smooth_l1_loss], ids=["mse", "smooth l1"])
+@pytest.mark.parametrize(
+    ("loss", "scale"),
+    [
+        (nn.functional.mse_loss, 1.0),
+        (nn.functional.mse_loss, 1e6),
+        (nn.functional.smooth_l1_loss, 1e3),
+        pytest.param(nn.functional.smooth_l1_loss, 1e6, marks=pytest.mark.slow),
+    ],
+)
 def test_it_stops_growing_on_a_solved_problem(scale: float, loss: Any) -> None:
     free, values = solve(scale, loss, floor=0.0)
     assert values[-1] < 1e-11 * values[0] and len(free.history) == 7  # for ever

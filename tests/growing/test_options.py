@@ -70,6 +70,7 @@ def test_they_are_frozen_and_hold_plain_numbers() -> None:
         dataclasses.replace(options, tau=-1)
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_a_callback_holds_them(library: str) -> None:
     pytest.importorskip(library)

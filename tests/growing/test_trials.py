@@ -144,6 +144,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("winner", "make", "options", "growing"), CASES)
+@pytest.mark.slow
 def test_the_winner_is_to_the_bit_what_a_copy_of_everything_becomes(
     winner: str, make: Any, options: Any, growing: Any
 ) -> None:

@@ -1,4 +1,7 @@
-"""Runs a function of a test module in several real processes with gloo: forked from one, under torchrun, or watched by nobody."""
+"""Runs a function of a test module in several real processes with gloo: forked from one, or watched by nobody.
+
+`torchrun` itself runs an example (`tests/project/test_examples.py`); where nothing can be forked it starts these processes too.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,8 @@ else:
                 os.kill(left, signal.SIGKILL)
             sys.exit(1)
     sys.exit(0)
+place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+os.environ.update({name: str(value) for name, value in place.items()})  # which libraries look at, as torchrun says it
 dist.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=processes)
 result = work()
 if rank == 0:
@@ -66,10 +71,10 @@ os._exit(0)  # see above
 """
 
 
-def launch(function: Any, processes: int, folder: Path, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+def launch(function: Any, processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the function on every rank; it must be importable by its name."""
     program = folder / "program.py"
-    if not torchrun and hasattr(os, "fork"):
+    if hasattr(os, "fork"):
         program.write_text(FORKED)
         arguments = [function.__module__, function.__name__, str(folder / "result"), str(processes)]
         return warm.run([str(program), *arguments], folder)
@@ -102,8 +107,8 @@ def without_torchrun(function: Any, processes: int, folder: Path) -> list[subpro
     return ended
 
 
-def run(function: Any, processes: int, folder: Path, torchrun: bool = False) -> Any:
+def run(function: Any, processes: int, folder: Path) -> Any:
     """What the function returned on rank 0: tensors and plain data."""
-    done = launch(function, processes, folder, torchrun)
+    done = launch(function, processes, folder)
     assert done.returncode == 0, done.stderr[-6000:]
     return torch.load(folder / "result", weights_only=True)

@@ -394,7 +394,7 @@ def same_on_all_ranks_of(state: dict[str, Tensor]) -> None:
 @pytest.mark.process
 def test_two_processes_equal_one_on_the_joined_batches(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
-    found = ranks.run(in_two_processes, 2, tmp_path / "two", torchrun=True)
+    found = ranks.run(in_two_processes, 2, tmp_path / "two")
     expected = several(str(tmp_path / "one"), 1)
     assert found["names"] == expected["names"] and len(found["names"]) == 3
     assert found["merits"] == pytest.approx(expected["merits"], rel=1e-5)  # GPT-2 casts to float32 for the loss

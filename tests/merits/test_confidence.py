@@ -135,8 +135,7 @@ def decisions(true, noise, confidence, tolerance, spread=0.0, runs=400):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tolerance", [0.0, 0.1])
-@pytest.mark.parametrize("confidence", [0.9, 0.99])
+@pytest.mark.parametrize(("confidence", "tolerance"), [(0.9, 0.1), (0.99, 0.0)])
 def test_the_error_rate_over_many_decisions_is_below_what_was_allowed(confidence, tolerance):
     """Two sites of nearly equal merit and much noise, looked at again and again: the hard case for repeated looks."""
     true = torch.zeros(2, 3, dtype=torch.float64)

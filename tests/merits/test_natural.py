@@ -253,6 +253,7 @@ def test_a_network_in_other_units_has_the_same_merits():
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("length, out, samples, positions", [(6, 4, 40, 1), (12, 9, 30, 4), (3, 20, 60, 2)])
+@pytest.mark.slow
 def test_pure_noise_is_worth_nothing_on_average(length, out, samples, positions, sampled, monkeypatch):
     if sampled:  # moments of about a third of the rows
         monkeypatch.setattr(factors, "_WORK", 0)

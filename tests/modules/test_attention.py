@@ -35,6 +35,7 @@ def masked(kind: str | None, shape: tuple[int, ...]) -> Tensor | None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("more", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=["", "appended"])
 @pytest.mark.parametrize("sizes", [{}, {"kdim": 5, "vdim": 4}], ids=["", "other sizes"])
+@pytest.mark.slow
 def test_it_computes_what_torch_does(bias: bool, more: dict[str, Any], sizes: dict[str, int]) -> None:
     for batch_first, batched, mask, padding in product((True, False), (True, False), MASKS, PADDINGS):
         attention = nn.MultiheadAttention(SIZE, HEADS, bias=bias, batch_first=batch_first, **more, **sizes).double()

@@ -28,8 +28,7 @@ class Pooled(nn.Module):
         return self.head(self.drop(F.relu(y.mean((2, 3)))))
 
 
-@pytest.mark.parametrize("which", [0, -1])
-@pytest.mark.parametrize("layer", ["auto", "residual", "parametric"])
+@pytest.mark.parametrize(("layer", "which"), [("auto", 0), ("residual", -1), ("parametric", 0)])
 @pytest.mark.parametrize("make", [Functional, Named, fnn, Listed, cnn, Pooled], ids=lambda make: make.__name__)
 def test_layers_of_one_place_are_siblings(make, layer, which):
     model, fresh, x = make().eval(), make(), images(2) if make in (cnn, Pooled) else points(4)

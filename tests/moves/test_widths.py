@@ -407,11 +407,15 @@ PIECES = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(pieces=PIECES, seed=st.integers(min_value=0, max_value=99), training=st.booleans())
-def test_random_networks_keep_their_function_at_every_width(
-    pieces: list[tuple[str, int]], seed: int, training: bool
-) -> None:
+@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.slow)])
+def test_random_networks_keep_their_function_at_every_width(examples: int) -> None:
+    seeds = st.integers(min_value=0, max_value=99)
+    given(pieces=PIECES, seed=seeds, training=st.booleans())(
+        settings(max_examples=examples, deadline=None, derandomize=True)(check_random)
+    )()
+
+
+def check_random(pieces: list[tuple[str, int]], seed: int, training: bool) -> None:
     torch.manual_seed(seed)
     model, x = Random(pieces, 3).double().train(training), torch.randn(3, 3, 4, 4, dtype=torch.float64)
     sites = find_sites(model, x, grow="units", units=2)

@@ -54,6 +54,7 @@ def test_run_show_list_report(call, tmp_path, capsys):
     assert "0 of 3 runs are stored for this configuration (1 damaged left out)" in left_out
 
 
+@pytest.mark.slow
 def test_an_experiment_of_the_user(call, tmp_path, capsys):
     (tmp_path / "mine.json").write_text(json.dumps(GOOD))
     assert call("run", "mine.json") == 0
@@ -65,6 +66,7 @@ def test_what_was_run_is_what_is_stated_where_nothing_differs(call, capsys):
     assert "recipe 'stated'" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_something_else_says_what(call, capsys):
     """Fewer runs, fewer epochs, another seed: show and list name the options that would show it."""
     assert call("show", "8") == 2

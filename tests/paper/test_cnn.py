@@ -162,6 +162,7 @@ def test_a_look_computes_what_is_counted_for_it():
     assert counter.get_total_flops() == 2 * (convnets.look_flops(network, CIFAR, stages) - 3 * elements - first)
 
 
+@pytest.mark.slow
 def test_the_threshold_rejects_and_the_control_arms_obey_it_too():
     assert train(arm(tau=1e9))["place"].tolist() == [-1, -1, -1]
     found = train(arm(tau=1e9, select="smallest"))
@@ -170,6 +171,7 @@ def test_the_threshold_rejects_and_the_control_arms_obey_it_too():
     assert low["place"].tolist() == low["merits"].nan_to_num(1e9).argmin(1).tolist()
 
 
+@pytest.mark.slow
 def test_the_extended_network_is_the_one_its_partner_grew_into(tmp_path):
     one = plan(parse(TINY, "tiny.json"), "stated", Options())
     store = Store(tmp_path)
@@ -201,11 +203,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_bit_from_every_epoch(settings, tmp_path):
     one = arm(**settings)
     states, whole = saved(one, tmp_path)
     assert [state["epoch"] for state in states] == [1, 2, 3]
-    for state in states:
+    for state in states if settings == {} else states[1:2]:
         assert same(train(one, state=state), whole)
 
 
@@ -258,6 +261,7 @@ def test_a_killed_process_goes_on_to_the_bit(tmp_path):
     assert not list(tmp_path.rglob("unfinished*"))
 
 
+@pytest.mark.slow
 def test_compiled_models_are_compiled_anew_after_an_insertion(monkeypatch):
     seen = []
     monkeypatch.setattr(training.torch, "compile", lambda model: seen.append(len(list(model.parameters()))) or model)

@@ -43,6 +43,7 @@ def forge(folder, draw):
     return told
 
 
+@pytest.mark.slow
 def test_forged_results_are_computed_again_or_refused(good, tmp_path, capsys):
     one = make_plan(runs=2)
     whole = good.load(one, "LI").runs["train_loss"]
@@ -64,6 +65,7 @@ def test_forged_results_are_computed_again_or_refused(good, tmp_path, capsys):
     assert again > 30 and RAN == []
 
 
+@pytest.mark.slow
 def test_a_forged_state_of_a_stopped_run_is_refused_or_not_used(good, tmp_path):
     states = []
 

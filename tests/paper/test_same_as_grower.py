@@ -65,6 +65,7 @@ def _loss(model: torch.nn.Module, data: spirals.Split) -> float:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.slow
 def test_same_insertions_and_same_loss_curves(case):
     together = stacked.train(Job(case, 7, RUNS)).runs
     for row, run in enumerate(RUNS):

@@ -91,6 +91,7 @@ def test_every_site_of_every_architecture(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", marked(TABLE))
+@pytest.mark.slow
 def test_in_double_precision_all_at_once_and_the_merits_are_the_oracle_s(name: str) -> None:
     """A merit is the gradient of the really inserted layer, for every site alone."""
     model, batch = build(name, torch.float64)

@@ -95,6 +95,7 @@ def test_errors_of_every_part_are_there() -> None:
     assert [part for part, its in texts.items() if not any(_is_raised(text, its) for text in known)] == []
 
 
+@pytest.mark.slow
 def test_error_texts_are_those_of_the_code() -> None:
     texts = list(_texts())
     quoted = _quoted()
@@ -117,6 +118,7 @@ def _said() -> Iterator[str]:
                     yield part.value
 
 
+@pytest.mark.slow
 def test_messages_and_pages_are_in_plain_english() -> None:
     """Phrases that read as if translated: say "is not a", "after", "continue", "separate", "again"."""
     pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "examples").glob("*.py")]

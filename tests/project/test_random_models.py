@@ -14,7 +14,7 @@ import random_models
 from invariants import REPEATABLE, check
 from random_models import PIECES, Recipe, piece, recipes
 
-EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "200"))
+EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "60"))
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_random_models_keep_every_promise(recipe: Recipe) -> None:
     check(recipe, most=1)
 
 
-@settings(REPEATABLE, max_examples=200)
+@settings(REPEATABLE, max_examples=50)
 @given(recipes())
 def test_a_recipe_is_its_text(recipe: Recipe) -> None:
     text = repr(recipe)
@@ -33,6 +33,7 @@ def test_a_recipe_is_its_text(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("kind", random_models.KINDS)
 @pytest.mark.parametrize("name", PIECES)
+@pytest.mark.slow
 def test_every_piece_runs_with_each_of_its_options(name: str, kind: str) -> None:
     if name in random_models.FOR_TOKENS and kind != "tokens":
         return

@@ -19,16 +19,17 @@ from width_promises import check_widths
 EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "60"))
 
 
-def test_random_models_keep_every_promise_at_every_width() -> None:
+@pytest.mark.parametrize("examples", [15, pytest.param(EXAMPLES, marks=pytest.mark.slow)])
+def test_random_models_keep_every_promise_at_every_width(examples: int) -> None:
     seen: Counter[str] = Counter()
 
-    @settings(REPEATABLE, max_examples=EXAMPLES)
+    @settings(REPEATABLE, max_examples=examples)
     @given(recipes())
     def one(recipe: Recipe) -> None:
         seen.update(check_widths(recipe))
 
     one()
-    assert seen["models"] >= min(EXAMPLES, 60) and seen["sites"] > seen["models"] and seen["refused"]
+    assert seen["models"] >= min(examples, 60) and seen["sites"] > seen["models"] and seen["refused"]
 
 
 @pytest.mark.parametrize("way", PIECES["wide"][1]["way"])

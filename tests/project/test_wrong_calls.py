@@ -574,6 +574,7 @@ def test_a_value_in_a_text_is_short(value: Any, text: str) -> None:
     assert text in checks.shown(value) and len(checks.shown(value)) < 80
 
 
+@pytest.mark.slow
 def test_the_table_is_long_and_its_calls_are_right_but_for_the_wrong_argument(tmp_path: Path) -> None:
     assert sum(map(len, TABLE.values())) >= 300 and {function for function, _ in TABLE} == set(CALLS)
     for name, call in CALLS.items():

@@ -133,7 +133,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-@pytest.mark.parametrize("freeze", ["requires_grad", "grad_none"])
+@pytest.mark.parametrize("freeze", ["requires_grad", pytest.param("grad_none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("cls", "options"), ways_to_step())
 def test_a_frozen_growth_leaves_the_trajectory_as_it_was(
     cls: type[Optimizer], options: dict[str, Any], freeze: str
@@ -158,7 +158,9 @@ def test_a_frozen_growth_leaves_the_trajectory_as_it_was(
     assert all(torch.equal(a, n.parameter) for a, n in zip(values, newcomers, strict=True))
 
 
-@pytest.mark.parametrize("grown_at", [0, 4], ids=["before the first step", "mid-run"])
+@pytest.mark.parametrize(
+    "grown_at", [pytest.param(0, id="before the first step", marks=pytest.mark.slow), pytest.param(4, id="mid-run")]
+)
 @pytest.mark.parametrize(("cls", "options"), ways_to_step())
 def test_a_growth_trains_and_all_modes_agree(cls: type[Optimizer], options: dict[str, Any], grown_at: int) -> None:
     """Old and new parameters are at different steps in one group: a kernel that shared a step count would differ."""
@@ -187,7 +189,7 @@ def test_a_growth_trains_and_all_modes_agree(cls: type[Optimizer], options: dict
 
 
 @pytest.mark.parametrize(("cls", "options"), ways_to_step())
-@pytest.mark.parametrize("steps_since", [0, 3])
+@pytest.mark.parametrize("steps_since", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_leaving_is_the_inverse_of_joining(cls: type[Optimizer], options: dict[str, Any], steps_since: int) -> None:
     net = Net()
     optimizers = make(cls, options, net)

@@ -31,7 +31,9 @@ def two_groups(model: nn.Module, kind: Callable[..., Optimizer]) -> Optimizer:
     return kind([{"params": weights}, {"params": biases, "lr": 0.05}], lr=0.1)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(KINDS[0], id="SGD", marks=pytest.mark.slow), pytest.param(KINDS[1], id="AdamW")]
+)
 @pytest.mark.parametrize("make", EACH)
 def test_its_own_rate_follows_the_schedule_at_its_own_height(make: Make, kind: Callable[..., Optimizer]) -> None:
     plain = two_groups(network(), kind)

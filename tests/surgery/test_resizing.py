@@ -291,6 +291,7 @@ def test_several_stretches_of_one_axis_and_back() -> None:
     assert is_own(resize)[:, 0].tolist() == [True] * 3 + [False] * 2 + [True] * 3 + [False] + [True] * 2
 
 
+@pytest.mark.library
 def test_the_adafactor_of_transformers_keeps_factors_without_their_axis() -> None:
     optimization = pytest.importorskip("transformers.optimization")
     model = network(9)  # a square matrix: rows and columns are told apart by name

@@ -59,6 +59,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("draws", ["", "torch", "python"])
 @pytest.mark.parametrize("how", ["module", "functional", "attention", "sdpa"])
+@pytest.mark.slow
 def test_twins_with_dropout_are_accepted_in_training_mode(how: str, draws: str) -> None:
     model, x = Stack(how, draws).double().train(), torch.randn(4, 5, 8, dtype=torch.float64)
     for _ in range(2):

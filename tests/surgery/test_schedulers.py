@@ -64,8 +64,7 @@ def test_a_schedule_goes_on_as_without_growth(make: Make, kind: Callable[..., Op
     assert scheduler.get_last_lr() == expected[-1]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["SGD", "AdamW"])
-@pytest.mark.parametrize("factor", [0.7, 3.0])
+@pytest.mark.parametrize(("kind", "factor"), list(zip(KINDS, (0.7, 3.0), strict=True)), ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("make", EACH)
 def test_from_the_scaling_on_a_schedule_is_the_factor_times_what_it_was(
     make: Make, factor: float, kind: Callable[..., Optimizer]
@@ -102,8 +101,7 @@ def test_floors_are_scaled_with_the_schedule() -> None:
     assert [step(optimizer, plateau) for _ in range(4)][-1] == [0.02, 0.02]
 
 
-@pytest.mark.parametrize("through_json", [False, True])
-@pytest.mark.parametrize("factor", [0.7, 1 / 3, 1.1])
+@pytest.mark.parametrize(("factor", "through_json"), [(0.7, False), (1 / 3, True), (1.1, False)])
 @pytest.mark.parametrize("make", EACH)
 def test_reverting_at_once_restores_every_bit(make: Make, factor: float, through_json: bool) -> None:
     _, optimizer = setup()

@@ -142,6 +142,7 @@ def test_a_place_grows_again_and_again(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_replay_builds_the_architecture_and_the_state_dict_fits(name):
     make, data, options = MODELS[name]
     model = make().eval()

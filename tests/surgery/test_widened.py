@@ -124,7 +124,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "options"), OPTIONS, ids=str)
 def test_every_optimizer_resumes_to_the_bit_after_a_widening(
     kind: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
@@ -264,6 +264,7 @@ class Own(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_that_was_widened_compiles_once_more_and_trains(in_place: bool) -> None:
     from torch._dynamo.backends.debugging import aot_eager
@@ -279,17 +280,18 @@ def test_a_compiled_model_that_was_widened_compiles_once_more_and_trains(in_plac
     if in_place:
         model.compile(backend=backend)
     optimizers = adam(plain), adam(model)
-    for growths in range(4):
+    for growths in range(3):
         for net, optimizer in ((plain, optimizers[0]), (called, optimizers[1])):
             step(net, optimizer)
         assert len(graphs) == growths + 1
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
         for net, optimizer in ((plain, optimizers[0]), (called, optimizers[1])):
             network = plain if net is plain else model
+            wide = network.layers[3].weight.shape
             last = grow(net, width_site(network, "layers.3", "layers.5", 1), optimizer=optimizer)
     undo(called, last, optimizer=optimizers[1])
     step(called, optimizers[1])
-    assert len(graphs) == 5 and model.layers[3].weight.shape == (8, 5)
+    assert len(graphs) == 4 and model.layers[3].weight.shape == wide
 
 
 # --- several processes ---

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
-from parallel import STEPS, compare, data, make_model, raised, result, same_on_all_ranks, steps_that_fail, train
+from parallel import TRAINED, compare, data, make_model, raised, result, same_on_all_ranks, steps_that_fail, train
 from sensli import Grower, Probe, find_sites, insert, load_checkpoint, measure, save_checkpoint, triggers, undo
 
 pytestmark = pytest.mark.process
@@ -28,7 +28,7 @@ def grow(**options: Any) -> Any:
     model.register_forward_hook(lambda *_: called.append(1))
     grower, merits = train(model, data(rank, world), epochs=6, select="random" if options else "largest")
     assert grower.model is model and len(grower.history) == 3
-    assert len(called) == 6 * STEPS  # the user's hook on the wrapper is still there
+    assert len(called) == 6 * TRAINED  # the user's hook on the wrapper is still there
     assert model.find_unused_parameters == options.get("find_unused_parameters", False)
     assert model.gradient_as_bucket_view == options.get("gradient_as_bucket_view", False)
     assert model.static_graph == options.get("static_graph", False)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import ranks
-from parallel import compare, data, raised, result, steps_that_fail, train
+from parallel import TRAINED, compare, data, raised, result, steps_that_fail, train
 from sensli import Grower, Probe, find_sites, insert, load_checkpoint, measure, save_checkpoint, triggers, undo
 from sensli.errors import CheckpointError
 from sensli.page.reading import read_history
@@ -56,7 +56,7 @@ def grow() -> Any:
     called: list[int] = []
     model.register_forward_hook(lambda *_: called.append(1))
     grower, merits = train(model, data(rank, world), epochs=6)
-    assert len(grower.history) == 3 and len(called) >= 6 * 4
+    assert len(grower.history) == 3 and len(called) >= 6 * TRAINED
     for growth in grower.history:
         assert isinstance(model.get_submodule(growth.name), FSDPModule)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -31,6 +31,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     return lambda *words: main(["compare", *words])
 
 
+@pytest.mark.slow
 def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("spirals", "--methods", "small", "large", "units", "--seeds", "2")
     assert call("run", *asked) == 0

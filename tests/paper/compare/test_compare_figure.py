@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from sensli.paper.compare import figure
 from sensli.paper.compare.methods import methods
 from sensli.paper.compare.run import Run
@@ -32,6 +34,7 @@ def test_the_best_of_each_kind_have_a_colour() -> None:
     assert [method.name for method in named] == ["layers", "tiny", "random-place", "net2net-own", "units"]
 
 
+@pytest.mark.slow
 def test_all_methods_fit_into_one_figure(tmp_path: Path) -> None:
     known = list(methods(SPIRALS).values())
     runs = {method.name: {0: made(1.0 + place)} for place, method in enumerate(known)}

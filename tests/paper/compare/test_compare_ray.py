@@ -45,6 +45,7 @@ def timeless(run: Run) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_task_tells_its_states_and_its_run_and_resumes_from_any_of_them(given: dict[str, Any]) -> None:
     news = list(on_ray.work(__version__, given))
     states = [value for kind, value in news if kind == "state"]

@@ -81,6 +81,7 @@ def test_the_flops_of_a_run_are_those_of_its_steps_and_its_looks() -> None:
     assert one.run.decisions > 0 and one.spent == steps + one.run.decisions
 
 
+@pytest.mark.slow
 def test_a_trial_costs_its_losers_and_its_winner_has_trained() -> None:
     task = replace(TINY, steps=80, looks=(0.25,))
     one = Training(job("tried", task=task), DATA)
@@ -116,6 +117,7 @@ def test_the_rate_follows_the_share_of_the_flops() -> None:
 
 
 @pytest.mark.parametrize("name", ["both", "random-place", "tried"])
+@pytest.mark.slow
 def test_a_run_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
     state, resumed = tmp_path / "state.ckpt", Training(job(name), DATA)
     for stop in (0.35, 0.8):  # between and after the looks
