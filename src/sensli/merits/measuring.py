@@ -131,9 +131,9 @@ class _Taken:
 
     def first(self) -> Any:
         """The first batch, which will be taken nevertheless; None if there is none."""
-        first = next(self._rest, None)
-        self._rest = self._rest if first is None else chain([first], self._rest)
-        return first
+        found = list(islice(self._rest, 1))
+        self._rest = chain(found, self._rest)
+        return found[0] if found else None
 
     @property
     def expected(self) -> int:

@@ -4,7 +4,7 @@ With C = E[f r'] of a new unit's activation f and the part r of the cotangent th
 C' E[ff']^-1 C E[gg']^-1 summed up. Its authors search for f among 100 candidates with 3,000 steps each; for small activations the
 best value has a closed form, the squared singular values of A^(-1/2) N E^(-1/2) with A = E[hh'], N = -E[h r'] and E = E[gg'] damped by
 a tenth of its mean diagonal, and the rows A^(-1/2) u. We use it, with both signs: for a ReLU they differ. Columns are zero, so the function
-is kept. Its layers are not here: they begin as an identity because every unit there has an activation of its own that can be one, which the
+is kept. Its layers are not here: they begin as an identity because each unit there has an activation that can be one, which the
 networks of others do not have. A width grows only if its score is at least ``THRESHOLD`` times the natural gradient of the reader's own
 weights, as in their code.
 """
