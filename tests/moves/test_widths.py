@@ -184,7 +184,7 @@ def test_a_probe_measures_the_same_and_leaves_the_step_alone() -> None:
     measured = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
     plain = copy.deepcopy(model)
     mean_loss(plain(x), y).backward()
-    with sensli.Probe(model, measured, norm="frobenius") as probe:  # with the rows that were made for the data
+    with sensli.Probe(model, sites, norm="frobenius") as probe:
         mean_loss(model(x), y).backward()
     assert [m.value for m in probe.merits()] == pytest.approx([m.value for m in measured], rel=1e-10)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
@@ -230,7 +230,7 @@ def test_over_several_batches_sums_are_taken_before_any_norm() -> None:
     model, x, y = made("mlp")
     sites = find_sites(model, x, grow="units")
     whole = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
-    parts = measure(model, whole, [(x[:4], y[:4]), (x[4:], y[4:])], mean_loss, norm="frobenius")  # of the same rows
+    parts = measure(model, sites, [(x[:4], y[:4]), (x[4:], y[4:])], mean_loss, norm="frobenius")
     assert [m.value for m in parts] == pytest.approx([m.value for m in whole], rel=1e-10)
 
 
