@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -39,17 +43,22 @@ def _bytes() -> tuple[nn.Module, torch.Tensor, torch.Tensor, object]:
 
 def _measuring(name: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: object) -> list[Figure]:
     layers, both = find_sites(model, x[:2]), find_sites(model, x[:2], grow="both")
-    options = {"norm": "frobenius"}
-
-    seconds = interleaved(
-        {
-            "layers": lambda: measure(model, layers, [(x, y)], loss, **options),  # type: ignore[arg-type]
-            "both": lambda: measure(model, both, [(x, y)], loss, **options),  # type: ignore[arg-type]
-        },
-        rounds=7,
-    )
-    how = f"{len(layers)} layers and {len(both) - len(layers)} widths, a quarter more units each, median of 7 interleaved rounds"
-    return [Figure(f"{name}: measure widths and layers / layers", seconds["both"] / seconds["layers"], 1.3, how)]
+    figures = []
+    for count, rounds in ((8, 3), (1, 7)):  # what is done once for all batches weighs most with a single one
+        data = [(x, y)] * count
+        works: dict[str, Callable[[], Any]] = {
+            kind: partial(measure, model, sites, data, loss, norm="frobenius")  # type: ignore[arg-type]
+            for kind, sites in (("layers", layers), ("both", both))
+        }
+        seconds = interleaved(works, rounds)
+        batches = "one batch" if count == 1 else f"{count} batches"
+        how = (
+            f"{len(layers)} layers and {len(both) - len(layers)} widths, a quarter more units each, "
+            f"median of {rounds} interleaved rounds"
+        )
+        ratio = seconds["both"] / seconds["layers"]
+        figures.append(Figure(f"{name}, {batches}: measure widths and layers / layers", ratio, 1.3, how))
+    return figures
 
 
 def _stepping() -> list[Figure]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from sensli.errors import MeasurementError
 from sensli.merits.affording import affordable
+from sensli.merits.ahead import look_ahead
 from sensli.merits.backward import LossFunction, backward
 from sensli.merits.confidence import GROUPS, is_clear, next_look
 from sensli.merits.estimates import as_merits, estimate_of, mean_of_weights, share_remaining, value_of
@@ -93,12 +94,14 @@ def measure(
         catch.keeps_activations = not catch.weights
         clear, remaining = None, 0.0
         kept = random_state.kept_of_loader(batches)
-        with untouched(model), kept, torch.inference_mode(False), torch.enable_grad(), catch.hooked():
+        with untouched(model), kept, torch.inference_mode(False), torch.enable_grad():
             taken = _Taken(model, catch, batches, loss_fn, max_batches)
-            if confidence is None:
-                taken.up_to(None)
-            else:
-                clear, remaining, norm = _until_clear(together, taken, (asked, norm), confidence, tolerance)
+            look_ahead(together, model, catch, taken.first(), taken.expected, loss_fn)
+            with catch.hooked():
+                if confidence is None:
+                    taken.up_to(None)
+                else:
+                    clear, remaining, norm = _until_clear(together, taken, (asked, norm), confidence, tolerance)
             caught = joined(together, taken.caught(), device_of(model), last=False)
         if caught.count == 0:
             raise MeasurementError(EMPTY)
@@ -124,7 +127,18 @@ class _Taken:
         self.known = _length(batches)
         self.unit, self.count, self.exhausted, self.loss = 0.0, 0, False, 0.0
         self._sizes = [0.0] * catch.groups
-        self._rest = iter(batches)
+        self._rest: Iterator[Any] = iter(batches)
+
+    def first(self) -> Any:
+        """The first batch, which will be taken nevertheless; None if there is none."""
+        found = list(islice(self._rest, 1))
+        self._rest = chain(found, self._rest)
+        return found[0] if found else None
+
+    @property
+    def expected(self) -> int:
+        """How many batches there will be, or one if nobody knows."""
+        return min(self.known or 1, self.most or self.known or 1)
 
     def up_to(self, count: int | None) -> None:
         """Take batches until there are so many in all, or as many as there are or may be."""

@@ -21,6 +21,7 @@ from sensli.modules.running import tensors, widened
 from sensli.modules.wrappers import eager
 from sensli.moves.factors import factored, is_moment
 from sensli.moves.geometry import Geometry
+from sensli.moves.move import Gauge
 from sensli.moves.point import Point
 from sensli.moves.sites import Site
 from sensli.moves.taps import Watch, handed_on, tap
@@ -72,10 +73,12 @@ class Sum:
 class SiteCatch:
     """What was caught at one site: sums, as its move wants them."""
 
-    def __init__(self, site: Site, groups: int, model: nn.Module, natural: bool = False) -> None:
+    def __init__(
+        self, site: Site, groups: int, model: nn.Module, natural: bool = False, gauge: Gauge | None = None
+    ) -> None:
         self.site = site
         self.sums: dict[str, Sum] = {}
-        self.gauge = site.move.gauge(site, model)
+        self.gauge = site.move.gauge(site, model) if gauge is None else gauge
         if natural and not self.gauge.factors:
             raise MeasurementError(
                 f"norm='natural' is not known for '{site}': its gradient has no moments to compare with. Use another norm, for example "
@@ -181,12 +184,23 @@ class Catch:
     """All that one measurement catches. Hooks live in `hooked` only, and none survives it, whatever happens inside."""
 
     def __init__(
-        self, model: nn.Module, sites: Sequence[Site], *, weights: bool, groups: int = 1, natural: bool = False
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        *,
+        weights: bool,
+        groups: int = 1,
+        natural: bool = False,
+        gauges: Sequence[Gauge] | None = None,
     ) -> None:
         self.model = model
         self.groups = groups
         self.natural = natural  # the moments of the natural merit are caught too
-        self.sites = [SiteCatch(site, groups, model, natural) for site in sites]
+        self.sites = (
+            [SiteCatch(site, groups, model, natural) for site in sites]
+            if gauges is None
+            else [SiteCatch(site, groups, model, natural, gauge) for site, gauge in zip(sites, gauges, strict=True)]
+        )
         # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
         self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
         self.group = 0

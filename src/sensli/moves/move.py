@@ -150,6 +150,10 @@ class Gauge:
         """
         return []
 
+    def ahead(self) -> Ahead | None:
+        """What sees a few samples before the measurement, and says what is to be measured; None if nothing need be seen."""
+        return None
+
     def inside(self, model: nn.Module) -> AbstractContextManager[None]:
         """What is put into the model for the time of the measurement."""
         return nullcontext()
@@ -169,6 +173,14 @@ class Gauge:
     def dead(self, sums: Mapping[str, Tensor]) -> float | None:
         """The share of units that were zero on all the data; None where it has no meaning."""
         return None
+
+
+class Ahead(Gauge):
+    """Sees a few samples before a measurement. Its `settled` makes of what was `found` the site that is measured."""
+
+    def found(self) -> dict[str, Tensor]:
+        """What came of the samples; of several processes one decides for all."""
+        raise NotImplementedError
 
 
 class Kind(Protocol):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from sensli.moves.width.width import Axis, Width
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
 
-_ROUNDS = 16  # in which candidates are chosen
+_ROUNDS = 8  # in which candidates are chosen
 _SAMPLES = 8  # values of each candidate, for each candidate: more do not tell better how alike two of them are
 _COLUMNS = 4  # of each candidate, for each candidate: as many tell which gradients are large (a flattened channel has thousands)
 
@@ -39,8 +40,8 @@ _REPLICAS: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictio
 class ReaderGauge(Gauge):
     """Catches the cotangents of the layers that read a width, and what the replica would give them to read."""
 
-    def __init__(self, width: Width, candidates: Entries | float) -> None:
-        self._width, self._candidates = width, candidates
+    def __init__(self, width: Width) -> None:
+        self._width = width
         self._readers = [axis for axis in width.axes if axis.fill == "column"]
         super().__init__()
         self._replica: Replica | None = None
@@ -54,7 +55,7 @@ class ReaderGauge(Gauge):
         """Beside the passes of the model the replica runs, once for all widths."""
         known = _REPLICAS.get(model)
         replica = self._replica = Replica(model) if known is None else known
-        replica.ask(self, self._width, self._candidates)
+        replica.ask(self, self._width, self._candidates())
         if known is not None:
             yield
             return
@@ -64,6 +65,10 @@ class ReaderGauge(Gauge):
                 yield
         finally:
             del _REPLICAS[model]
+
+    def _candidates(self) -> Entries | float:
+        """What the replica runs, as it understands it."""
+        raise NotImplementedError
 
     def _read(self, index: int) -> Tensor:
         """What a reader would be given, in the call that the backward pass meets now: it meets them in reverse."""
@@ -103,12 +108,22 @@ class ColumnGauge(ReaderGauge):
 
     factors: ClassVar[bool] = True
 
-    def __init__(self, width: Width, candidates: Entries) -> None:
-        self._entries = candidates if width._entries is None else width._entries
-        super().__init__(width, self._entries)
-        self._chooses = self._entries.count(width) > width.more
+    def __init__(self, width: Width, candidates: Callable[[], Entries]) -> None:
+        super().__init__(width)
+        self._made = candidates  # only if they are needed
         # What was chosen by last, which is held so that no other tensor gets its number; and what was chosen.
         self._known: tuple[list[tuple[int, int]], list[Tensor], list[int]] | None = None
+
+    @cached_property
+    def _entries(self) -> Entries:
+        return self._made() if self._width._entries is None else self._width._entries
+
+    @cached_property
+    def _chooses(self) -> bool:
+        return self._entries.count(self._width) > self._width.more
+
+    def _candidates(self) -> Entries:
+        return self._entries
 
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -166,20 +181,22 @@ def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
         if len(chosen) == count:
             return sorted(chosen)
         # An orthonormal basis of what is taken: how long all others are along it, and the gradients of the basis with all others.
-        lengths = _lengths(likeness[best][:, best], least)
-        along, shared = torch.linalg.solve_triangular(lengths, torch.stack([likeness[best], left[best]]), upper=False)
-        within = torch.linalg.solve_triangular(lengths, shared[:, best].T, upper=False)
+        # (By the inverse, which is small: to solve for all others takes several times as long.)
+        basis = _basis(likeness[best][:, best], least)
+        along, shared = basis @ likeness[best], basis @ left[best]
+        within = basis @ shared[:, best].T
         half = shared - 0.5 * within @ along
         left.addmm_(along.T, half, alpha=-1).addmm_(half.T, along, alpha=-1)
         likeness.addmm_(along.T, along, alpha=-1)
 
 
-def _lengths(products: Tensor, least: float) -> Tensor:
-    """The Cholesky factor of a few inner products, where candidates may be dead or equal."""
+def _basis(products: Tensor, least: float) -> Tensor:
+    """The inverse Cholesky factor of a few inner products, where candidates may be dead or equal."""
+    one = torch.eye(len(products)).to(products)
     while True:
-        factor, failed = torch.linalg.cholesky_ex(products + least * torch.eye(len(products)).to(products))
+        factor, failed = torch.linalg.cholesky_ex(products + least * one)
         if not failed:
-            found: Tensor = factor
+            found: Tensor = torch.linalg.solve_triangular(factor, one, upper=False)
             return found
         least *= 100
 

@@ -70,8 +70,8 @@ class GradMax(Start):
 class RowGauge(ReaderGauge):
     """Sums the gradient of the bypass: what the rows multiply by what the readers give."""
 
-    def __init__(self, width: Width) -> None:
-        super().__init__(width, _bias(width))
+    def _candidates(self) -> float:
+        return _bias(self._width)
 
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]

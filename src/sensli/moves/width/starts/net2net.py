@@ -44,7 +44,7 @@ class Net2Net(Start):
 
     def gauge(self, width: Width, model: nn.Module) -> Gauge:
         sources = width.sources or self.sources(width.units, width.more)
-        return CopyGauge(replace(width, sources=sources), self.entries(width))
+        return CopyGauge(replace(width, sources=sources), lambda: self.entries(width))
 
     def sources(self, units: int, more: int) -> tuple[int, ...]:
         drawn = torch.randint(units, (more,), generator=torch.Generator().manual_seed(units))

@@ -20,7 +20,7 @@ class Random(Start):
         return drawn_rows(width, torch.Generator().manual_seed(width.units))
 
     def gauge(self, width: Width, model: nn.Module) -> Gauge:
-        return ColumnGauge(width, self.entries(width))
+        return ColumnGauge(width, lambda: self.entries(width))
 
 
 def drawn_rows(width: Width, generator: torch.Generator) -> Entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sensli.moves.width.starts.fitted import Fitted
 from sensli.moves.width.starts.gradmax import GradMax
 from sensli.moves.width.starts.net2net import Net2Net
 from sensli.moves.width.starts.random import Random
@@ -10,6 +11,7 @@ from sensli.moves.width.starts.start import Start
 
 STARTS: dict[str, Start] = {
     "sensitive": Sensitive(),
+    "fitted": Fitted(),
     "random": Random(),
     "gradmax": GradMax(),
     "net2net": Net2Net(),

@@ -15,7 +15,7 @@ from sensli.moves.width.starts.random import drawn_rows
 from sensli.moves.width.starts.start import Start
 from sensli.moves.width.width import Axis, Width
 
-_MANY = 64  # new units: among so many random directions hardly one lacks something like its opposite
+MANY = 64  # new units: among so many random directions hardly one lacks something like its opposite
 
 
 class Sensitive(Start):
@@ -25,7 +25,7 @@ class Sensitive(Start):
         return drawn_rows(width, torch.Generator().manual_seed(width.units))
 
     def gauge(self, width: Width, model: nn.Module) -> Gauge:
-        return ColumnGauge(width, candidates(width))
+        return ColumnGauge(width, lambda: candidates(width))
 
 
 def candidates(width: Width) -> Entries:
@@ -53,6 +53,6 @@ def _rows(axis: Axis, width: Width, near: Tensor, generator: torch.Generator) ->
         drawn = torch.randn(shape, generator=generator).to(own) * spread
         opposite = -drawn  # after a ReLU the one may be dead where the other is alive
         moved = moved + torch.randn(moved.shape, generator=generator).to(own) * (0.5 * spread)
-    tried = [drawn, moved] if width.more >= _MANY else [drawn, opposite, moved]
+    tried = [drawn, moved] if width.more >= MANY else [drawn, opposite, moved]
     rows: Tensor = torch.cat(tried, dim=dim).flatten(axis.dim, axis.dim + 2)
     return rows
