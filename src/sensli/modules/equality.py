@@ -48,7 +48,7 @@ def _shown(module: nn.Module) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    """What torch prints of its own layers; what a user's module prints may be values."""
+    """What torch prints of the layers that it has; what a user's module prints may be values."""
     return module.extra_repr() if type(module).__module__.startswith("torch.") else ""
 
 

@@ -221,7 +221,7 @@ class Search:
             calls = len(self.flow.calls_of(path))
             if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
                 self.skipped[path] = (
-                    "is recurrent: its steps and layers run inside one call, so there is no place between them"
+                    "is recurrent: its steps and layers run inside one call, so nothing can go between them"
                 )
             elif "quantized" in type(module).__module__:
                 self.skipped[path] = "is quantised: its weights are whole numbers, and no gradient passes"

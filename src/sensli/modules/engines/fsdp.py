@@ -89,7 +89,7 @@ def shard_like(layer: nn.Module, model: nn.Module, path: str) -> None:
             offload_policy=group.offload_policy,
         )
         return
-    raise UnsupportedModel(f"no module around '{path}' is sharded, so there is no telling how to shard a layer there.")
+    raise UnsupportedModel(f"no module around '{path}' is sharded, so it is unclear how to shard a layer there.")
 
 
 def reshard(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from sensli.moves.twin.zeroing import block_flops
 
 
 def find_stacks(model: nn.Module, example: Any) -> Sites:
-    """For each stack of equal blocks the site that copies it once, behind its last block. The model is only read."""
+    """For each stack of equal blocks the site that copies it once, after its last block. The model is only read."""
     model = bare(model)
     with torch.inference_mode(False):
         flow = record(model, example)
@@ -67,7 +67,7 @@ def _place(search: Search, finder: TwinFinder, row: Row, last: Call) -> tuple[bo
     chained = search.around.chained(last.path)
     try:  # an identity in the list shows best whether the list can take a block: nothing may change
         return chained, finder.find(search.flow, last, last.result, chained=chained)[1]
-    except NoTwin:  # a block with a norm behind its sum, say
+    except NoTwin:  # a block with a norm after its sum, say
         return chained, finder.find_plain(search.flow, last, chained=chained)
 
 

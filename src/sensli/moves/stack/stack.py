@@ -1,4 +1,4 @@
-"""A stack of blocks once more, or several times, behind itself: blocks 0, 1, 2 become 0, 1, 2, 0, 1, 2.
+"""A stack of blocks once more, or several times, after itself: blocks 0, 1, 2 become 0, 1, 2, 0, 1, 2.
 
 The copies are plain ones. Unlike a twin, which is an identity, a copy acts at once, so the function is not kept.
 """

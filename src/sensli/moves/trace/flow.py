@@ -83,7 +83,7 @@ class Flow:
         return seen.node is not None and seen.node in self.nodes
 
     def finish(self, output: Any) -> None:
-        """The run is over: sort its calls by module, and walk once through the graph behind the output."""
+        """The run is over: sort its calls by module, and walk once through the graph that led to the output."""
         self.output = output
         for call in self.calls:
             self._by_path.setdefault(call.path, []).append(call)

@@ -1,4 +1,4 @@
-"""Reading the autograd graph behind a tensor: where its values come from, and along which dimension its channels lie.
+"""Reading the autograd graph that led to a tensor: where its values come from, and along which dimension its channels lie.
 
 It needs no tracing compiler and sees through hand-written forwards, because autograd records what was really computed.
 """
@@ -53,7 +53,7 @@ def operation(node: Any) -> str:
 
 
 def origin(node: Any, limit: int = 64) -> Any | None:
-    """The nearest node behind a tensor that decided its sign, walking back through pooling, dropout and changes of shape.
+    """The nearest node before a tensor that decided its sign, walking back through pooling, dropout and changes of shape.
 
     A concatenation counts only if all its parts end in nodes of the same operation; then the first of them is returned.
     """
@@ -194,7 +194,7 @@ def _product(numbers: tuple[int, ...]) -> int:
 
 
 def nearest_parameters(names_by_id: Mapping[int, str], node: Any, limit: int = 512) -> Iterator[str]:
-    """Names of the parameters behind a tensor, nearest first: breadth-first through the graph."""
+    """Names of the parameters that led to a tensor, nearest first: breadth-first through the graph."""
     frontier, seen = [node], {node}
     while frontier and limit > 0:
         following: list[Any] = []

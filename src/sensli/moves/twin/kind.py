@@ -56,8 +56,8 @@ class TwinKind:
             kinds = {signature(block) for block in blocks.values()} if holders and not called else ()
             if len(kinds) == 1 and any(True for _ in module.parameters()):
                 search.skipped[path] = (
-                    f"holds {len(blocks)} blocks that are each a {type(module[0]).__name__}, of which only the parts are called, so there "
-                    "is no block to copy. Give the blocks a class with a forward"
+                    f"holds {len(blocks)} blocks that are each a {type(module[0]).__name__}, of which only the parts are called, so "
+                    "nothing can be copied. Give the blocks a class with a forward"
                 )
 
     def _offer(self, search: Search, call: Call, side: str, seen: Seen, stack: Stack, sites: Iterator[Site]) -> None:
