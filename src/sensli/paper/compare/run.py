@@ -46,7 +46,7 @@ class Run:
     test_loss: float = 0.0
     test_error: float | None = None
     seconds: float = 0.0
-    step_seconds: float = 0.0  # of these, for the steps of training
+    step_seconds: float = 0.0  # of all steps of training, were each of them an ordinary one, without a replay
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = strict(asdict(self))

@@ -22,6 +22,7 @@ from sensli.paper.compare.batches import Batches
 from sensli.paper.compare.flops import Counted, training_flops
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.run import Look, Run
+from sensli.paper.compare.steps import Steps
 from sensli.paper.compare.task import Data, Part
 from sensli.paper.plans.seeds import run_seed
 from sensli.surgery.history.tried import Tried
@@ -67,6 +68,7 @@ class Training:
         self.scheduler = self._scheduler(self.optimizer)
         self.grower = self._grower(self.model, self.optimizer, self.scheduler) if job.method.grows else None
         self._step_flops: int | None = None  # of the model as it is
+        self._steps: Steps | None = None  # of the model as it is
         self._losses: list[Tensor] = []
 
     def _times_small(self, large: nn.Module) -> float:
@@ -136,19 +138,14 @@ class Training:
         self._step()
 
     def _step(self) -> None:
-        x, y = self.batches.at(self.run.steps)
         cost = self._cost_of_a_step()
-        began = time.perf_counter()
-        self.model.train()
-        self.optimizer.zero_grad()
-        loss = self.task.loss(self.model(x), y)
-        loss.backward()
-        self.optimizer.step()
-        self._losses.append(loss.detach())
+        if self._steps is None:
+            self._steps = Steps(self.model, self.optimizer, self.task.loss, constant=self.task.batch is None)
+        self._losses.append(self._steps.take(*self.batches.at(self.run.steps)))
         self.run.steps += 1
         self.spent += cost
         self.scheduler.step()
-        self.run.step_seconds += time.perf_counter() - began
+        self.run.step_seconds += self._steps.plain
 
     def _cost_of_a_step(self) -> int:
         if self._step_flops is None:
@@ -182,7 +179,7 @@ class Training:
         for name, times in counted.unknown.items():
             self.run.uncounted[name] = self.run.uncounted.get(name, 0) + times
         self.run.grown += [(self.spent, str(growth.site)) for growth in self.grower.history[before:]]
-        self._step_flops = None
+        self._step_flops = self._steps = None
         schedule = self.job.method.schedule
         if schedule is not None and schedule.forgets and len(self.grower.history) > before:
             self.optimizer.state.clear()  # as another optimizer of the same parameters
