@@ -14,6 +14,7 @@ from oracle import extended
 from sensli import Grower, Probe, find_sites, grow, measure, triggers
 from sensli.errors import MeasurementError, ZeroMerits
 from sensli.merits import natural
+from sensli.merits.sums import Moment
 from sensli.moves import factors
 
 
@@ -332,6 +333,25 @@ def test_of_many_windows_an_even_sample_is_taken_whose_moment_comes_close(stride
     assert all(tuple(row) in known for row in some.values[0].tolist())
     distance = (some.moment() - whole.moment()).norm() / whole.moment().norm()
     assert distance < 0.3
+
+
+@pytest.mark.parametrize("length", [1, 7, 255, 256, 301, 512, 700])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_moments_are_summed_in_place_in_blocks_as_if_they_were_written_out(length, groups):
+    torch.manual_seed(0)
+    rows = [torch.randn(groups, count, length, dtype=torch.float64) for count in (3, 5, 2, 4)]
+    first, second, third, fourth = (factors.Rows(each, 2 * each.shape[1]) for each in rows)
+    moment = Moment()
+    moment.add(factors.Outer(first))
+    moment.add(
+        factors.Outer(second, 0.25) + factors.Outer(third) + factors.Outer(fourth, 3.0)
+    )  # a map used three times
+    expected = sum(factor * each.mT @ each for factor, each in zip((2.0, 0.5, 2.0, 6.0), rows, strict=True))
+    torch.testing.assert_close(moment.total(), expected)
+    again = moment.total()
+    assert again is moment.total() is moment.groups[0]  # of sums that have not changed a metric is made once
+    moment.add(factors.Outer(first))
+    torch.testing.assert_close(moment.total(), expected + 2 * rows[0].mT @ rows[0])
 
 
 def test_a_dead_place_is_worth_nothing_and_does_not_fail():

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sensli.merits.sensitivity import SiteCatch, Sum, WeightCatch
+from sensli.merits.sensitivity import SiteCatch, WeightCatch
+from sensli.merits.sums import Moment, Sum
 from sensli.modules.engines.distributed import Together
 from sensli.moves.factors import power_of
 
@@ -58,11 +59,11 @@ def same_values(together: Together, values: list[float], mean: float | None) -> 
     return first
 
 
-def _forms(each: Sum) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+def _forms(each: Sum | Moment) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
     return [None if part is None else (tuple(part.shape), part.dtype) for part in each.groups]
 
 
-def _joined_sum(own: Sum | None, forms: list[list[Any]], factor: float, device: Any, group: Any) -> Sum:
+def _joined_sum(own: Sum | Moment | None, forms: list[list[Any]], factor: float, device: Any, group: Any) -> Sum:
     """One sum over all ranks; ``forms`` tells what each rank that has any holds in its groups."""
     groups = len(forms[0])
     joint = Sum(max(groups - 1, 1))

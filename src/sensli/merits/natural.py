@@ -29,7 +29,9 @@ class Metric:
 
     def __init__(self, of: Factored) -> None:
         self._of, self._versions = of, _versions(of)
-        self.finite = all(bool(torch.isfinite(part).all()) for part in (of.inputs, of.outputs))
+        # The squares on the diagonal are as large as anything beside them.
+        diagonals = [part.diagonal(dim1=-2, dim2=-1) for part in (of.inputs, of.outputs)]
+        self.finite = all(bool(torch.isfinite(part).all()) for part in diagonals)
         if not self.finite:
             return
         samples, rows, *used = of.counts.tolist()
@@ -85,10 +87,11 @@ def _divisor(moment: Tensor, used: float, rows: float) -> tuple[Tensor, Tensor]:
 
 def _root(moment: Tensor, damping: Tensor) -> Tensor:
     """Of small moments in double precision, where it costs nothing; of others where it is needed."""
-    eye = torch.eye(moment.shape[-1], device=moment.device)
     root = moment
-    for wide in (moment.double(),) if moment.shape[-1] <= _SMALL else (moment, moment.double()):
-        root, failed = torch.linalg.cholesky_ex(wide + damping.to(wide.dtype)[:, None, None] * eye.to(wide.dtype))
+    for dtype in (torch.float64,) if moment.shape[-1] <= _SMALL else (moment.dtype, torch.float64):
+        damped = moment.to(dtype, copy=True)
+        damped.diagonal(dim1=-2, dim2=-1).add_(damping.to(dtype)[:, None])
+        root, failed = torch.linalg.cholesky_ex(damped)
         if not failed.any():
             break
     return root

@@ -7,7 +7,7 @@ at its place and the cotangent g that comes back to it: a forward hook catches x
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.merits.natural import NATURAL, Metric, natural_merit
 from sensli.merits.norms import squared_norm
+from sensli.merits.sums import Moment, Sum
 from sensli.modules.running import tensors, widened
 from sensli.modules.wrappers import eager
-from sensli.moves.factors import factored, is_moment
+from sensli.moves.factors import Outer, factored, is_moment
 from sensli.moves.geometry import Geometry
 from sensli.moves.move import Gauge
 from sensli.moves.point import Point
@@ -29,47 +30,6 @@ from sensli.moves.trace.activations import CONVOLUTIONS
 from sensli.moves.uses import Use, watch_uses
 
 
-class Sum:
-    """A gradient summed over batches: of all of them, and of groups of batches where an estimate of its noise is wanted."""
-
-    def __init__(self, groups: int = 1) -> None:
-        # The last one is the sum over all, in the order of the batches: the same bits with groups and without.
-        self.groups: list[Tensor | None] = [None] * (groups + 1 if groups > 1 else 1)
-        self._owned = [False] * len(self.groups)
-
-    def __len__(self) -> int:
-        """How many groups there are."""
-        return max(len(self.groups) - 1, 1)
-
-    def add(self, gradient: Tensor, group: int) -> None:
-        gradient = gradient.detach()
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if gradient.is_complex():
-            gradient = torch.view_as_real(gradient)
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            gradient = gradient.float()
-        for j in {group % len(self), len(self.groups) - 1}:
-            held = self.groups[j]
-            if held is None:
-                self.groups[j] = gradient
-            elif self._owned[j]:
-                held.add_(gradient)
-            else:  # the first one came from autograd: it may be expanded, or the gradient of another weight as well
-                self.groups[j], self._owned[j] = held + gradient, True
-
-    def like(self) -> Sum:
-        """An empty one with as many groups."""
-        return Sum(len(self))
-
-    def total(self, without: int | None = None) -> Tensor | None:
-        """The sum over all groups, or over all but one."""
-        if without is None or len(self.groups) == 1:
-            return self.groups[-1]
-        whole, part = self.groups[-1], self.groups[without]
-        return whole if whole is None or part is None else whole - part
-
-
 class SiteCatch:
     """What was caught at one site: sums, as its move wants them."""
 
@@ -77,7 +37,7 @@ class SiteCatch:
         self, site: Site, groups: int, model: nn.Module, natural: bool = False, gauge: Gauge | None = None
     ) -> None:
         self.site = site
-        self.sums: dict[str, Sum] = {}
+        self.sums: dict[str, Sum | Moment] = {}
         self.gauge = site.move.gauge(site, model) if gauge is None else gauge
         if natural and not self.gauge.factors:
             raise MeasurementError(
@@ -89,7 +49,7 @@ class SiteCatch:
         self.shape = self.gauge.shape
         self._groups = groups
 
-    def add(self, values: dict[str, Tensor], group: int) -> None:
+    def add(self, values: Mapping[str, Tensor | Outer], group: int) -> None:
         """One pass."""
         _add(self.sums, values, group, self._groups)
         self.shape = self.gauge.shape
@@ -128,7 +88,7 @@ class WeightCatch:
         self.name = name
         self.parameter = parameter
         self.owner = owner
-        self.sums: dict[str, Sum] = {}
+        self.sums: dict[str, Sum | Moment] = {}
         self._groups = groups
         self._metrics: list[Metric] = []
         self._use: Use | None = None  # where the weight was met last, for the natural merit
@@ -169,13 +129,19 @@ class WeightCatch:
         return () if total is None else [(total, self.geometry)]
 
 
-def _add(sums: dict[str, Sum], values: dict[str, Tensor], group: int, groups: int) -> None:
+def _add(sums: dict[str, Sum | Moment], values: Mapping[str, Tensor | Outer], group: int, groups: int) -> None:
     for name, value in values.items():
-        # Gradients without one group of batches are measured by the moments of all.
-        sums.setdefault(name, Sum(1 if is_moment(name) else groups)).add(value, group)
+        if isinstance(value, Outer):
+            moment = sums.setdefault(name, Moment())
+            assert isinstance(moment, Moment)
+            moment.add(value)
+        else:  # gradients without one group of batches are measured by the moments of all
+            held = sums.setdefault(name, Sum(1 if is_moment(name) else groups))
+            assert isinstance(held, Sum)
+            held.add(value, group)
 
 
-def _totals(sums: dict[str, Sum], without: int | None) -> dict[str, Tensor]:
+def _totals(sums: dict[str, Sum | Moment], without: int | None) -> dict[str, Tensor]:
     totals = {name: each.total(without) for name, each in sums.items()}
     return {name: total for name, total in totals.items() if total is not None}
 
@@ -251,8 +217,8 @@ class Catch:
 
         return watch
 
-    def _arrived(self, catch: SiteCatch) -> Callable[[dict[str, Tensor]], None]:
-        def add(values: dict[str, Tensor]) -> None:
+    def _arrived(self, catch: SiteCatch) -> Callable[[Mapping[str, Tensor | Outer]], None]:
+        def add(values: Mapping[str, Tensor | Outer]) -> None:
             if self.active:
                 with torch.no_grad():
                     catch.add(values, self.group)

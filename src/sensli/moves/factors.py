@@ -8,8 +8,8 @@ and processes. A moment costs the square of its length for every row: of long ro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -21,6 +21,7 @@ from sensli.modules.running import widened
 _WORK = 2**27  # multiply-adds of one moment in one pass that are always afforded
 _LEAST = 256  # rows that are always taken
 _SHARE = 32  # of many rows every so many-th at least: a moment then costs less than the gradient itself
+_BLOCK = 256  # rows of a moment that one product makes; about the half of it that lies above them is left out
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,57 @@ class Rows:
 
     def moment(self) -> Tensor:
         """The sum of outer products, as large as if all rows had been taken."""
-        values: Tensor = widened(self.values)
-        return values.mT @ values * (self.seen / max(self.used, 1))
+        return Outer(self).moment()
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A sum of outer products that is not written out yet: it goes straight into the sum over all batches.
+
+    A moment is as long and as wide as each row, and rows may be few: to write it, multiply it and add it would take longer than its
+    product.
+    """
+
+    rows: Rows
+    factor: float = 1.0
+    others: tuple[Outer, ...] = ()  # of the same map, where it is used more than once
+
+    def __add__(self, other: Outer) -> Outer:
+        return replace(self, others=(*self.others, other))
+
+    def added_to(self, total: Tensor | None) -> Tensor:
+        """The total with this added in place, a new one if there is none. Above the diagonal it means nothing until it is `mirrored`."""
+        rows: Tensor = widened(self.rows.values)
+        factor, beta = self.factor * self.rows.seen / max(self.rows.used, 1), 1.0
+        if total is None:
+            total, beta = rows.new_empty(len(rows), rows.shape[2], rows.shape[2]), 0.0
+        rows = rows.to(total.dtype)
+        for low, high in _blocks(rows.shape[2]):
+            part, left, right = total[:, low:high, :high], rows[:, :, low:high].mT, rows[:, :, :high]
+            if len(rows) == 1:  # a product of matrices that lie apart needs no copy, one of stacks of them may
+                part[0].addmm_(left[0], right[0], beta=beta, alpha=factor)
+            else:
+                part.baddbmm_(left, right, beta=beta, alpha=factor)
+        for other in self.others:
+            other.added_to(total)
+        return total
+
+    def moment(self) -> Tensor:
+        """Written out."""
+        return mirrored(self.added_to(None))
+
+
+def mirrored(moment: Tensor) -> Tensor:
+    """The same tensor, with what is below the diagonal above it as well."""
+    for low, high in _blocks(moment.shape[-1]):
+        moment[:, :low, low:high] = moment[:, low:high, :low].mT
+    return moment
+
+
+def _blocks(length: int) -> Iterator[tuple[int, int]]:
+    """The rows of a moment in blocks: one for short ones, whose product takes no time."""
+    size = _BLOCK if length >= 2 * _BLOCK else math.ceil(length / 2) if length >= _BLOCK else max(length, 1)
+    return ((low, min(low + size, length)) for low in range(0, length, size))
 
 
 @dataclass(frozen=True)
@@ -63,15 +113,25 @@ class Windows:
 
 def sums_of(index: int, gradient: Tensor, inputs: Rows, outputs: Rows, samples: int) -> dict[str, Tensor]:
     """What one pass adds for one map; ``gradient`` is [groups, out, in]."""
+    parts = parts_of(index, gradient, inputs, outputs, samples)
+    return {name: part.moment() if isinstance(part, Outer) else part for name, part in parts.items()}
+
+
+def parts_of(
+    index: int, gradient: Tensor | None, inputs: Rows, outputs: Rows, samples: int
+) -> dict[str, Tensor | Outer]:
+    """The same with moments that are not written out; without the gradient where it comes by another way."""
     positions = inputs.seen / samples
     counts = torch.tensor([samples, inputs.seen, inputs.used, outputs.used], dtype=torch.float64)
-    return {
-        f"map{index}": gradient,
-        f"inputs{index}": inputs.moment(),
+    parts: dict[str, Tensor | Outer] = {
+        f"inputs{index}": Outer(inputs),
         # A sample's gradient is a sum over its positions. If these are independent, its variance is as many times that of one.
-        f"outputs{index}": outputs.moment() / positions,
-        f"counts{index}": counts.to(gradient.device),
+        f"outputs{index}": Outer(outputs, 1 / positions),
+        f"counts{index}": counts.to(inputs.values.device),
     }
+    if gradient is not None:
+        parts[f"map{index}"] = gradient
+    return parts
 
 
 def factored(sums: Mapping[str, Tensor]) -> list[Factored]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from sensli.moves.factors import Factored, factored
+from sensli.moves.factors import Factored, Outer, factored
 from sensli.moves.geometry import Geometry
 from sensli.moves.point import Bind, Point
 from sensli.moves.stretching import Resize
@@ -139,11 +139,13 @@ class Gauge:
 
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Tensor]:
+    ) -> Mapping[str, Tensor | Outer]:
         """What one pass adds to the sums: an activation, the cotangent that came back to it, the arguments of the module's call."""
         raise NotImplementedError
 
-    def hooks(self, add: Callable[[dict[str, Tensor]], None], unscaled: Callable[[Tensor], Tensor]) -> list[Any]:
+    def hooks(
+        self, add: Callable[[Mapping[str, Tensor | Outer]], None], unscaled: Callable[[Tensor], Tensor]
+    ) -> list[Any]:
         """Set further hooks, and return their handles.
 
         ``add`` takes what goes to the sums; ``unscaled`` turns a gradient into that of the loss itself.

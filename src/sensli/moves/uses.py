@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from sensli.moves.factors import Rows, Windows, of_channels, of_entries, of_features, of_windows, sums_of
+from sensli.moves.factors import Outer, Rows, Windows, of_channels, of_entries, of_features, of_windows, parts_of
 from sensli.moves.trace.graph import operation
 
 
@@ -20,12 +20,10 @@ class Use(NamedTuple):
     matrix: Callable[[Tensor], Tensor]
     sides: Callable[[Tensor], tuple[Rows, Rows]]  # from the cotangent of the output: rows of inputs and of outputs
 
-    def sums(self, index: int, gradient: Tensor | None, cotangent: Tensor, samples: int) -> dict[str, Tensor]:
+    def sums(self, index: int, gradient: Tensor | None, cotangent: Tensor, samples: int) -> dict[str, Tensor | Outer]:
         """What one pass through it adds to the sums of the natural merit; a gradient is that of the weight, once for all its uses."""
-        inputs, outputs = self.sides(cotangent)
-        shape = (len(inputs.values), outputs.values.shape[2], inputs.values.shape[2])
-        matrix = cotangent.new_zeros(shape) if gradient is None else self.matrix(gradient)
-        return sums_of(index, matrix, inputs, outputs, samples)
+        matrix = None if gradient is None else self.matrix(gradient)
+        return parts_of(index, matrix, *self.sides(cotangent), samples)
 
 
 _RESHAPING = {"View", "UnsafeView", "Unsqueeze", "ReshapeAlias", "Squeeze"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from sensli.modules.running import widened
-from sensli.moves.factors import Rows, Windows, of_channels, of_features, of_windows, sums_of
+from sensli.moves.factors import Outer, Rows, Windows, of_channels, of_features, of_windows, parts_of
 from sensli.moves.geometry import Geometry
 from sensli.moves.move import Gauge
 
@@ -32,7 +32,7 @@ class LayerGauge(Gauge):
 
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Tensor]:
+    ) -> Mapping[str, Tensor | Outer]:
         self.shape = tuple(x.shape)
         x = widened(x)
         if any(True for _ in self._bend.parameters()):
@@ -49,7 +49,7 @@ class LayerGauge(Gauge):
         inputs, outputs = self._rows(features, g)
         groups = len(inputs.values)
         matrix = gradient.reshape(groups, self.layer.width // groups, -1)
-        return {**sums_of(0, matrix, inputs, outputs, len(x)), "alive": alive}
+        return {**parts_of(0, matrix, inputs, outputs, len(x)), "alive": alive}
 
     def _rows(self, features: Tensor, g: Tensor) -> tuple[Rows, Rows]:
         if self.layer.kind == "linear":

@@ -13,6 +13,7 @@ from sensli.errors import MeasurementError
 from sensli.modules.arguments import first_tensor, with_value, without_memory
 from sensli.modules.running import HALF, forked_random_state, undrawn, widened
 from sensli.moves.cutting import apply_cut, plan_cut, take_out
+from sensli.moves.factors import Outer
 from sensli.moves.geometry import Geometry
 from sensli.moves.move import Gauge
 from sensli.moves.point import Point
@@ -46,9 +47,9 @@ class _TwinGauge(Gauge):
 
         watch_uses([output.grad_fn], {id(weight): weight for weight in self._maps}, arrived)
 
-    def _natural_sums(self, gradients: Sequence[Tensor | None], samples: int) -> dict[str, Tensor]:
+    def _natural_sums(self, gradients: Sequence[Tensor | None], samples: int) -> dict[str, Tensor | Outer]:
         met, self._met = self._met, []
-        sums: dict[str, Tensor] = {}
+        sums: dict[str, Any] = {}
         for index, use, cotangent in met:
             gradient = None if f"map{index}" in sums else gradients[index]
             for name, value in use.sums(index, gradient, cotangent, samples).items():
@@ -71,7 +72,7 @@ class VirtualTwin(_TwinGauge):
 
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Tensor]:
+    ) -> Mapping[str, Tensor | Outer]:
         """The gradients of all measured maps as one vector. The twin takes the block's other arguments too: a mask, positions."""
         if self._block.training != self._training:
             self._module.train(self._block.training)
@@ -111,7 +112,9 @@ class AddedTwin(_TwinGauge):
             weight.requires_grad_()
         self.weights = self._maps
 
-    def hooks(self, add: Callable[[dict[str, Tensor]], None], unscaled: Callable[[Tensor], Tensor]) -> list[Any]:
+    def hooks(
+        self, add: Callable[[Mapping[str, Tensor | Outer]], None], unscaled: Callable[[Tensor], Tensor]
+    ) -> list[Any]:
         """Hand on the gradients of all measured maps, as parts of one vector."""
         self._module.train(self._block.training)
         if self.natural:
@@ -129,7 +132,7 @@ class AddedTwin(_TwinGauge):
         return [*undrawn(self._module), *(w.register_hook(hook(index)) for index, w in enumerate(self._maps))]
 
     def _natural_hooks(
-        self, add: Callable[[dict[str, Tensor]], None], unscaled: Callable[[Tensor], Tensor]
+        self, add: Callable[[Mapping[str, Tensor | Outer]], None], unscaled: Callable[[Tensor], Tensor]
     ) -> list[Any]:
         """Each map's own sums as soon as its gradient arrives, which is after the cotangents of all its uses."""
         samples: list[int] = []
