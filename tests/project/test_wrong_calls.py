@@ -42,7 +42,10 @@ from sensli import (
 )
 from sensli.growing.options import Options
 from sensli.growing.strategies.autogrow import AutoGrow
+from sensli.growing.strategies.convsenn import ConvSenn
 from sensli.growing.strategies.g_stack import GStack
+from sensli.growing.strategies.gradmax import GradMax
+from sensli.growing.strategies.llama_pro import LlamaPro
 from sensli.growing.strategies.sensli import Sensli
 from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
 from sensli.merits.norms import choose, squared_norm
@@ -151,6 +154,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Trial": lambda s, **given: Trial(**{"steps": 3, **given}),
     "GStack": lambda s, **given: GStack(**given),
     "AutoGrow": lambda s, **given: AutoGrow(**given),
+    "ConvSenn": lambda s, **given: ConvSenn(**given),
+    "GradMax": lambda s, **given: GradMax(**given),  # and all others that add units, which begin alike
+    "LlamaPro": lambda s, **given: LlamaPro(**given),
     "At": lambda s, calls=(3,): At(*calls),
     "Every": lambda s, calls=3: Every(calls),
     "Plateau": lambda s, **given: Plateau(**given),
@@ -354,6 +360,13 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("AutoGrow", "start"): (*NOT_A_NAME, None),
     ("AutoGrow", "least"): (*NOT_A_NUMBER, None, -1, INF),
     ("AutoGrow", "seed"): (*NOT_WHOLE, None, -1, 2**64),
+    ("ConvSenn", "tau"): (*NOT_A_NUMBER, None, -1, INF),
+    ("ConvSenn", "price"): (*NOT_A_NUMBER, None, -1, INF),
+    ("ConvSenn", "units"): (*NOT_A_NUMBER, None, 0, -1, 1.5, INF),
+    ("ConvSenn", "seed"): (*NOT_WHOLE, None, -1, 2**64),
+    ("GradMax", "units"): (*NOT_A_NUMBER, None, 0, -1, 1.5, INF),
+    ("GradMax", "seed"): (*NOT_WHOLE, None, -1, 2**64),
+    ("LlamaPro", "count"): (*NOT_WHOLE, None, 0, -1),
     ("Trial", "steps"): (*NOT_WHOLE, None, 0, -1),
     ("Trial", "candidates"): (*NOT_WHOLE, None, 0, -1),
     ("Trial", "batches"): (3, "train", True, b"train", nn.ReLU, Of("a tensor", lambda s: s.x, "tensor"), {"x": 1}, loss_fn),

@@ -33,6 +33,7 @@ from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
 from sensli.modules.samples import count_samples
 from sensli.modules.wrappers import bare
+from sensli.moves.finding import check_units
 from sensli.moves.sites import Site, Sites
 from sensli.moves.width.entries import Entries
 from sensli.moves.width.width import Axis, Width
@@ -59,7 +60,8 @@ class ConvSenn(Strategy):
         self, *, tau: float = TAU, price: float = 0.0, units: int | float = 2, where: Any = None, seed: int = 0
     ) -> None:
         self.tau, self.price = checks.at_least("tau", tau, 0, TAU), checks.at_least("price", price, 0, 1e-9)
-        self._search = Search(layer="auto", where=where, grow="both", units=units, start="random")
+        seed = checks.whole("seed", seed, 0, least=0, below=2**64)
+        self._search = Search(layer="auto", where=where, grow="both", units=check_units(units), start="random")
         self.generator = torch.Generator().manual_seed(seed)
 
     @classmethod

@@ -19,6 +19,7 @@ from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
+from sensli.modules import checks
 from sensli.moves.sites import Site, Sites
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class LlamaPro(Strategy):
     """
 
     def __init__(self, *, count: int = 1, where: Any = None) -> None:
-        self.count = count
+        self.count = checks.whole("count", count, 1)
         self._search = Search(layer="twin", where=where)
 
     @classmethod

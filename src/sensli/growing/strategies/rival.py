@@ -15,7 +15,9 @@ from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
+from sensli.modules import checks
 from sensli.modules.wrappers import bare
+from sensli.moves.finding import check_units
 from sensli.moves.sites import Site, Sites, Skipped
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class Rival(Strategy):
     in_turn: ClassVar[bool] = False  # takes one width after the other, whatever they are worth
 
     def __init__(self, *, units: int | float = 0.25, where: Any = None, seed: int = 0) -> None:
+        units = check_units(units)
+        seed = checks.whole("seed", seed, 0, least=0, below=2**64)
         self._search = Search(layer="auto", where=where, grow="units", units=units, start=self.start_of_sites)
         self.generator = torch.Generator().manual_seed(seed)
         self.turn = 0
