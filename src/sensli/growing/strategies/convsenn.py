@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from sensli.errors import ZeroMerits
 from sensli.growing.searching import Search
+from sensli.growing.strategies.by_one import by_one
 from sensli.growing.strategies.fisher import natural_gradient
-from sensli.growing.strategies.pairs import order, refuse_several
+from sensli.growing.strategies.pairs import order
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.trigger import Moment
 from sensli.merits.backward import LossFunction
@@ -74,7 +75,11 @@ class ConvSenn(Strategy):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        refuse_several()
+        return by_one(self._score, self, model, sites, batches, loss_fn)
+
+    def _score(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
         batches, network = list(batches), bare(model)
         now = natural_gradient(copy.deepcopy(network), batches, loss_fn)
         if not now:

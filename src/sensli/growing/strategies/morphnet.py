@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sensli.growing.searching import Search
-from sensli.growing.strategies.pairs import refuse_several
+from sensli.growing.strategies.by_one import refuse_sharded
 from sensli.growing.strategies.redrawn import redrawn
 from sensli.growing.strategies.rival import Rival
 from sensli.growing.strategies.sparsity import Sparsity, sizes
@@ -74,9 +74,9 @@ class MorphNet(Rival):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        refuse_several()
+        network = bare(model)
+        refuse_sharded(network, self)
         if self.phase != REST:
-            network = bare(model)
             made = {
                 (axis.module.path, axis.name)
                 for site in sites if isinstance(site.move, Width)

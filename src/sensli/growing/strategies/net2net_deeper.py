@@ -19,10 +19,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from sensli.errors import MeasurementError, UnsupportedModel
+from sensli.errors import MeasurementError
+from sensli.growing.strategies.by_one import by_one
 from sensli.growing.strategies.in_turn import InTurn
 from sensli.merits.backward import LossFunction, split
 from sensli.merits.measuring import EMPTY
@@ -51,6 +51,13 @@ class Net2NetDeeper(InTurn):
         self._keeps = not normed
         if not normed:
             return super().score(model, sites, batches, loss_fn)
+        return by_one(self._with_norms, self, model, sites, batches, loss_fn)
+
+    def _with_norms(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        network = bare(model)
+        normed = [site for site in sites if _norm_beside(network, site)]
         found, count = _statistics(network, normed, batches, loss_fn)
         merits = [Merit(found.get(site, site), 1.0) for site in sites]
         return Merits(merits, norm="none", batches=count)
@@ -71,10 +78,6 @@ def _statistics(
     network: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
 ) -> tuple[dict[Site, Site], int]:
     """The sites with norms that undo themselves, by the mean and the variance of each channel over one pass; and the batches of it."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise UnsupportedModel(
-            "this strategy works in one process: what it measures is not summed over several. Use strategy='sensli'."
-        )
     sums: dict[Site, list[Tensor]] = {}
     with ExitStack() as hooks, untouched(network), torch.inference_mode(False), torch.enable_grad():
         for site in sites:

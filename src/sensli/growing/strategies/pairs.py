@@ -15,11 +15,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sensli.errors import MeasurementError, UnsupportedModel
+from sensli.errors import MeasurementError
 from sensli.merits.backward import LossFunction, scalar_loss, split
 from sensli.merits.measuring import EMPTY
 from sensli.modules.arguments import first_tensor
@@ -171,17 +170,8 @@ def pair_of(site: Site, model: nn.Module) -> Pair | str:
     return Pair(site, width, maker, reader, columns[0])
 
 
-def refuse_several() -> None:
-    """Raise if several processes train together."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise UnsupportedModel(
-            "this strategy works in one process: what it measures is not summed over several. Use strategy='sensli'."
-        )
-
-
 def pairs_of(network: nn.Module, sites: Iterable[Site]) -> list[Pair]:
     """The pairs of the sites that have one, with nothing that passed through them yet."""
-    refuse_several()
     return [pair for site in sites if isinstance(pair := pair_of(site, network), Pair)]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from sensli.errors import ZeroMerits
 from sensli.growing.searching import Search
+from sensli.growing.strategies.by_one import by_one
 from sensli.growing.strategies.pairs import Pair, look, order, pair_of
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import Moment
@@ -62,6 +63,12 @@ class Rival(Strategy):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
+        return by_one(self.score_alone, self, model, sites, batches, loss_fn)
+
+    def score_alone(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        """As `score`, in one process."""
         batches = list(batches)
         pairs = look(model, sites, batches, loss_fn, self.batches)
         started = [self.start(pair, self._trying(model, batches, loss_fn)) for pair in pairs]

@@ -52,7 +52,7 @@ class Competing(Rival):
         # One unit at each width: how many it is in the end, all layers decide together.
         self._search = Search(layer="auto", where=where, grow="units", units=1, start=self.start_of_sites)
 
-    def score(
+    def score_alone(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         batches = list(batches)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.errors import MeasurementError
+from sensli.growing.strategies.by_one import refuse_sharded
 from sensli.growing.strategies.generations import GenerationRates
 from sensli.growing.strategies.pairs import Pair, pairs_of
 from sensli.growing.strategies.rival import Rival
@@ -60,6 +61,7 @@ class VarianceTransfer(Rival):
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         network = bare(model)
+        refuse_sharded(network, self)
         pairs = pairs_of(network, sites)
         reads = surroundings(network, [pair.reader for pair in pairs], batches, loss_fn)
         merits = [Merit(self.widened(pair, *read), 1.0) for pair, read in zip(pairs, reads, strict=True)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.paper.compare.replay import Loss, Recorded, recorded
-from sensli.paper.compare.updates import Part, parts
+from sensli.paper.compare.updates import Part, parts, step
 
 PLAIN_EVERY = 64  # steps; the others in between are replayed
 
@@ -49,8 +49,7 @@ class Steps:
             return self._ordinary(x, y)
         self._passes.replay(x, y)
         if self._parts is not None:
-            for part in self._parts:
-                part.step()
+            step(self.optimizer, self._parts)
         else:
             self._update(self._passes, compared=number == 1)
         return self._passes.loss.clone()  # the next one is written over it
@@ -81,17 +80,19 @@ class Steps:
 
     def _update(self, passes: Recorded, *, compared: bool) -> None:
         """The optimizer's step, and whether it can do without the optimizer from now on."""
+        quick = parts(self.optimizer, passes.parameters, passes.gradients) if compared else None
+        changing = [tensor for part in quick or () for tensor in part.tensors()]
+        before = _copies(changing)
+        if quick is not None:
+            step(self.optimizer, quick)
+        after = _copies(changing)
+        with torch.no_grad():
+            for tensor, value in zip(changing, before, strict=True):
+                tensor.copy_(value)
         for parameter, gradient in zip(passes.parameters, passes.gradients, strict=True):
             parameter.grad = gradient  # a hook may have put another one there
-        quick = parts(self.optimizer, passes.parameters, passes.gradients) if compared else None
-        copies = [each.copied() for each in quick or ()]
         self.optimizer.step()
-        for each in copies:
-            each.step()
-        if quick is not None and all(
-            _equal(one.tensors(), own.tensors()) for one, own in zip(copies, quick, strict=True)
-        ):
-            self._parts = quick
+        self._parts = quick if quick is not None and _equal(changing, after) else None
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -101,3 +102,7 @@ def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
 @torch.no_grad()
 def _equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [each.detach().clone() for each in tensors]

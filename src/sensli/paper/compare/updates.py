@@ -7,7 +7,7 @@ the optimizer's, so that growths, checkpoints and averages find what they expect
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,12 +35,7 @@ class Part:
     gradients: list[Tensor]
     moments: Moments | None = None
 
-    def copied(self) -> Part:
-        """The same values elsewhere; gradients are shared."""
-        own = self.moments
-        moments = None if own is None else Moments(*(_clones(each) for each in (own.first, own.second, own.steps)))
-        return Part(self.group, _clones(self.parameters), self.gradients, moments)
-
+    @torch.no_grad()
     def step(self) -> None:
         """One step with the gradients as they are."""
         rate = float(self.group["lr"])
@@ -74,13 +69,12 @@ _PLAIN: dict[type[Optimizer], dict[str, Any]] = {
 
 
 def parts(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Part] | None:
-    """What is stepped together, or None if the optimizer is not one of these two, or something hangs on its steps.
+    """What is stepped together, or None if the optimizer is not one of these two.
 
     The parameters are all that have a gradient, and have taken a step with the optimizer already.
     """
     plain = _PLAIN.get(type(optimizer))
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if plain is None or any(hooks):
+    if plain is None:
         return None
     gradient = {id(one): own for one, own in zip(parameters, gradients, strict=True)}
     found: list[Part] = []
@@ -93,7 +87,7 @@ def parts(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequenc
             if isinstance(optimizer, Adam) and "step" not in state:
                 return None
             part = _part_for(found, group, state.get("step"))
-            part.parameters.append(one.detach())
+            part.parameters.append(one)
             part.gradients.append(gradient.pop(id(one)))
             if part.moments is not None:
                 part.moments.first.append(state["exp_avg"])
@@ -102,13 +96,25 @@ def parts(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequenc
     return None if gradient else found
 
 
+def step(optimizer: Optimizer, parts: Sequence[Part]) -> None:
+    """One step of all parts, between what hangs on the steps of the optimizer."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if before:
+        for part in parts:
+            for one, gradient in zip(part.parameters, part.gradients, strict=True):
+                one.grad = gradient
+        for hook in before.values():
+            hook(optimizer, (optimizer,), {})
+        parts = [replace(part, gradients=[one.grad for one in part.parameters]) for part in parts]  # type: ignore[misc]
+    for part in parts:
+        part.step()
+    for hook in after.values():
+        hook(optimizer, (optimizer,), {})
+
+
 def _part_for(found: list[Part], group: Group, step: Tensor | None) -> Part:
     for part in found:
         if part.group is group and (step is None or part.moments is None or bool(part.moments.steps[0] == step)):
             return part
     found.append(Part(group, [], [], None if step is None else Moments([], [], [])))
     return found[-1]
-
-
-def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [each.clone() for each in tensors]
