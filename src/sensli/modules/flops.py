@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -203,43 +203,64 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = isinstance(
-            func, torch._ops.OpOverload
-        )  # the others, such as flex_attention, take functions as arguments
-        name, packet, composite = _named(func) if known else (str(func), func, False)
-        rule = _PLAIN.get(name) or flop_registry.get(packet) or self.products.get(name.removesuffix("_"))
-        if composite and rule is None:
+        op = _known(type(self), func)  # type: ignore[arg-type]  # a class is hashable
+        if op.composite and op.rule is None:
             with self:  # under inference_mode composite operations arrive whole
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        if rule is not None:
-            self.total += rule(*args, **kwargs, out_val=out)
-            if self.elementwise and _adds_bias(name, args):
+        if op.rule is not None:
+            self.total += op.rule(*args, **kwargs, out_val=out)
+            if self.elementwise and _adds_bias(op.name, args):
                 self.total += _size(out)
-        elif not known:
-            self.unknown[name] += 1
-        elif not _is_free(func, name, args, kwargs):
-            if torch.Tag.pointwise in func.tags:
-                self.total += _size(out) if self.elementwise else 0
-            elif name.removesuffix("_") in _PER_INPUT:
-                self.total += _size(args[0]) if self.elementwise else 0
+        elif op.group == "free" or (op.group != "other" and not self.elementwise):
+            pass
+        elif not op.overload:
+            self.unknown[op.name] += 1
+        elif _computes(args, kwargs):
+            if op.group == "other":
+                self.unknown[op.name] += 1
             else:
-                self.unknown[name] += 1
+                self.total += _size(out if op.group == "per output" else args[0])
         return out
+
+
+class _Op(NamedTuple):
+    """What is known of an operation before it runs."""
+
+    name: str
+    rule: Rule | None
+    composite: bool  # made of others
+    overload: bool  # the others, such as flex_attention, take functions as arguments
+    group: str  # "free", one operation "per output" or "per input" element, or "other"
+
+
+@cache  # asked for every operation of a count; there are a few hundred of them
+def _known(counter: Any, func: Any) -> _Op:
+    """Of a class of counters, which have rules of different operations."""
+    overload = isinstance(func, torch._ops.OpOverload)
+    name, packet, composite = _named(func) if overload else (str(func), func, False)
+    plain = name.removesuffix("_")
+    rule = _PLAIN.get(name) or flop_registry.get(packet) or counter.products.get(plain)
+    if not overload:
+        group = "other"
+    elif _never_computes(func, name):
+        group = "free"
+    elif torch.Tag.pointwise in func.tags:
+        group = "per output"
+    else:
+        group = "per input" if plain in _PER_INPUT else "other"
+    return _Op(name, rule, composite, overload, group)
 
 
 def _adds_bias(name: str, args: Sequence[Any]) -> bool:
     return name in _BIASED and args[_BIASED[name]] is not None
 
 
-def _is_free(func: torch._ops.OpOverload, name: str, args: Any, kwargs: Any) -> bool:
-    """No floating-point number is computed: a view, a copy, a new or random tensor, or only integers go in."""
-    return _never_computes(func, name) or not any(
-        each.is_floating_point() or each.is_complex() for each in tensors((args, kwargs))
-    )
+def _computes(args: Any, kwargs: Any) -> bool:
+    """Whether floating-point numbers go in; what gets only integers computes none."""
+    return any(each.is_floating_point() or each.is_complex() for each in tensors((args, kwargs)))
 
 
-@cache  # asked for every operation of a count; there are a few hundred of them
 def _named(func: torch._ops.OpOverload) -> tuple[str, Any, bool]:
     """The name, what torch's registry of formulas has it under, and whether it is made of others."""
     name = func._schema.name.removeprefix("aten::")
@@ -248,7 +269,6 @@ def _named(func: torch._ops.OpOverload) -> tuple[str, Any, bool]:
     return name, packet, func._can_decompose()
 
 
-@cache
 def _never_computes(func: torch._ops.OpOverload, name: str) -> bool:
     """Whatever goes in: it is free, random, or a view of an argument."""
     if name.removesuffix("_") in _FREE or torch.Tag.nondeterministic_seeded in func.tags:
