@@ -398,16 +398,15 @@ def test_triggers_are_told_and_their_limits_hold_in_the_trial() -> None:
     assert nothing.step(DATA, cross_entropy) is None and nothing.history.record.looks[0].tried is None
 
 
-def test_count_and_callbacks_do_not_go_with_a_trial() -> None:
+def test_count_and_a_step_for_a_callback_do_not_go_with_a_trial() -> None:
     training = Training()
     with pytest.raises(ValueError, match="count must be 1 with trial=, got 2"):
         training.grower(Trial(3), count=2)
     from sensli.integrations.callback import GrowingCallback
 
-    with pytest.raises(
-        SensliError, match="trial= is not an option of GrowthCallback: the trainer takes the steps itself"
-    ):
-        GrowingCallback(triggers.Every(1), trial=Trial(3))
+    assert GrowingCallback(triggers.Every(1), trial=Trial(3)).options.trial is not None
+    with pytest.raises(SensliError, match=r"Trial\(batches=\) is not an option in GrowthCallback: a trial trains with"):
+        GrowingCallback(triggers.Every(1), trial=Trial(3, batches=[1]))
 
 
 def test_a_sharded_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from transformers import (  # noqa: E402  # noqa: E402
 import ranks  # noqa: E402
 import warm  # noqa: E402
 from parallel import same_on_all_ranks  # noqa: E402
-from sensli import Grower, find_sites, measure, triggers  # noqa: E402
+from sensli import Grower, Trial, find_sites, measure, triggers  # noqa: E402
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel  # noqa: E402
 from sensli.integrations.transformers import GrowthCallback  # noqa: E402
 from sensli.page import read_history  # noqa: E402
@@ -507,3 +507,121 @@ def test_a_trainer_widens_resumes_to_the_bit_and_saves_what_its_configuration_de
         resumed.save_model(str(tmp_path / "model"))
         loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
         assert_same(loaded.state_dict(), resumed.model.state_dict())
+
+
+# --- trials ---
+
+
+def tried(*at: int, steps: int = 3, **options: Any) -> GrowthCallback:
+    given = {"grow": "both", "units": 4, "batches": 2, "trial": Trial(steps, candidates=2), **options}
+    return grow(*at, **given)
+
+
+def test_a_trial_makes_the_updates_of_the_trainer(tmp_path: Path) -> None:
+    """As a Grower whose step accumulates and clips as the Trainer does, on the batches of the next epoch; the schedule stays."""
+    model = make_model(**EXACT).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = make(
+        tmp_path, callback := tried(2, batches=None), model=model, cls=OwnLoss, save_strategy="no", num_train_epochs=3,
+        train_sampling_strategy="sequential", gradient_accumulation_steps=2, max_grad_norm=0.5,
+        optimizers=(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 6  # the loop's own
+
+    plain = make_model(**EXACT).double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    ids = torch.stack([row["input_ids"] for row in rows()])
+
+    def step(model: Any, optimizer: Any, batch: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = 3 * shifted(model(batch).logits, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.item()
+
+    grower = Grower(
+        plain, optimizer, example={"input_ids": ids[:8]}, trigger=triggers.At(2), tau=0.0, scheduler=scheduler, grow="both", units=4,
+        trial=Trial(3, candidates=2, step=step, batches=ids.split(16)),
+    )  # fmt: skip
+    plain.train()
+    for _ in range(3):
+        for batch in ids.split(16):
+            step(plain, optimizer, batch)
+            scheduler.step()
+        grower.step([({"input_ids": x}, x) for x in ids.split(8)], lambda out, x: 3 * shifted(out.logits, x))
+    mine, theirs = (each.history.record.looks[0].tried for each in (callback, grower))
+    assert mine is not None and theirs is not None and len(mine.arms) == 3
+    assert [(arm.name, arm.steps, arm.flops) for arm in mine.arms] == [
+        (arm.name, arm.steps, arm.flops) for arm in theirs.arms
+    ]
+    # The Trainer takes its loss for one that is divided by the items of an update, and adds up those of two batches.
+    assert [arm.score for arm in mine.arms] == pytest.approx([2 * (arm.score or 0) for arm in theirs.arms], rel=1e-5)
+    assert mine.winner == theirs.winner
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)  # GPT-2 casts to float32
+
+
+class Killed(Trainer):  # type: ignore[misc, unused-ignore]
+    """Ends within the trial: the third epoch has not begun, and yet there is a ninth update."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.updates = getattr(self, "updates", 0) + 1
+        if self.updates == 11:
+            raise KeyboardInterrupt
+        return super().training_step(*args, **kwargs)
+
+
+def test_a_training_with_trials_resumes_to_the_bit_also_if_it_was_killed_within_one(tmp_path: Path) -> None:
+    settings = {"num_train_epochs": 3, "logging_strategy": "no"}
+    whole = make(tmp_path / "whole", first := tried(2), **settings)
+    whole.train()
+    killed = make(tmp_path / "killed", tried(2), cls=Killed, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    assert [folder.name for folder in (tmp_path / "killed").glob("checkpoint-*")] == ["checkpoint-4"]
+    for folder, step in (("killed", 4), ("whole", 8)):  # before the trial, and with the outcome of it
+        resumed = make(tmp_path / f"again{step}", second := tried(2), **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / folder / f"checkpoint-{step}"))
+        assert [look.tried for look in second.history.record.looks] == [
+            look.tried for look in first.history.record.looks
+        ]
+        assert_same(whole.model.state_dict(), resumed.model.state_dict())
+        assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    tried_ones = first.history.record.looks[0].tried
+    assert tried_ones is not None and len({arm.score for arm in tried_ones.arms}) == 3
+
+
+def test_the_metric_of_a_trial_gets_the_model_itself(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metric(model: Any) -> float:
+        seen.append(model(rows()[0]["input_ids"][None]).logits.shape)
+        return -float(sum(parameter.numel() for parameter in model.parameters()))
+
+    trial = Trial(1, candidates=2, metric=metric)
+    trainer = make(tmp_path, callback := tried(1, trial=trial), save_strategy="no", num_train_epochs=1)
+    trainer.train()
+    assert seen == [(1, 6, VOCABULARY)] * 3 and len(callback.history) == 1 and "forward" not in vars(trainer.model)
+
+
+class OwnLoop(Trainer):  # type: ignore[misc, unused-ignore]
+    def _run_epoch(self, **kwargs: Any) -> Any:
+        return super()._run_epoch(**kwargs)
+
+
+def test_a_trial_is_refused_where_the_trainer_makes_its_updates_otherwise(tmp_path: Path) -> None:
+    for name, value in (("step", lambda model, optimizer, batch: 0.0), ("batches", [1])):
+        with pytest.raises(
+            UnsupportedModel, match=rf"^Trial\({name}=\) is not an option in GrowthCallback: a trial trains"
+        ):
+            tried(1, trial=Trial(2, **{name: value}))
+    with pytest.raises(
+        UnsupportedModel, match="trial= cannot be used in this training: OwnLoop has its own _run_epoch, which"
+    ):
+        make(tmp_path, tried(1), cls=OwnLoop)
+    with pytest.raises(UnsupportedModel, match=r"the optimizer \(optim='lomo'\) steps inside of the backward pass"):
+        make(tmp_path, tried(1), optim="lomo")

@@ -387,7 +387,8 @@ def test_a_trial_is_refused_where_the_trainer_steps_otherwise(tmp_path: Path) ->
         ):
             tried(1, trial=Trial(2, **{name: (lambda model, optimizer, batch: 0.0) if name == "step" else [1]}))
     with pytest.raises(
-        UnsupportedModel, match=r"trial= cannot be used in this fit: gradients are accumulated over batches \(acc.*=2\)"
+        UnsupportedModel,
+        match=r"trial= cannot be used in this training: gradients are accumulated over batches \(acc.*=2\)",
     ):
         fit(tmp_path, 1, tried(1), accumulate_grad_batches=2)
     trainer = pl.Trainer(

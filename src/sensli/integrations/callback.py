@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from sensli.errors import UnsupportedModel
 from sensli.growing.grower import Grower
 from sensli.growing.options import Options
 from sensli.growing.trials.trial import Trial
 from sensli.growing.trigger import Trigger
 from sensli.integrations.looking import Facts
+from sensli.integrations.trying import check_trial
 from sensli.merits.backward import LossFunction
 from sensli.modules import checks
 from sensli.surgery.averaging import networks
@@ -46,18 +46,11 @@ class GrowingCallback:
         networks(self._given.get("averaged"))
         self.options = Options(trigger=trigger, **options)
         if self.options.trial is not None:
-            self._check_trial(self.options.trial)
+            check_trial(self.options.trial)
         self.grower: Grower | None = None  # made when there is a batch
         self._loaded: dict[str, Any] | None = None  # the state from a checkpoint, until the grower has it
         self._facts = Facts()
         self._prepare()
-
-    def _check_trial(self, trial: Trial) -> None:
-        """Refuse a trial that this trainer's callback cannot run."""
-        raise UnsupportedModel(
-            "trial= is not an option of GrowthCallback: the trainer takes the steps itself, with its own clipping, accumulation, "
-            "precision and count of steps, and a trial would take others. Use sensli.Grower in your own loop, with Trial(step=)."
-        )
 
     def _prepare(self) -> None:
         """Set what only this trainer's callback has."""

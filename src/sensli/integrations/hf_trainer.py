@@ -155,13 +155,14 @@ def loss_step(trainer: Trainer) -> Callable[..., Any]:
 
 def batches_of(trainer: Trainer, loader: Any, limit: int | None) -> Iterator[tuple[tuple[Tensor, Inputs], None]]:
     """The training batches, each with a tensor as long as its weight: of counted tokens where the Trainer counts them, else of samples."""
-    _set_epoch(loader, max(0, math.ceil(trainer.state.epoch or 0) - 1))
+    set_epoch(loader, max(0, math.ceil(trainer.state.epoch or 0) - 1))
     for inputs in itertools.islice(loader, limit):
         items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         yield (_weight(inputs, items), Inputs(inputs, items)), None
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Have the loader give its batches in the order of an epoch, counted from 0."""
     # A look takes the batches in the order of the epoch that ends. After a resume within it the Trainer iterates over another loader
     # and has told the epoch to that one alone.
     inner: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)

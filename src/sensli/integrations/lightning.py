@@ -14,7 +14,6 @@ from torch import Tensor
 from sensli.errors import SensliError, UnsupportedModel
 from sensli.growing.by_name import add_own_groups, arrange, freeze, frozen_in, names_in
 from sensli.growing.grower import Grower
-from sensli.growing.trials.trial import Trial
 from sensli.integrations import missing
 from sensli.integrations.callback import GrowingCallback
 from sensli.integrations.looking import standing_in
@@ -68,9 +67,6 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         metrics: Whether to log (default: True).
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
-
-    def _check_trial(self, trial: Trial) -> None:
-        lightning_trial.check_trial(trial)
 
     def _prepare(self) -> None:
         self._example: Any = None  # the first batch

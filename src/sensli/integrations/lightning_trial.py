@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from sensli.errors import UnsupportedModel
 from sensli.growing.trials.trial import Trial
+from sensli.integrations import trying
 from sensli.modules.random_state import kept_of_loader
 
 # What a module may do at a step of its own, which a trial does not do.
@@ -31,19 +30,8 @@ class Batches:
                 yield (self.trainer.strategy.batch_to_device(batch), index), None
 
 
-def check_trial(trial: Trial) -> None:
-    """Refuse what the Trainer decides."""
-    for name in ("step", "batches"):
-        if getattr(trial, name) is not None:
-            raise UnsupportedModel(
-                f"Trial({name}=) is not an option in GrowthCallback: a trial trains with the module's own training_step, the Trainer's "
-                "optimizer and the training batches. Leave it out."
-            )
-
-
 def made(trial: Trial, trainer: Trainer, module: LightningModule) -> Trial:
     """The trial with the Trainer's step and batches."""
-    metric = trial.metric
 
     def step(model: Any, optimizer: Any, batch: Any) -> float:
         ours, (given, _) = trainer.optimizers[0], batch
@@ -59,15 +47,7 @@ def made(trial: Trial, trainer: Trainer, module: LightningModule) -> Trial:
                 scheduler.step()
         return float(loss.detach())
 
-    def measured(model: Any) -> Any:
-        assert metric is not None
-        with _itself(module):
-            return metric(module)
-
-    return Trial(
-        trial.steps, candidates=trial.candidates, batches=Batches(trainer), step=step, last=trial.last, mode=trial.mode,
-        metric=None if metric is None else measured, stateful=trial.stateful,
-    )  # fmt: skip
+    return trying.made(trial, module, Batches(trainer), step)
 
 
 def check_fit(trainer: Trainer, module: LightningModule) -> None:
@@ -84,24 +64,8 @@ def check_fit(trainer: Trainer, module: LightningModule) -> None:
         reason = "a scheduler that follows a metric, or steps less often, steps within epochs"
     else:
         return
-    raise UnsupportedModel(
-        f"trial= cannot be used in this fit: {reason}, which the steps of a trial would not follow. Leave trial= out, or use "
-        "sensli.Grower in your own loop, with Trial(step=)."
-    )
+    raise trying.refused(reason)
 
 
 def _watching(config: Any) -> bool:
     return isinstance(config.scheduler, ReduceLROnPlateau) or config.frequency != 1
-
-
-@contextmanager
-def _itself(module: LightningModule) -> Iterator[None]:
-    """The module with its own forward, not the one that stands in for it during a look."""
-    own = module.__dict__
-    standing = own.pop("forward")
-    if standing.own is not None:
-        own["forward"] = standing.own
-    try:
-        yield
-    finally:
-        own["forward"] = standing

@@ -16,7 +16,7 @@ from sensli.growing.by_name import add_own_groups, arrange, freeze, frozen_in, n
 from sensli.integrations import missing
 from sensli.integrations.callback import GrowingCallback
 from sensli.integrations.looking import Facts, standing_in
-from sensli.modules import checks
+from sensli.modules import checks, random_state
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import History
 from sensli.surgery.rewinding import rewind
@@ -26,7 +26,7 @@ from sensli.text.names import TRAINER_FILE
 try:
     from transformers import Trainer, TrainerCallback, __version__
 
-    from sensli.integrations import hf_folder, hf_trainer
+    from sensli.integrations import hf_folder, hf_trainer, hf_trial
 except ImportError as error:
     raise missing("transformers", error) from error
 
@@ -37,6 +37,10 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
     Logs after each epoch ``sensli/growths``, ``sensli/parameters`` and ``sensli/flops``, and after a look ``sensli/merit`` and
     ``sensli/ratio`` of the best site. Checkpoints contain the file ``sensli.json``, from which ``resume_from_checkpoint`` grows
     the small model again.
+
+    With ``trial=`` a step of a trial is one update of the Trainer, with its own training step, accumulation, precision, clipping and
+    optimizer, on batches of the next epoch. The winner's updates have trained the model, but ``global_step`` and the schedule count those
+    of the Trainer's loop alone. Other callbacks are not called for them, and nothing is logged.
 
     Args:
         trigger: When to look, one of `sensli.growing.triggers`.
@@ -76,7 +80,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             raise SensliError(
                 "this GrowthCallback belongs to another Trainer already. Make a new one for this Trainer."
             )
-        hf_trainer.check(trainer, self._monitor)
+        self._check(trainer)
         around = (
             self._load_from_checkpoint, self._load_best_model, self._load_optimizer_and_scheduler, self._save,
             self._issue_warnings_after_load,
@@ -92,6 +96,11 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             setattr(trainer, method.__name__, functools.partial(method, getattr(trainer, method.__name__)))
         self.trainer = trainer
 
+    def _check(self, trainer: Trainer) -> None:
+        hf_trainer.check(trainer, self._monitor)
+        if self.options.trial is not None:
+            hf_trial.check(trainer)
+
     # --- the life of a training ---
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -103,7 +112,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         if self.trainer is None:
             self._attach_late(state)
         trainer = self._trainer
-        hf_trainer.check(trainer, self._monitor)  # once more: the arguments may have been changed since
+        self._check(trainer)  # once more: the arguments may have been changed since
         network = bare(trainer.model_wrapped)
         # Growths stay with their model; another model (model_init=) starts without any.
         self._history = History(self._history if self._network is network else ())
@@ -111,7 +120,10 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         self.options.trigger.load_state_dict(self._fresh)
         own = "example" in self._given
         self._example = self._given["example"] if own else hf_trainer.example_of(trainer, train_dataloader)
-        self.grower = self._make_grower(trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, self._example)
+        trial = self.options.trial and hf_trial.made(self.options.trial, trainer)
+        self.grower = self._make_grower(
+            trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, self._example, trial
+        )
         self.grower.history = self._history
         if self._loaded is not None:
             self.grower.load_state_dict(self._loaded["grower"])
@@ -158,12 +170,18 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
     def _look(self, loader: Any, control: Any, metric: float | None) -> None:
         trainer, grower = self._trainer, self.grower
         assert grower is not None
-        network, facts = bare(grower.model), {}
+        network, facts, trial = bare(grower.model), {}, grower.options.trial
         batches = hf_trainer.batches_of(trainer, loader, self._batches)
+        if trial is not None:
+            assert isinstance(trial.batches, hf_trial.Updates)
+            trial.batches.loader = loader
         with hf_trainer.aside(trainer), standing_in(network, hf_trainer.loss_step(trainer)):
             self._step(batches, _loss, metric)
+            trained = random_state.capture()
             if self._metrics:
                 facts = self._facts.of(grower, self._example)
+        if trial is not None:  # the winner's steps were training, and have drawn their numbers
+            random_state.restore(trained)
         if facts:
             log = control.should_log
             trainer.log(facts)
