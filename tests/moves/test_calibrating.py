@@ -16,17 +16,26 @@ from sensli.moves.width.places import inputs_of
 def chosen(model: nn.Module, x: Tensor, y: Tensor, **options: object) -> dict[str, dict[str, Tensor]]:
     """The new rows and biases that were measured, by the layer that gets them."""
     found = {}
-    for merit in measure(
-        model, find_sites(model, x, grow="units", start="fitted", **options), [(x, y)], F.cross_entropy
-    ):
+    for merit in measure(model, find_sites(model, x, grow="units", **options), [(x, y)], F.cross_entropy):
         move = merit.site.move
         pairs = zip(move.axes, move._entries.values, strict=True)
         found[merit.site.path] = {axis.name: value for axis, value in pairs if axis.fill == "row"}
     return found
 
 
+def wanted(there: Tensor, bias: bool, cut: bool = True) -> Tensor:
+    """The mean square of new units: of each that is there its variance, or with ReLU twice that of what is above zero if that is less."""
+    there = there.detach()
+    moved = there - there.mean(0) if bias else there
+    each = [
+        min(float(m.square().mean()), 2 * float(t.relu().square().mean()) if cut else torch.inf)
+        for m, t in zip(moved.T, there.T, strict=True)
+    ]
+    return there.new_tensor(sum(each) / len(each))
+
+
 @pytest.mark.parametrize("bias", [True, False])
-def test_new_units_vary_as_much_as_those_that_are_there(bias: bool) -> None:
+def test_new_units_are_as_large_as_those_that_are_there(bias: bool) -> None:
     """On the samples that were seen beforehand: of eight vectors all."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -40,12 +49,36 @@ def test_new_units_vary_as_much_as_those_that_are_there(bias: bool) -> None:
     for path, new in chosen(model, x, y, units=4).items():
         given = model[: int(path)](x)
         made, there = F.linear(given, new["weight"], new.get("bias")), model[int(path)](given)
-        there = there - there.mean(0) if bias else there
-        torch.testing.assert_close(made.square().mean(0), there.square().mean().expand(4))
+        torch.testing.assert_close(made.square().mean(0), wanted(there, bias, cut=path == "0").expand(4))
         assert not bias or made.mean(0).abs().max() < 1e-12
 
 
-def test_channels_vary_as_much_as_those_that_are_there() -> None:
+def test_units_that_are_nearly_always_off_count_by_what_their_readers_get() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(8, 5, dtype=torch.float64), torch.arange(8) % 3
+    with torch.no_grad():
+        model[0].bias.copy_(0.1 - model[0](x).amax(0))  # each is on for one sample at least, and hardly
+    new = chosen(model, x, y, units=2)["0"]
+    read = F.linear(x, new["weight"], new["bias"]).relu().square().mean()
+    assert read < 2 * model[:2](x).square().mean()  # by the variance it would be more than ten times as much
+    assert model[0](x).var(0).mean() > 20 * model[:2](x).square().mean()
+
+
+def test_a_width_that_was_never_measured_gets_random_rows_that_fit_the_checked_batch() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, 5, dtype=torch.float64) * 10 + 3
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.linspace(1, 30, 6)[:, None])
+    there = model[0](x)
+    grow(model, find_sites(model, x[:1], grow="units", units=4)[0], check=(x, None))
+    made = model[0](x)[:, 6:]
+    torch.testing.assert_close(made.square().mean(0), wanted(there, True).expand(4))
+    assert made.mean(0).abs().max() < 1e-12
+
+
+def test_channels_are_as_large_as_those_that_are_there() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 4), nn.Flatten()).double()
     x, y = torch.rand(64, 2, 4, 4, dtype=torch.float64), torch.arange(64) % 3
@@ -53,7 +86,7 @@ def test_channels_vary_as_much_as_those_that_are_there() -> None:
     made = F.conv2d(x, new["weight"], new["bias"], padding=1)
     assert made.mean().abs() < 1e-12
     there = model[0](x).movedim(1, -1).flatten(0, 2)
-    torch.testing.assert_close(made.square().mean(), (there - there.mean(0)).square().mean())
+    torch.testing.assert_close(made.square().mean(), wanted(there, True))
 
 
 @pytest.mark.parametrize("outputs", [5, 80])
@@ -84,7 +117,7 @@ def test_the_unit_that_the_data_ask_for_is_found() -> None:
     x, wanted = torch.randn(1000, 10), F.normalize(torch.randn(10), dim=0)
     y = (x @ wanted).relu()[:, None]
     model = nn.Sequential(nn.Linear(10, 2), nn.ReLU(), nn.Linear(2, 1))
-    site = find_sites(model, x[:2], grow="units", units=1, start="fitted")[0]
+    site = find_sites(model, x[:2], grow="units", units=1)[0]
     merit = measure(model, [site], [(x, y)], F.mse_loss)[0]
     grow(model, merit)
     assert F.cosine_similarity(model[0].weight[2], wanted, dim=0) > 0.9
@@ -140,8 +173,20 @@ class OfMany(nn.Module):
 def test_a_model_that_does_not_run_with_few_samples_is_measured_nevertheless() -> None:
     torch.manual_seed(0)
     model, x, y = OfMany(), torch.randn(48, 4), torch.arange(48) % 3
-    sites = find_sites(model, x, grow="units", units=2, start="fitted")
+    sites = find_sites(model, x, grow="units", units=2)
     model.seen.clear()
     model.least = 40
     merits = measure(model, sites, [(x, y)], F.cross_entropy)
     assert model.seen[0] == 8 and model.seen[1] == 48 and merits.best.value > 0
+
+
+def test_a_layer_whose_units_are_all_dead_gets_units_that_are_not() -> None:
+    """Biases of dead units are far too low for any other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)
+    x, y = torch.randn(64, 5), torch.arange(64) % 2
+    merit = measure(model, find_sites(model, x, grow="units", units=2), [(x, y)], F.cross_entropy).best
+    grow(model, merit)
+    assert (model[:2](x) > 0).any(0).tolist() == [False, False, False, True, True]

@@ -235,7 +235,7 @@ def test_a_probe_measures_the_same(start: str) -> None:
     sites = find_sites(model, x, grow="both", start=start)
     measured = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
     # Rows that are made for the data are known after a measurement alone: the probe is given what was measured.
-    with Probe(model, measured if start == "fitted" else sites, norm="frobenius") as probe:
+    with Probe(model, measured if start == "sensitive" else sites, norm="frobenius") as probe:
         mean_loss(model(x), y).backward()
     assert [m.value for m in probe.merits()] == pytest.approx([m.value for m in measured], rel=1e-10)
 

@@ -1,25 +1,31 @@
-"""A look at a few samples before a measurement: what is measured may be made for the data, such as the rows of new units.
+"""A look at a few samples before a measurement or a growth: what is measured may be made for the data, such as the rows of new units.
 
-A part of the first batch passes, forward and backward, and what is then measured on all batches is exactly what came of it. Of several
-processes the first one with data decides, so that all measure the same to the bit.
+A part of the first batch passes, forward and backward, and what is then measured on all batches is exactly what came of it. Where nothing
+is measured a forward pass of the user's batch says at least how large things are. Of several processes the first one with data decides, so
+that all measure the same to the bit.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sensli.errors import UnsupportedSite
 from sensli.merits.backward import LossFunction, backward
 from sensli.merits.sensitivity import Catch, SiteCatch
 from sensli.modules.engines.distributed import Together
-from sensli.modules.running import device_of, mapped, tensors, untouched
+from sensli.modules.engines.fsdp import is_sharded
+from sensli.modules.running import device_of, mapped, run, tensors, to_device, untouched
 from sensli.moves.move import Ahead
+from sensli.moves.sites import Site
 
 SHARE = 8  # one in so many of the samples that will be measured, and not more than the first batch has
+MANY = 128  # samples: what is measured by none gets what so many ask for
 LEAST = 8  # samples, where each is a single vector rather than a picture or a sequence
 
 Found = list[dict[str, Tensor]]  # by site
@@ -59,6 +65,36 @@ def _seen(
         passed = True
     with torch.no_grad():
         return [gauge.found() for _, gauge in wanting] if passed else None
+
+
+def made_for(together: Together, model: nn.Module, site: Site, batch: Any) -> Site:
+    """A site that was never measured with what fits a batch of inputs, of which a few pass; without one, or measured, it is as it was."""
+    try:
+        gauge = site.move.gauge(site, model).ahead()
+    except UnsupportedSite:  # what cannot be measured is the same whatever the data are
+        return site
+    if gauge is None or is_sharded(model) or not any(together.agree(batch is not None, last=False)):
+        return site
+    found = None
+    if batch is not None:
+        # A batch that does not pass is reported where the outputs are compared.
+        with suppress(Exception), untouched(model), _hooked(gauge):
+            with torch.enable_grad():
+                run(model, to_device(few(batch, MANY), device_of(model)))
+            with torch.no_grad():
+                found = [gauge.found()]
+    shared = _of_the_first(together, found, device_of(model))
+    return site if shared is None else gauge.settled(site, shared[0])
+
+
+@contextmanager
+def _hooked(gauge: Ahead) -> Iterator[None]:
+    handles = gauge.hooks(lambda sums: None, lambda gradient: gradient)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def samples_of(batch: Any) -> int:

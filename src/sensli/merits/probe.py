@@ -31,8 +31,8 @@ class Probe:
     """Measures the same merits as `measure` during your own training step, without an extra pass.
 
     Inside the context every backward pass of the model adds to the merits what it adds to the gradients, so accumulating over
-    several batches means the same as for ``.grad``. The step itself does not change. New units that were never measured and start
-    ``"fitted"`` have other rows than in `measure`, which sees a few samples beforehand: give measured merits for the same rows.
+    several batches means the same as for ``.grad``. The step itself does not change. New units that were never measured have
+    other rows than in `measure`, which sees a few samples beforehand: give measured merits for the same rows.
 
         with Probe(model, sites) as probe:
             loss_fn(model(x), y).backward()

@@ -78,9 +78,9 @@ def find_sites(
             exist) or ``"both"`` (default: "layers").
         units: How many units a layer would get, of attention how many heads: a number, or a share of those it has, at least one
             (default: 0.25).
-        start: How new units start: ``"sensitive"`` chooses the rows that are worth most among those that a measurement tries,
-            ``"fitted"`` does so among rows for which a few samples were seen before, ``"random"`` draws them, ``"gradmax"`` leaves
-            them zero and chooses the columns that read them, ``"net2net"`` copies units that are there (default: "sensitive").
+        start: How new units start: ``"sensitive"`` chooses the rows that are worth most among several that are made for the data,
+            ``"random"`` draws them, ``"gradmax"`` leaves them zero and chooses the columns that read them, ``"net2net"`` copies units
+            that are there (default: "sensitive").
 
     Returns:
         The sites in the order of the data flow, with the places that were skipped and why.

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from sensli.errors import HistoryError, OptimizerError, UnsupportedSite
+from sensli.merits.ahead import made_for
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Changing
@@ -17,7 +18,7 @@ from sensli.moves.move import Edit
 from sensli.moves.naming import named
 from sensli.moves.sites import Site
 from sensli.surgery.history.growth import Growth, Resized
-from sensli.surgery.same_output import Outputs
+from sensli.surgery.same_output import Outputs, given_of
 from sensli.surgery.state.optim import Joining, Optimizers, as_optimizers, check_needed, leave, plan_joining
 from sensli.surgery.state.own_rate import OwnRate, check_own_factor, plan_own_rate
 from sensli.surgery.state.rates import RateScaling, Schedulers, as_schedulers, check_factor, plan_rate_scaling
@@ -51,7 +52,7 @@ def grow(
         lr_scale: Multiplies all learning rates from now on (default: 1.0).
         check: A batch on which the output must not change, in the mode the model is in and with the same random numbers. As in
             `measure` a pair is ``(input, target)``, of which the input is used; for a model with several arguments give
-            ``((x, mask), None)`` or a dict of keyword arguments.
+            ``((x, mask), None)`` or a dict of keyword arguments. New units that were never measured get random rows that fit it.
         group: The parameter group (its index or the group itself) that new parameters join if their neighbours are in none. New entries
             of existing parameters stay in the group of their parameter.
         freeze_rest: Whether only the new layer trains from now on (default: False). Refused where existing parameters get new entries.
@@ -137,6 +138,7 @@ class _Options:
 
 def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -> Growth:
     """Plan and check everything, then make the change, then let everybody follow."""
+    site = made_for(together, model, site, None if options.check is None else given_of(options.check))
     edit = site.move.plan(model, site)
     # Before a copy of a sharded block is made, for which all ranks are needed.
     together.agree_on({"the place": edit.name}, last=False)

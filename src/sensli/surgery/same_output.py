@@ -18,6 +18,11 @@ from sensli.modules.running import describe, device_of, run, taken_by, tensors, 
 from sensli.moves.sites import Site
 
 
+def given_of(batch: Any) -> Any:
+    """What of the user's batch the model is called with: of a pair the first part."""
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of a model: what came out, and where the random numbers ended."""
@@ -36,7 +41,7 @@ class Outputs:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> Outputs:
-        given = batch[0] if isinstance(batch, (tuple, list)) else batch
+        given = given_of(batch)
         given = (
             taken_by(model, given) if isinstance(given, dict) else given
         )  # as in `measure`: the others are for the loss

@@ -13,6 +13,7 @@ from sensli.moves.width.width import Axis, Width
 
 _LEAST = 4  # places: fewer do not tell how large a unit is
 _MOST = 32  # directions: what is beyond them is noise
+_CUT = 0.05  # of the squares of what is read, below zero: GELU and SiLU leave less than that, tanh as much as is above
 _SMALLEST = 1e-3  # of the largest, where the gradient of a bypass has fewer directions than were asked for
 _EXACT = 64  # entries of a cotangent: of so many the leading directions are found exactly
 _ROUNDS = 2  # of more, in so many rounds
@@ -37,38 +38,44 @@ def makings(width: Width) -> Iterator[Making]:
             yield Making(axis, index, biases.get((axis.module.path, axis.start)))
 
 
-def calibrated(width: Width, entries: Entries, inputs: Mapping[str, Tensor]) -> Entries:
-    """The same with other lengths and biases: what each row makes of the inputs has the mean zero and varies as much as the others.
+def calibrated(width: Width, entries: Entries, inputs: Mapping[str, Tensor], *, cut: bool) -> Entries:
+    """The same with other lengths and biases: what each row makes of the inputs has the mean zero and is as large as what is there.
 
-    ``inputs``: of each layer that is known what its weights are multiplied with, [places, inputs]. Without a bias the mean stays.
+    ``inputs``: of each layer that is known what its weights are multiplied with, [places, inputs]. Without a bias the mean stays. ``cut``:
+    whether what is below zero hardly arrives at the readers, as with ReLU.
     """
     values = list(entries.values)
     for making in makings(width):
-        rows, bias, axis = values[making.weight], None, making.axis
+        rows, axis = values[making.weight], making.axis
         if axis.module.path not in inputs or rows is None:
             continue
         given = inputs[axis.module.path].to(rows)
         if len(given) < _LEAST:
             continue
-        if making.bias is not None:
-            bias = values[making.bias]
-        made = _made(given, rows, bias, axis)  # [places, outer, units, inner]
+        bias = None if making.bias is None else values[making.bias]
         old_bias = None if making.bias is None else existing(width, width.axes[making.bias])
+        made = _made(given, rows, bias, axis)  # [places, outer, units, inner]
+        mean = made.mean(0, keepdim=True) if bias is not None else torch.zeros_like(made[:1])
         there = _made(given, existing(width, axis), old_bias, axis)
-        mean = made.mean(0, keepdim=True) if bias is not None else 0.0
-        if (
-            bias is not None
-        ):  # a unit that is nearly always off would have a large mean square, and new ones be far too large
-            there = there - there.mean(0, keepdim=True)
-        wanted = there.square().mean((0, 2, 3), keepdim=True).sqrt()
-        size = (made - mean).square().mean(0, keepdim=True).sqrt()
-        factor = wanted / size
-        # a unit that does not move on these samples, or nothing to compare with
-        factor = torch.where((factor > 0) & factor.isfinite(), factor, torch.ones_like(factor)).flatten()
+        centred = there - there.mean(0, keepdim=True) if bias is not None else there
+        wanted = centred.square().mean(0, keepdim=True)
+        if cut:
+            # A unit that is nearly always off varies far more than what its readers get of it; of one with the mean zero they get half.
+            wanted = torch.minimum(wanted, 2 * there.relu().square().mean(0, keepdim=True))
+        size = (made - mean).square().mean(0, keepdim=True)
+        factor = (wanted.mean((2, 3), keepdim=True) / size).sqrt()
+        # nothing to compare with where all that is there is dead, or a unit that does not move on these samples, which stays as it was
+        factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0).flatten()
+        mean = torch.where(size > 0, mean, 0.0).flatten()
         values[making.weight] = _scaled(rows, factor, axis)
         if making.bias is not None and bias is not None:
-            values[making.bias] = (bias - torch.as_tensor(mean).flatten()) * factor
+            values[making.bias] = (bias - mean) * factor
     return Entries(tuple(values))
+
+
+def is_cut(read: Tensor) -> bool:
+    """Whether of what a layer reads nearly all is above zero."""
+    return bool((-read).relu().square().sum() < _CUT * read.square().sum())
 
 
 def directions(given: Tensor, back: Tensor, count: int) -> Tensor:

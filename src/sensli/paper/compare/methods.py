@@ -36,6 +36,11 @@ class Method:
         return self.kind not in ("fixed", "reference")
 
     @property
+    def widens(self) -> bool:
+        """Whether it may take units whose rows SensLI chooses."""
+        return self.kind in ("sensli", "control") and self.options.get("grow") in ("units", "both")
+
+    @property
     def in_front(self) -> bool:
         """Whether its curve is one of those that the front is made of: fixed sizes that spend what all spend."""
         return self.kind == "fixed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sensli.moves.width.starts.fitted import Fitted
 from sensli.moves.width.starts.gradmax import GradMax
 from sensli.moves.width.starts.net2net import Net2Net
 from sensli.moves.width.starts.random import Random
@@ -11,7 +10,6 @@ from sensli.moves.width.starts.start import Start
 
 STARTS: dict[str, Start] = {
     "sensitive": Sensitive(),
-    "fitted": Fitted(),
     "random": Random(),
     "gradmax": GradMax(),
     "net2net": Net2Net(),
