@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from models import snapshot
 from sensli import Grower, History, load_checkpoint, replay, save_checkpoint, undo
 from sensli.errors import FunctionChanged, SensliError
+from sensli.growing.strategies import adam_init
 from sensli.growing.strategies.autogrow import AutoGrow
 from sensli.growing.strategies.g_stack import GStack
 from sensli.growing.triggers import At, Budget, Every
@@ -162,6 +163,7 @@ def grower_of(model: nn.Module, optimizer: Any, strategy: Any, **options: Any) -
 DEEPENING = {
     "autogrow": ("stages", True),
     "autogrow-gauss": ("residual", False),
+    "autogrow-adam": ("residual", False),
     "llama-pro": ("listed", True),
     "g-stack": ("listed", False),
     "net2net-deeper": ("normed", False),
@@ -411,6 +413,62 @@ def test_autogrow_adds_a_new_block_whose_last_norm_is_drawn(start: str) -> None:
         assert 0.9 < float(weight.abs().max()) * width**0.5 <= 1.0 and not torch.equal(
             weight, before[2][1].second.weight
         )
+
+
+def by_hand(model: Any, block: Any, batches: Any, most: int) -> tuple[list[Tensor], list[float]]:
+    """AdamInit written out: weight and bias of the last norm of a block after the first stage, and the mean loss of each pass."""
+    w, b = (torch.full((WIDTH,), value, dtype=torch.float64, requires_grad=True) for value in (1.0, 0.0))
+    moments = [[torch.zeros(WIDTH).double(), torch.zeros(WIDTH).double()] for _ in range(2)]
+    count, passes = 0, []
+    for _ in range(most):
+        losses = []
+        for x, y in batches:
+            value = model[2](model[1](model[0](x)))
+            inner = block.second(F.relu(block.norm1(block.first(value))))
+            inner = (inner - inner.mean(0)) / (inner.var(0, unbiased=False) + block.norm2.eps).sqrt()
+            value = F.relu(value + w * inner + b)
+            loss = F.cross_entropy(model[4](model[3](value)), y)
+            gradients = torch.autograd.grad(loss, [w, b])
+            losses.append(float(loss.detach()) * len(x))
+            count += 1
+            with torch.no_grad():
+                for own, gradient, (first, second) in zip([w, b], gradients, moments, strict=True):
+                    gradient = gradient + 5e-4 * own
+                    first.mul_(0.9).add_(0.1 * gradient)
+                    second.mul_(0.999).add_(0.001 * gradient**2)
+                    own -= 1e-3 * (first / (1 - 0.9**count)) / ((second / (1 - 0.999**count)).sqrt() + 1e-8)
+        passes.append(sum(losses) / sum(len(x) for x, _ in batches))
+    return [w.detach(), b.detach()], passes
+
+
+@pytest.mark.parametrize("near", [0.005, 0.05, 1e9])
+def test_autogrow_trains_the_last_norm_alone_until_the_loss_is_back(near: float, monkeypatch: Any) -> None:
+    """Against the training written out, which ends after ten passes, in between, or after one."""
+    monkeypatch.setattr(adam_init, "NEAR", near)
+    model = residual_network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained(model, optimizer)
+    before = copy.deepcopy(model)
+    batches = [BATCHES[0], (BATCHES[0][0][:3], BATCHES[0][1][:3])]
+    strategy = AutoGrow(start="trained", seed=5)
+    grower = grower_of(model, optimizer, strategy, log=(told := list[Any]()).append)
+    grower.step(batches, F.cross_entropy, metric=1.0)
+    assert "not kept" in str(told[-1]) and str(grower.history[0].site).startswith("New(Basic, trained last norm)")
+    block = model.get_submodule(grower.history[0].name)
+    start = copy.deepcopy(before).train()
+    old = sum(float(F.cross_entropy(start(x), y).detach()) * len(x) for x, y in batches) / sum(
+        len(x) for x, _ in batches
+    )
+    _, passes = by_hand(copy.deepcopy(before).train(), copy.deepcopy(block).train(), batches, 10)
+    taken = next((number for number, loss in enumerate(passes, 1) if loss < old + near * abs(old)), 10)
+    expected, _ = by_hand(copy.deepcopy(before).train(), copy.deepcopy(block).train(), batches, taken)
+    for found, value in zip((block.norm2.weight, block.norm2.bias), expected, strict=True):
+        torch.testing.assert_close(found.detach(), value, rtol=1e-9, atol=1e-11)
+    assert taken == 10 if near == 0.005 else taken == 1 if near == 1e9 else 1 < taken < 10
+    # Nothing else has moved, in the model and in the block.
+    assert not block.norm2.running_mean.any() and torch.equal(block.norm1.weight, torch.ones(WIDTH).double())
+    for name, value in before.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 # --- Net2Net, NetMorph, random place, LLaMA-Pro ---

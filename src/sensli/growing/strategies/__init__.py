@@ -35,6 +35,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "variance-transfer": ("variance_transfer", "VarianceTransfer"),
     "autogrow": ("autogrow", "AutoGrow"),
     "autogrow-gauss": ("autogrow", "AutoGrowGauss"),
+    "autogrow-adam": ("autogrow", "AutoGrowAdam"),
     "llama-pro": ("llama_pro", "LlamaPro"),
     "g-stack": ("g_stack", "GStack"),
 }

@@ -8,11 +8,12 @@ intervals.
 A new block is as its modules initialise themselves, but for the weight and the bias of its last norm, which in their code are
 - zero (ZeroInit, ``"autogrow"``): the function is kept,
 - uniform in [0, 1) (UniInit, ``AutoGrow(start="uniform")``), or
-- standard normal (GauInit, ``"autogrow-gauss"``), which they found best: the function is not kept, nor with UniInit.
+- standard normal (GauInit, ``"autogrow-gauss"``), which they found best: the function is not kept, nor with UniInit, or
+- trained alone, until the accuracy is back (AdamInit, ``"autogrow-adam"``, see `adam_init`).
 
-We follow the code for these (a review of it has uniform numbers of deviation 1 for GauInit). Their fourth variant, a training of that norm
-alone until the accuracy is back, is not here. A block whose last part is a convolution or a linear map and no norm keeps its default start
-with GauInit and UniInit, as their plain networks do. Parameters of modules that have no ``reset_parameters`` are copies of the neighbour's.
+We follow the code for these (a review of it has uniform numbers of deviation 1 for GauInit). A block whose last part is a convolution or
+a linear map and no norm keeps its default start with all but ZeroInit, as their plain networks do. Parameters of modules that have no
+``reset_parameters`` are copies of the neighbour's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from sensli.growing.searching import Search
+from sensli.growing.strategies.adam_init import adam_init
+from sensli.growing.strategies.by_one import by_one
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import Moment
 from sensli.merits.backward import LossFunction
@@ -44,7 +47,7 @@ class AutoGrow(Strategy):
     """Twins at the ends of stages, in turn.
 
     Args:
-        start: How the last norm of a new block begins: ``"zero"``, ``"uniform"`` or ``"normal"`` (default: "zero").
+        start: How the last norm of a new block begins: ``"zero"``, ``"uniform"``, ``"normal"`` or ``"trained"`` (default: "zero").
         least: By how much the metric, of which smaller is better, must fall between two looks for a stage to stay open (default: 5e-4).
         where: Which sites to consider, as in `find_sites`.
         seed: The random seed of new blocks (default: 0).
@@ -83,19 +86,35 @@ class AutoGrow(Strategy):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
+        if self.start == "trained":
+            return by_one(self._trained, self, model, sites, batches, loss_fn)
         return Merits([Merit(site, 1.0) for site in sites], norm="none", batches=0)
+
+    def _trained(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        """With the norm of the block that is next; the others will not be taken now."""
+        every, due = list(batches), self._next([stage(site) for site in sites])
+        found = [
+            adam_init(bare(model), site, every, loss_fn) if index == due else site for index, site in enumerate(sites)
+        ]
+        return Merits([Merit(site, 1.0) for site in found], norm="none", batches=len(every))
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         if self.last is not None and self.last not in self.closed and self._stalled(moment.metric):
             self.closed.append(self.last)
         stages = [stage(merit.site) for merit in merits]
-        after = stages.index(self.last) + 1 if self.last in stages else 0
-        turns = [*range(after, len(stages)), *range(after)]
-        chosen = next((index for index in turns if stages[index] not in self.closed), None)
+        chosen = self._next(stages)
         if chosen is None:
             return []
         self.last, self.metric = stages[chosen], moment.metric
         return [merits[chosen].site]
+
+    def _next(self, stages: Sequence[str]) -> int | None:
+        """Whose turn it is among those that are open. The stage that grew last comes last, so closing it changes no other turn."""
+        after = stages.index(self.last) + 1 if self.last in stages else 0
+        turns = [*range(after, len(stages)), *range(after)]
+        return next((index for index in turns if stages[index] not in self.closed), None)
 
     def _stalled(self, metric: float | None) -> bool:
         return metric is not None and self.metric is not None and metric > self.metric - self.least
@@ -118,6 +137,14 @@ class AutoGrowGauss(AutoGrow):
     @classmethod
     def made(cls, options: Options) -> Strategy:
         return cls(start="normal", where=options.where, seed=options.seed)
+
+
+class AutoGrowAdam(AutoGrow):
+    """The same with last norms that are trained before the block comes."""
+
+    @classmethod
+    def made(cls, options: Options) -> Strategy:
+        return cls(start="trained", where=options.where, seed=options.seed)
 
 
 def stage(site: Site) -> str:

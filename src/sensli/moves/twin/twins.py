@@ -5,7 +5,8 @@ Which parameters must be zero is found by trying (`zeroing`); here is the plan t
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
     from sensli.moves.sites import Site
 
 INITS = ("copy", "fresh")
-LASTS = ("zero", "uniform", "normal")  # what is zero in a twin, or its last norm, may also be drawn
+LASTS = (
+    "zero",
+    "uniform",
+    "normal",
+    "trained",
+)  # what is zero in a twin, or its last norm, may also be drawn or trained
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -55,6 +61,8 @@ class Twin(Inserts):
     null: bool = False  # it gives zero instead of its input: the loop around the blocks adds what they give
     last: str = "zero"  # how what is zeroed begins; otherwise than by zero the function is not kept
     seed: int = 0  # of what is drawn
+    # Of a last norm that was trained, by name. Values are in a state dict, not in JSON: without them it is as it initialises itself.
+    _values: tuple[tuple[str, Tensor], ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"Twin({self.block})" if self.last == "zero" else f"New({self.block}, {self.last} last norm)"
@@ -62,12 +70,21 @@ class Twin(Inserts):
     def new_block(self, block: nn.Module, last: str, seed: int) -> Twin:
         """A block of this kind as its modules initialise themselves, but for its last norm, as AutoGrow adds it.
 
-        With ``last="zero"`` it is an identity as the twin is. Otherwise nothing is left out of it, and its last norm is drawn.
+        With ``last="zero"`` it is an identity as the twin is. Otherwise nothing is left out of it, and its last norm is drawn, or has the
+        values of `trained`.
         """
         if last == "zero":
             return replace(self, init="default", seed=seed)
         parameters = sum(parameter.numel() for parameter in block.parameters())
         return replace(self, init="default", seed=seed, last=last, replaced=(), parameters=parameters)
+
+    def trained(self, values: Mapping[str, Tensor]) -> Twin:
+        """The same with these values of its last norm, by the names of `last_norm`."""
+        return replace(self, _values=tuple(values.items()))
+
+    def last_norm(self, block: nn.Module) -> list[str]:
+        """The names of the parameters of a block's last norm; none if it ends with something else."""
+        return [name for name in self.zeroed if isinstance(block.get_submodule(name.rpartition(".")[0]), _NORMS)]
 
     def cost(self, point: Point) -> Cost:
         return Cost(self.parameters, self.flops, 1)
@@ -151,17 +168,19 @@ class Twin(Inserts):
         return twin
 
     def _last(self, twin: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        """What the zeroed parameters begin with; drawn ones are those of norms alone."""
+        """What the zeroed parameters begin with; drawn and trained ones are those of norms alone."""
         if self.last == "zero":
             return {name: torch.zeros_like(named[name]) for name in self.zeroed}
+        if self.last == "trained":
+            return {name: value.clone().to(named[name]) for name, value in self._values}
         generator = torch.Generator().manual_seed(self.seed)
         draw = torch.randn if self.last == "normal" else torch.rand
-        norms = [name for name in self.zeroed if isinstance(twin.get_submodule(name.rpartition(".")[0]), _NORMS)]
+        norms = self.last_norm(twin)
         return {name: draw(named[name].shape, generator=generator).to(named[name]) for name in norms}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self)
+        return {each.name: getattr(self, each.name) for each in fields(self) if not each.name.startswith("_")}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Twin:

@@ -30,6 +30,7 @@ PUBLISHED: Mapping[str, str] = {
     "variance-transfer": _NONE,
     "autogrow": f"{_NONE}; the accuracy that decides is that of a pass",
     "autogrow-gauss": f"{_NONE}; the accuracy that decides is that of a pass",
+    "autogrow-adam": "1 to 10 for a new block, and the accuracy that decides is that of a pass",
     "g-stack": _NONE,
     "llama-pro": _NONE,
     "gradmax": "one batch of 128",

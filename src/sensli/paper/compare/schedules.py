@@ -146,6 +146,7 @@ OWN: Mapping[str, Schedule] = {
     ),
     "autogrow": _AUTOGROW,
     "autogrow-gauss": _AUTOGROW,
+    "autogrow-adam": _AUTOGROW,
     "splitting": Schedule(
         "Ten rounds; in each the learning rate begins again, with a tenth and a hundredth from its half and three quarters on; another "
         "optimizer each time.",
