@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +18,13 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 
+_TABLES = (OrderedDict, dict, set)
+_PLAIN = (type(None), bool, int, float, str)
+
 
 def copied_model(model: nn.Module) -> nn.Module:
     """A deep copy; tensors that a module has cached together with their graph, which torch refuses to copy, lose the graph."""
-    return copy.deepcopy(model, _without_graphs(model))
+    return copy.deepcopy(model, _prepared(model))
 
 
 def made_general(module: nn.Module) -> Callable[[], None]:
@@ -68,13 +72,14 @@ def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: b
     What the block has in common with modules around it in the model ``outside`` (a configuration, a table) it keeps having in common.
     ``share``: the parameters too are the block's own, not copies of them: a twin to be measured costs no memory.
     """
-    memo = _without_graphs(block)
-    inner = {id(module) for module in block.modules()}
-    if outside is not None:
-        around = {id(v) for m in outside.modules() if id(m) not in inner for v in vars(m).values() if _is_object(v)}
-        for module in block.modules():
-            memo.update({id(v): v for v in vars(module).values() if id(v) in around})
-    for module in block.modules():
+    memo = _prepared(block)
+    parts = list(block.modules())
+    held = {id(v): v for module in parts for v in vars(module).values() if _is_object(v)}
+    if outside is not None and held:
+        inner = {id(module) for module in parts}
+        around = {id(v) for module in outside.modules() if id(module) not in inner for v in vars(module).values()}
+        memo.update({key: value for key, value in held.items() if key in around})
+    for module in parts:
         for name in _HOOKS:
             hooks = getattr(module, name, None)
             if hooks is not None:
@@ -88,12 +93,20 @@ def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: b
     return twin
 
 
-def _without_graphs(module: nn.Module) -> dict[int, Any]:
-    """For the copy: every tensor with a graph that a module has cached, in an attribute or in a nest of them, without it."""
+def _prepared(module: nn.Module) -> dict[int, Any]:
+    """What a deep copy is told beforehand, by the id of what is copied.
+
+    Every tensor with a graph that a module has cached, in an attribute or in a nest of them, comes without it. Most of what a module
+    holds are empty tables of hooks, which `copy` takes its time over: they are made here.
+    """
     found: dict[int, Any] = {}
     for part in module.modules():
-        for value in (*vars(part).values(), *part._buffers.values()):
-            found.update({id(t): t.detach().clone() for t in _cached(value) if not t.is_leaf})
+        for value in vars(part).values():
+            kind = type(value)
+            if kind in _TABLES and not value:
+                found[id(value)] = kind()
+            elif kind not in _PLAIN:
+                found.update({id(t): t.detach().clone() for t in _cached(value) if not t.is_leaf})
     return found
 
 
@@ -108,7 +121,12 @@ def _cached(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 def _is_object(value: Any) -> bool:
     skipped = (nn.Module, Tensor, type, dict, list, tuple, set)
-    return hasattr(value, "__dict__") and not isinstance(value, skipped) and not callable(value)
+    return (
+        type(value) not in _PLAIN
+        and not isinstance(value, skipped)
+        and hasattr(value, "__dict__")
+        and not callable(value)
+    )
 
 
 def _hooks_of_torch(module: nn.Module, name: str) -> Any:

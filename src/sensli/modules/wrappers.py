@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,12 +41,13 @@ def bare(model: nn.Module, name: str = "model") -> nn.Module:
             f"{type(own).__name__} is scripted, and a scripted module can be neither read nor changed. "
             "Grow the Python module and script it afterwards."
         )
-    for path, module in own.named_modules():
-        for name, reason in _ENGINES.items():
-            if is_a(module, name):
-                place = f"'{path}'" if path else "the model"
-                raise UnsupportedModel(f"{place} is wrapped in {name}: {reason}.")
-    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own.parameters()):
+    parts = list(own.modules())
+    for name, reason in _ENGINES.items():
+        if any_is_a(parts, name):
+            path = next(path for path, module in own.named_modules() if is_a(module, name))
+            place = f"'{path}'" if path else "the model"
+            raise UnsupportedModel(f"{place} is wrapped in {name}: {reason}.")
+    if any(isinstance(each, nn.UninitializedParameter) for part in parts for each in part._parameters.values()):
         raise UnsupportedModel(
             f"{type(own).__name__} has lazy layers whose parameters are not initialized. Run one batch through it first: a growing "
             "model needs to know its shapes."
@@ -55,7 +57,16 @@ def bare(model: nn.Module, name: str = "model") -> nn.Module:
 
 def is_a(module: nn.Module, name: str) -> bool:
     """Whether the module is of this class of torch, by name: the classes live where an import is costly or may fail."""
-    return any(base.__name__ == name and base.__module__.startswith("torch.") for base in type(module).__mro__)
+    return _is_kind(type(module), name)
+
+
+def any_is_a(modules: Iterable[nn.Module], name: str) -> bool:
+    """Whether one of the modules is of this class of torch. They may be many, and of few classes."""
+    return any(_is_kind(kind, name) for kind in set(map(type, modules)))
+
+
+def _is_kind(kind: type, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.startswith("torch.") for base in kind.__mro__)
 
 
 def eager() -> AbstractContextManager[Any]:

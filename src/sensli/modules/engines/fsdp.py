@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import UnsupportedModel, UnsupportedSite
-from sensli.modules.wrappers import is_a
+from sensli.modules.wrappers import any_is_a, is_a
 
 # Of what torch keeps of a parameter, the part that a new shape changes.
 _OF_A_PARAMETER = (
@@ -29,7 +29,7 @@ _STATE = "__composable_api_state_key"  # the prefix of the names under which tor
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the model or to a part of it."""
-    return any(is_a(module, "FSDPModule") for module in model.modules())
+    return any_is_a(model.modules(), "FSDPModule")
 
 
 def check(model: nn.Module) -> None:
@@ -187,6 +187,8 @@ def check_resized(model: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> No
 
 def follow_shapes(model: nn.Module) -> None:
     """What `fully_shard` keeps of parameters that have got another shape is as if they had been sharded with it."""
+    if not is_sharded(model):
+        return
     reshard(model)  # a run of the model may have left whole parameters of the old shape
     for each in _sharded_parameters(model):
         if each.sharded_param.shape != each._orig_size:

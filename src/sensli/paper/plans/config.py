@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,11 @@ MOST_RUNS = 100_000  # each is listed, stored and shown
 def _need(condition: bool, text: str) -> None:
     if not condition:
         raise ValueError(text)
+
+
+def _need_known(what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(unknown(what, name, known))
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Network:
     repeats: tuple[int, ...] = ()  # cnn only
 
     def __post_init__(self) -> None:
-        _need(self.kind in NETWORKS, unknown("kind", self.kind, NETWORKS))
+        _need_known("kind", self.kind, NETWORKS)
         _need(len(self.widths) > 0, "widths is empty: name at least one hidden layer, for example [5].")
         _need(all(width > 0 for width in self.widths), f"widths must be positive, got {list(self.widths)}.")
         fixed = self.kind != "resnet" and (self.end_bias or self.first_activation)
@@ -118,7 +123,7 @@ class Schedule:
     def __post_init__(self) -> None:
         _need(self.patience >= 0, f"patience must be at least 0, got {self.patience}.")
         _need(0 < self.factor < 1, f"factor must be between 0 and 1, got {self.factor}.")
-        _need(self.metric in METRICS, unknown("metric", self.metric, METRICS))
+        _need_known("metric", self.metric, METRICS)
 
 
 @dataclass(frozen=True)
@@ -153,8 +158,8 @@ class Settings:
     def __post_init__(self) -> None:
         _need(self.epochs > 0, f"epochs must be at least 1, got {self.epochs}.")
         _need(0 < self.batch <= self.data.train, f"batch must be between 1 and {self.data.train}, got {self.batch}.")
-        _need(self.select in SELECTIONS, unknown("select", self.select, SELECTIONS))
-        _need(self.dtype in DTYPES, unknown("dtype", self.dtype, DTYPES))
+        _need_known("select", self.select, SELECTIONS)
+        _need_known("dtype", self.dtype, DTYPES)
         _need(self.lr_scale > 0, f"lr_scale must be positive, got {self.lr_scale}.")
         _need(self.tau >= 0, f"tau must be at least 0, got {self.tau}.")
         for name in ("insert_at", "recycle_at"):
@@ -202,7 +207,7 @@ class Experiment:
         _need(len(self.arms) > 0, "arms is empty: name at least one.")
         _need(len(self.recipes) > 0, "recipes is empty: leave the key out, or name at least one.")
         for figure in self.figures:
-            _need(figure in FIGURES, unknown("figure", figure, FIGURES))
+            _need_known("figure", figure, FIGURES)
         for name in (*self.arms, *self.recipes, self.name):
             fine = name != "" and all(letter.isalnum() or letter in " @._+-" for letter in name) and name[0] != "."
             _need(fine, f"the name {name!r} becomes a folder: use letters, digits, spaces and @ . _ + - only.")

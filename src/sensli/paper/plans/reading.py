@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -49,7 +50,7 @@ def read(cls: type[T], data: object, where: str) -> T:
         raise BadExperiment(f"{where} must be {_WORDS[dict]}, got {_shown(data)}.")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     check_keys(data, fields, where)
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     values = {key: _value(hints[key], data[key], f"{where}, {key}") for key in fields if key in data}
     for name, field in fields.items():
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -59,6 +60,11 @@ def read(cls: type[T], data: object, where: str) -> T:
         return cls(**values)
     except ValueError as error:  # raised by the dataclass's own checks, which do not know where they are
         raise BadExperiment(f"{where}: {error}") from None
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from sensli.paper.engines.engine import engine
 from sensli.paper.errors import BadExperiment, NoResults
 from sensli.paper.plans import catalog
-from sensli.paper.plans.config import Options, Plan, plan
+from sensli.paper.plans.config import Experiment, Options, Plan, plan
 from sensli.paper.report.costs import ratios
 from sensli.paper.report.statistics import (
     AWAITING,
@@ -53,6 +53,7 @@ class Evidence:
     def __init__(self, store: Store, options: Options) -> None:
         self.store, self.options = store, options
         self.experiments = catalog.bundled()
+        self._plans: dict[tuple[str, str], Plan | None] = {}
         self._loaded: dict[str, dict[str, Result] | None] = {}
         self.left_out: list[str] = []  # why, where only some of the results are stored
 
@@ -62,9 +63,8 @@ class Evidence:
             return
         experiment = self.experiments[name]
         for recipe in recipes or experiment.recipes:
-            try:
-                one = plan(experiment, recipe, self.options)
-            except BadExperiment:  # not possible at this scale of the epochs, so there can be no results
+            one = self._plan(experiment, recipe)
+            if one is None:
                 continue
             if one.key not in self._loaded:
                 try:
@@ -76,6 +76,16 @@ class Evidence:
             results = self._loaded[one.key]
             if results is not None:
                 yield one, results
+
+    def _plan(self, experiment: Experiment, recipe: str) -> Plan | None:
+        """Made once, because every claim asks for it."""
+        key = experiment.name, recipe
+        if key not in self._plans:
+            try:
+                self._plans[key] = plan(experiment, recipe, self.options)
+            except BadExperiment:  # not possible at this scale of the epochs, so there can be no results
+                self._plans[key] = None
+        return self._plans[key]
 
 
 def _awaiting(experiment: str, what: str) -> Finding:
