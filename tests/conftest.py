@@ -46,8 +46,9 @@ def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
         if cost == 5 and not any(item.get_closest_marker(name) for name in ("library", "slow")):
             rest.append(item)
         else:
-            files.setdefault(str(item.path), []).append(item)
-            costs[str(item.path)] = costs.get(str(item.path), 0) + cost
+            file = str(item.path.parent if item.path.parent.name == "page" else item.path)  # which share one browser
+            files.setdefault(file, []).append(item)
+            costs[file] = costs.get(file, 0) + cost
     shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
     loads = [0] * workers
     for file in sorted(files, key=lambda file: -costs[file]):

@@ -152,7 +152,7 @@ def forge_checkpoints(run: tuple[Path, History], folder: Path, seeds: range) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_forged_checkpoints(run: tuple[Path, History], tmp_path: Path) -> None:
     assert check_checkpoint(run[0]) is None
-    refused, taken = forge_checkpoints(run, tmp_path, range(70))
+    refused, taken = forge_checkpoints(run, tmp_path, range(40))
     assert refused > 3 * taken > 0
 
 

@@ -1,18 +1,20 @@
 """Runs a function of a test module in several real processes with gloo: forked from one, or watched by nobody.
 
-`torchrun` itself runs an example (`tests/project/test_examples.py`); where nothing can be forked it starts these processes too.
+`torchrun` itself runs an example in `make thorough` (`tests/project/test_examples.py`); where nothing can be forked it starts
+these processes too.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import programs
 import warm
@@ -37,26 +39,29 @@ os._exit(0)
 
 # The ranks are forked before anything is computed, from one process that was forked itself.
 FORKED = """
-import importlib, os, signal, sys
+import importlib, json, os, signal, sys
 import torch, torch._dynamo, torch.distributed as dist  # the first optimizer would import dynamo
 torch.set_num_threads(1)
-module, function, file, processes = *sys.argv[1:4], int(sys.argv[4])
+module, function, file, processes, watched = *sys.argv[1:4], int(sys.argv[4]), sys.argv[5] == "watched"
 work = getattr(importlib.import_module(module), function)
-ranks = set()
+ranks, codes = {}, {}
 for rank in range(processes):
     started = os.fork()
     if started == 0:
         break
-    ranks.add(started)
+    ranks[started] = rank
 else:
     while ranks:
         ended, status = os.wait()
-        ranks.remove(ended)
-        if status != 0:  # as torchrun does: the others would wait for the one that has failed
+        codes[ranks.pop(ended)] = os.waitstatus_to_exitcode(status)
+        if status != 0 and watched:  # as torchrun does: the others would wait for the one that has failed
             for left in ranks:
                 os.kill(left, signal.SIGKILL)
             sys.exit(1)
+    print(json.dumps([codes[rank] for rank in range(processes)]))
     sys.exit(0)
+if not watched:
+    os.dup2(os.open(f"{file}.{rank}", os.O_CREAT | os.O_WRONLY), 2)
 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
 os.environ.update({name: str(value) for name, value in place.items()})  # which libraries look at, as torchrun says it
 dist.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=processes)
@@ -73,38 +78,27 @@ os._exit(0)  # see above
 
 def launch(function: Any, processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the function on every rank; it must be importable by its name."""
-    program = folder / "program.py"
     if hasattr(os, "fork"):
-        program.write_text(FORKED)
-        arguments = [function.__module__, function.__name__, str(folder / "result"), str(processes)]
-        return warm.run([str(program), *arguments], folder)
+        return _forked(function, processes, folder, "watched")
+    program = folder / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     arguments = [str(program), function.__module__, function.__name__, str(folder / "result")]
     return programs.run([*command, *arguments], folder)
 
 
-def without_torchrun(function: Any, processes: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
-    """The same from processes that nobody watches, by rank."""
+def unwatched(function: Any, processes: int, folder: Path) -> list[tuple[int, str]]:
+    """The same on ranks of which none is ended because another one fails: by rank, the exit code and what it said of its error."""
+    done = _forked(function, processes, folder, "unwatched")
+    codes = json.loads(done.stdout.splitlines()[-1])
+    return [(code, (folder / f"result.{rank}").read_text()) for rank, code in enumerate(codes)]
+
+
+def _forked(function: Any, processes: int, folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     program = folder / "program.py"
-    program.write_text(PROGRAM)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(processes):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(processes)}
-        command = [sys.executable, str(program), function.__module__, function.__name__, str(folder / "result")]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, env=programs.environment(**place), cwd=folder, **pipes))
-    ended = []
-    for process in started:
-        try:
-            out, err = process.communicate(timeout=programs.HANGS)
-        finally:
-            process.kill()
-        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-    return ended
+    program.write_text(FORKED)
+    arguments = [function.__module__, function.__name__, str(folder / "result"), str(processes), how]
+    return warm.run([str(program), *arguments], folder)
 
 
 def run(function: Any, processes: int, folder: Path) -> Any:
@@ -112,3 +106,15 @@ def run(function: Any, processes: int, folder: Path) -> Any:
     done = launch(function, processes, folder)
     assert done.returncode == 0, done.stderr[-6000:]
     return torch.load(folder / "result", weights_only=True)
+
+
+def wholes(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors, whole where they were sharded. One exchange for all: `full_tensor` of each would take longer than the tests."""
+    local = {name: each.to_local() if hasattr(each, "to_local") else each for name, each in tensors.items()}
+    local = {name: each.detach().clone() for name, each in local.items()}
+    sharded = {name: each.placements[0].dim for name, each in tensors.items() if hasattr(each, "placements")}
+    if not sharded:
+        return local
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {name: local[name] for name in sharded})
+    return {**local, **{name: torch.cat([part[name] for part in parts], axis) for name, axis in sharded.items()}}

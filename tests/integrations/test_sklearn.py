@@ -67,7 +67,7 @@ def grown() -> GrowingRegressor:
 @pytest.mark.filterwarnings("ignore")  # the checks warn on purpose, and about what is not installed
 @pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])
 def test_the_librarys_own_checks(kind: Any) -> None:
-    results = check_estimator(kind(**SMALL), on_skip=None)
+    results = check_estimator(kind(**{**SMALL, "members": 2, "max_epochs": 40}), on_skip=None)
     assert len(results) > 50
     assert {result["status"] for result in results} <= {"passed", "skipped"}
 

@@ -135,7 +135,7 @@ def decisions(true, noise, confidence, tolerance, spread=0.0, runs=400):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("confidence", "tolerance"), [(0.9, 0.1), (0.99, 0.0)])
+@pytest.mark.parametrize(("confidence", "tolerance"), [(0.9, 0.1), pytest.param(0.99, 0.0, marks=pytest.mark.thorough)])
 def test_the_error_rate_over_many_decisions_is_below_what_was_allowed(confidence, tolerance):
     """Two sites of nearly equal merit and much noise, looked at again and again: the hard case for repeated looks."""
     true = torch.zeros(2, 3, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_the_error_rate_over_many_decisions_is_below_what_was_allowed(confidence
     assert decided > 0 and wrong <= 1 - confidence
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_batches_that_differ_by_factors_make_it_err_a_few_times_as_often():
     """What the limits page says: no t-test is exact for the few batches of an early look."""
     true = torch.zeros(2, 5, dtype=torch.float64)

@@ -24,6 +24,13 @@ from pictures import TINY, raw, tiny
 from sensli import __version__
 from sensli.cli.main import main
 from sensli.paper import data
+from sensli.paper.compare.job import Job as Run
+from sensli.paper.compare.methods import methods
+from sensli.paper.compare.on_ray import Ray
+from sensli.paper.compare.store import Store as Runs
+from sensli.paper.compare.tasks.spirals import SPIRALS
+from sensli.paper.compare.training import train as compared
+from sensli.paper.compare.work import compute
 from sensli.paper.data import DataError
 from sensli.paper.engines.engine import Job
 from sensli.paper.errors import PaperError
@@ -40,6 +47,7 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
     pytest.mark.filterwarnings("ignore"),  # Ray's own, at its start and end
 ]
+TIMES = dict.fromkeys(("seconds", "step_seconds", "costs", "train"))  # what a clock said, and what hangs on it
 LONG = {**GOOD, "runs": 2, "settings": {**GOOD["settings"], "epochs": 1000}, "arms": {"LI": {"insert_at": [300]}}}
 
 
@@ -262,6 +270,19 @@ def test_a_cancelled_training_ends(monkeypatch):
 def test_another_version_on_a_machine_is_said():
     with pytest.raises(PaperError, match=rf"on \S+: sensli is {__version__} there and 0\.0 here\. Install the same"):
         next(work("0.0", b"not looked at"))
+
+
+def test_a_comparison_makes_the_same_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
+    store, jobs = Runs(tmp_path), [Run(SPIRALS, methods(SPIRALS)[name], 0, 0.01) for name in ("small", "units")]
+    with pytest.raises(PaperError, match=r"--ray-cpus must be between 1 and 2 \(the CPUs of the largest"):
+        compute(jobs, store, ray=Ray(cpus=999))
+    assert compute(jobs, store, ray=Ray()) == []
+    assert capsys.readouterr().out.count(": done") == 2
+    for job in jobs:
+        mine, there = (run.to_dict() for run in (compared(job, SPIRALS.load(None, 0)), store.load(job)))
+        assert {**mine, **TIMES} == {**there, **TIMES}
+    assert compute(jobs, store, ray=Ray(address="nobody:1")) == [], "nothing is missing, so nobody is asked"
 
 
 @pytest.mark.parametrize(

@@ -48,17 +48,21 @@ def facts(model: nn.Module) -> str:
 @pytest.mark.parametrize("name", marked(TABLE))
 @pytest.mark.slow
 def test_every_site_of_every_architecture(name: str) -> None:
-    model, batch = build(name)
+    """A merit is the gradient of the really inserted layer, for every site alone."""
+    model, batch = build(name, torch.float64)
     model.eval()
     sites = find_sites(model, example_of(batch))
     assert sites or sites.skipped
     assert len({str(site) for site in sites}) == len(sites)
+    if not sites:
+        return
     before, state, said = outputs(model, batch), copy.deepcopy(model.state_dict()), facts(model)
+    merits = measure(model, sites, [batch], None if isinstance(batch, dict) else loss_fn, norm="frobenius")
 
-    for site in sites:
+    for site, merit in zip(sites, merits, strict=True):
         optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
         growth = insert(model, site, optimizer=optimizer)
-        assert_same(before, outputs(model, batch), 1e-5)
+        assert_same(before, outputs(model, batch), 1e-12)
         parameters = dict(model.named_parameters())
         new = [parameters[key] for key in growth.parameters]
         named = {key for group in optimizer.param_groups for key in group["param_names"]}
@@ -67,17 +71,11 @@ def test_every_site_of_every_architecture(name: str) -> None:
         grown = copy.deepcopy(model.state_dict())
         optimizer.zero_grad()
         loss_of(model, batch).backward()
-        for measured in site.move.measured:
-            gradient = parameters[f"{growth.name}.{measured}"].grad
-            assert gradient is not None and gradient.any(), measured
+        gradients = [parameters[f"{growth.name}.{key}"].grad for key in site.move.measured]
+        assert all(gradient is not None and gradient.any() for gradient in gradients)
+        assert merit.value == pytest.approx(sum(each.square().sum().item() for each in gradients), rel=1e-9)
         optimizer.step()
         assert any(not torch.equal(p, grown[key]) for key, p in zip(growth.parameters, new, strict=True))
-
-        # the recorded growth alone builds the same names and shapes again, from JSON
-        again = replay(build(name)[0], History.from_json(History([growth]).to_json()))
-        again.load_state_dict(grown)
-        again.eval()
-        assert_same(before, outputs(again, batch), 1e-5)
 
         model.load_state_dict(grown)
         undo(model, Growth.from_dict(json.loads(json.dumps(growth.to_dict()))), optimizer=optimizer)
@@ -89,31 +87,19 @@ def test_every_site_of_every_architecture(name: str) -> None:
             key for key, _ in model.named_parameters()
         ]
 
-
-@pytest.mark.parametrize("name", marked(TABLE))
-@pytest.mark.slow
-def test_in_double_precision_all_at_once_and_the_merits_are_the_oracle_s(name: str) -> None:
-    """A merit is the gradient of the really inserted layer, for every site alone."""
-    model, batch = build(name, torch.float64)
-    model.eval()
-    before = outputs(model, batch)
-    sites = find_sites(model, example_of(batch))
     growths = [insert(model, site) for site in sites]
     assert_same(before, outputs(model, batch), 1e-12)
+    # the recorded growths alone build the same names and shapes again, from JSON, also in single precision
+    again, singles = build(name)
+    again.eval()
+    alone = outputs(again, singles)
+    replay(again, History.from_json(History(growths).to_json()))
+    assert_same(alone, outputs(again, singles), 1e-5)
+    again.double().load_state_dict(model.state_dict())
+    assert_same(before, outputs(again, batch), 1e-12)
     for growth in reversed(growths):
         undo(model, growth)
     assert_same(before, outputs(model, batch), 0.0)
-    if not sites:
-        return
-    merits = measure(model, sites, [batch], None if isinstance(batch, dict) else loss_fn, norm="frobenius")
-    for site, merit in zip(sites, merits, strict=True):
-        growth = insert(model, site)
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        parameters = dict(model.named_parameters())
-        expected = sum(parameters[f"{growth.name}.{key}"].grad.square().sum().item() for key in site.move.measured)
-        undo(model, growth)
-        assert merit.value == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(

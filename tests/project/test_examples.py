@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import programs
+import ranks
 import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -60,9 +64,28 @@ def test_resume_goes_on_where_it_stopped(here: Callable[[str], str], tmp_path: P
     assert "from call 30, 3 growths" in run("10_resume.py", tmp_path)
 
 
+def ddp() -> None:
+    """The example on this rank, in the environment that torchrun makes. (torchrun imports torch in three processes.)"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = [free.getsockname()[1]]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))
+    runpy.run_path(str(EXAMPLES / "11_ddp.py"), run_name="__main__")
+    sys.stdout.flush()
+    os._exit(0)
+
+
 @pytest.mark.process
-def test_ddp(tmp_path: Path) -> None:
-    printed = run("11_ddp.py", tmp_path, TORCHRUN)
+@pytest.mark.parametrize("way", ["forked", pytest.param("torchrun", marks=pytest.mark.thorough)])
+def test_ddp(tmp_path: Path, way: str) -> None:
+    if way == "forked":
+        done = ranks.launch(ddp, 2, tmp_path)
+        assert done.returncode == 0, done.stderr[-4000:]
+        printed = done.stdout
+    else:
+        printed = run("11_ddp.py", tmp_path, TORCHRUN)
     assert "all 2 processes: growth 2" in printed
     assert "weights the same on all ranks: True" in printed
 
@@ -96,6 +119,7 @@ def test_scikit_learn(here: Callable[[str], str]) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.thorough  # `tests/paper/test_ray.py` starts a Ray as it does
 def test_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     printed = run("15_many_runs_with_ray.py", tmp_path)

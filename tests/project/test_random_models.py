@@ -14,7 +14,7 @@ import random_models
 from invariants import REPEATABLE, check
 from random_models import PIECES, Recipe, piece, recipes
 
-EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "60"))
+EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "40"))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from random_models import PIECES, Piece, Recipe, piece, recipes
 from sensli import find_sites
 from width_promises import check_widths
 
-EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "60"))
+EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "40"))
 
 
 @pytest.mark.parametrize("examples", [15, pytest.param(EXAMPLES, marks=pytest.mark.slow)])

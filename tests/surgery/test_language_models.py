@@ -25,6 +25,15 @@ pytestmark = [pytest.mark.library, pytest.mark.filterwarnings("ignore:Version v4
 NOT_GENERATING = {"vit", "convnext", "resnet", "bert", "roberta"}
 WITHOUT_TWINS = {"jamba", "qwen2_moe"}  # what a block is depends on its number, so no list of them takes another
 GENERATING = [name for name in (*TRANSFORMERS, *GENERATORS) if name not in NOT_GENERATING]
+FORMS = {"gpt2", "t5", "mamba"}  # whose example is given in all forms
+# One of each kind: plain, experts, states, a configuration that lists kinds of blocks, two stacks. The others are like one of these.
+KINDS = {
+    "gpt2", "llama", "mamba", "bert_decoder", "gemma3", "gpt_neo", "lfm2", "qwen2_moe", "deepseek_v3", "bart", "two_berts", "t5",
+}  # fmt: skip
+
+
+def rows(names: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in KINDS else pytest.mark.thorough) for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +88,14 @@ def examples(model: Any, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "number"), list(zip(GENERATING, itertools.cycle((3, 2)), strict=False)))
-def test_generate_with_and_without_cache(name: str, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", rows(GENERATING))
+def test_generate_with_and_without_cache(name: str, tmp_path: Path) -> None:
     model, batch = build(name)
     model.eval()
     before = tokens(model, batch, True)
     assert torch.equal(tokens(model, batch, False), before)
-    with_labels, *others = itertools.islice((find_sites(model, each) for each in examples(model, batch)), number)
+    number = 3 if name in FORMS else 2
+    with_labels, *others = (find_sites(model, each) for each in itertools.islice(examples(model, batch), number))
     assert with_labels
     for sites in others:  # what is offered does not depend on how the example happens to be given
         assert list(map(str, sites)) == list(map(str, with_labels))
@@ -110,6 +120,7 @@ def test_generate_with_and_without_cache(name: str, number: int, tmp_path: Path)
     if all(site.point.place is not None and not site.move.replaced for site in chosen):
         model.save_pretrained(tmp_path)  # it is a model of its library, which builds it again
         again = type(model).from_pretrained(tmp_path)
+        assert not any(type(module).__module__.startswith("sensli") for module in again.modules())
         assert_same(outputs(model, batch), outputs(again, batch), 1e-5)
     for growth in reversed(growths):
         undo(model, growth)
@@ -117,7 +128,9 @@ def test_generate_with_and_without_cache(name: str, number: int, tmp_path: Path)
     assert torch.equal(tokens(model, batch, True), before)
 
 
-@pytest.mark.parametrize("name", ["llama", "bart", "two_berts", "lfm2", "t5"])
+@pytest.mark.parametrize(
+    "name", ["llama", "two_berts", "lfm2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("bart", "t5"))]
+)
 def test_a_model_that_has_grown_is_searched_again(name: str) -> None:
     """Sites that are looked for in the grown model, as a Grower does."""
     model, batch = build(name)
@@ -210,6 +223,7 @@ assert "sensli" not in sys.modules
 
 
 @pytest.mark.process
+@pytest.mark.thorough  # imports all there is once more; above a saved model is loaded in this process
 def test_saved_and_loaded_where_sensli_is_unknown(tmp_path: Path) -> None:
     arguments, count = [], 0
     for name in ("gpt2", "gemma2", "mamba", "vit", "convnext", "t5"):

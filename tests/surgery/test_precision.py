@@ -205,9 +205,9 @@ def compiled_in(way: str, backend: Any) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize(
     ("way", "limit", "growths"),
     [
-        ("wrapper", 256, 10),
-        *((way, 256, 3) for way in ("in place", "part", "part in place", "sequential")),
-        ("wrapper", 6, 10),
+        ("wrapper", 256, 9),
+        *((way, 256, 2) for way in ("in place", "part", "part in place", "sequential")),
+        ("wrapper", 6, 7),
     ],
 )
 def test_another_compiled_model_keeps_its_code_when_one_grows(way: str, limit: int, growths: int) -> None:

@@ -52,7 +52,9 @@ def all_at_once() -> Any:
     return runs
 
 
-@pytest.mark.parametrize(("function", "processes"), [(all_at_once, 2), (grow_plainly, 4)])
+@pytest.mark.parametrize(
+    ("function", "processes"), [(all_at_once, 2), pytest.param(grow_plainly, 4, marks=pytest.mark.thorough)]
+)
 def test_the_run_equals_one_process_on_the_joined_batches(function: Any, processes: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     for select, found in ranks.run(function, processes, tmp_path).items():
@@ -212,11 +214,8 @@ def die() -> Any:
     measure(model, find_sites(model, batches[0][0]), batches, cross_entropy)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="torchrun would stop the others before they notice")
 def test_a_rank_that_dies_stops_the_others_with_a_message(tmp_path: Path) -> None:
-    ended = ranks.without_torchrun(die, 2, tmp_path)  # which would stop the others before they notice
-    assert ended[1].returncode == -signal.SIGKILL
-    assert ended[0].returncode == 1
-    assert (
-        "DistributedError: could not measure the merits, because another process of the job has ended"
-        in ended[0].stderr
-    )
+    (code, said), dead = ranks.unwatched(die, 2, tmp_path)
+    assert (code, dead) == (1, (-signal.SIGKILL, ""))
+    assert "DistributedError: could not measure the merits, because another process of the job has ended" in said

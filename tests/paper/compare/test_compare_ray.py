@@ -1,26 +1,21 @@
-"""Comparisons on a real Ray: the same numbers, a stop that resumes, and errors of one line; what a task does, in this process."""
+"""What a task of a comparison does on Ray, in this process. (`tests/paper/test_ray.py` has a Ray, and runs one there.)"""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sensli import __version__
-from sensli.paper.compare import on_ray, work
+from sensli.paper.compare import on_ray
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import methods
-from sensli.paper.compare.on_ray import Ray
 from sensli.paper.compare.run import Run
-from sensli.paper.compare.store import Store
 from sensli.paper.compare.tasks import TASKS
 from sensli.paper.compare.tasks.spirals import SPIRALS
 from sensli.paper.compare.training import train
 from sensli.paper.errors import PaperError
-from sensli.paper.running.cluster import connected
 
 SMALL = replace(SPIRALS, steps=6, looks=(0.3,), points=4)
 
@@ -73,21 +68,3 @@ def test_what_a_method_refuses_comes_back_as_words(given: dict[str, Any], monkey
     monkeypatch.setattr(on_ray, "methods", lambda task: {"units": nowhere})
     ((kind, why),) = on_ray.work(__version__, {**given, "digest": Job(SMALL, nowhere, 0).digest, "save_every": 1e9})
     assert kind == "refused" and "nowhere to grow" in why
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as for the experiments on Ray")
-@pytest.mark.filterwarnings("ignore")
-def test_the_same_runs_on_a_real_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    pytest.importorskip("ray", reason="Ray is missing. Get it with: pip install 'sensli[ray]'")
-    monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
-    store, jobs = Store(tmp_path), [Job(SPIRALS, methods(SPIRALS)[name], 0, 0.01) for name in ("small", "units")]
-    with connected("local"):  # one start for both
-        with pytest.raises(PaperError, match=r"--ray-cpus must be between 1 and \d+ \(the CPUs of the largest"):
-            work.compute(jobs, store, ray=Ray(cpus=999))
-        assert work.compute(jobs, store, ray=Ray()) == []
-    assert capsys.readouterr().out.count(": done") == 2
-    for job in jobs:
-        assert timeless(store.load(job)) == timeless(train(job, SPIRALS.load(None, 0)))  # type: ignore[arg-type]
-    assert work.compute(jobs, store, ray=Ray(address="nobody:1")) == [], "nothing is missing, so nobody is asked"
