@@ -100,6 +100,19 @@ def test_a_trial_costs_its_losers_and_its_winner_has_trained() -> None:
     assert one.batches.taken == tried.arms[0].steps, "nobody trains on the batches of a trial again"
 
 
+def test_a_method_that_waits_looks_where_training_has_slowed_down() -> None:
+    one = Training(job("when"), DATA)
+    assert one.looks[-1] <= max(TINY.looks) and len(one.looks) > len(TINY.looks)
+    values = iter([5.0, 3.0, 2.0, 1.9, 1.89, 1.88, 1.87, 1.86, *(1.8 - 0.3 * call for call in range(40))])
+    one._metric = lambda: next(values)  # type: ignore[method-assign]
+    while not one.finished:
+        one.advance()
+    assert one.grower is not None
+    calls = [growth.details["epoch"] for growth in one.grower.history]
+    assert len(calls) == 1 and 6 <= calls[0] <= 9, "after the fast part, and not again while the loss falls"
+    assert len(one.run.costs) == 1 and one.run.looks == len(one.looks)
+
+
 def test_all_methods_have_one_start_and_one_order() -> None:
     first = [train(job(name), DATA) for name in ("small", "layers", "units")]
     assert len({run.validation[0] for run in first}) == 1
@@ -116,7 +129,7 @@ def test_the_rate_follows_the_share_of_the_flops() -> None:
     assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 2 * (1 - one.share))
 
 
-@pytest.mark.parametrize("name", ["both", "random-place", "tried"])
+@pytest.mark.parametrize("name", ["both", "random-place", "tried", "when"])
 @pytest.mark.slow
 def test_a_run_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
     state, resumed = tmp_path / "state.ckpt", Training(job(name), DATA)

@@ -52,6 +52,7 @@ class Job:
             **({"schedule": self.method.schedule.facts()} if self.method.schedule is not None else {}),
             **({"full": True} if self.method.full else {}),
             **({"trial": self.method.trial} if self.method.trial is not None else {}),
+            **({"waits": True} if self.method.waits else {}),
             # new units of ours had other rows once
             **({"rows": "made for the data"} if self.method.widens else {}),
         }

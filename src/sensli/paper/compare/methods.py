@@ -19,7 +19,8 @@ class Method:
     """What trains: the network it begins with, and what it gives `Grower`; a network of fixed size gives nothing.
 
     ``schedule`` is None for what follows the schedule of the task. ``full`` spends more than the others: as many steps as the small network
-    takes with the FLOPs of the task. ``trial`` is the share of the FLOPs that are left for which each network of a trial trains.
+    takes with the FLOPs of the task. ``trial`` is the share of the FLOPs that are left for which each network of a trial trains. What
+    ``waits`` asks `Diminishing` when to look, instead of looking when the task says.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Method:
     schedule: Schedule | None = None
     full: bool = False
     trial: float | None = None
+    waits: bool = False
 
     @property
     def grows(self) -> bool:
@@ -59,6 +61,10 @@ _GROWING = (
     Method(
         "tried", "as 'both', but the best layer, the best units and no growth train first; the best of them stays", "sensli",
         options=_largest("both"), trial=1 / 32,
+    ),
+    Method(
+        "when", "as 'units', but when training on brings little for its FLOPs, instead of at fixed looks", "sensli",
+        options=_largest("units"), waits=True,
     ),
     Method("natural", "as 'both', by the natural merit", "sensli", options={**_largest("both"), "norm": "natural"}),
     Method(

@@ -16,7 +16,7 @@ from sensli.growing.checkpoint import load_checkpoint, save_checkpoint
 from sensli.growing.grower import Grower
 from sensli.growing.trials.trial import Trial
 from sensli.growing.trigger import Trigger
-from sensli.growing.triggers import Budget, Every
+from sensli.growing.triggers import AtMost, Budget, Diminishing, Every
 from sensli.modules.flops import count_flops
 from sensli.paper.compare.batches import Batches
 from sensli.paper.compare.flops import Counted, training_flops
@@ -30,6 +30,7 @@ from sensli.surgery.history.tried import Tried
 Tell = Callable[[float], None]  # the share of the FLOPs that is spent
 EVALUATED_AT_ONCE = 500
 SAVE_EVERY = 10.0  # seconds
+CALLS = 40  # of a grower that waits, were it asked to the end
 
 
 def train(job: Job, data: Data, *, state: Path | None = None, tell: Tell | None = None) -> Run:
@@ -70,6 +71,7 @@ class Training:
         self._step_flops: int | None = None  # of the model as it is
         self._steps: Steps | None = None  # of the model as it is
         self._losses: list[Tensor] = []
+        self._since: list[Tensor] = []  # losses since the last call of a grower that waits
 
     def _times_small(self, large: nn.Module) -> float:
         """How many steps of the small network cost what one of this one costs."""
@@ -94,8 +96,11 @@ class Training:
 
     @property
     def looks(self) -> tuple[float, ...]:
-        """Shares of the FLOPs at which it looks."""
+        """Shares of the FLOPs at which it looks, or asks whether to."""
         schedule = self.job.method.schedule
+        if self.job.method.waits:
+            shares = ((call + 1) / CALLS for call in range(CALLS))
+            return tuple(share for share in shares if share <= max(self.task.looks))
         return self.task.looks if schedule is None else schedule.looks
 
     def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
@@ -107,11 +112,15 @@ class Training:
         )  # fmt: skip
 
     def _trigger(self) -> Trigger:
-        """At which of the calls that are due it looks: at all of them."""
-        return Every(1)
+        """At which of the calls that are due it looks: at all of them, unless it waits; never more often than the others."""
+        return Diminishing() & AtMost(len(self.task.looks)) if self.job.method.waits else Every(1)
 
     def _metric(self) -> float | None:
-        """What a call is told: the validation loss, where the strategy decides by it."""
+        """What a call is told: the validation loss, where the strategy decides by it; the training loss since the last, where it waits."""
+        if self.job.method.waits:
+            mean = float(torch.stack(self._since).mean())
+            self._since.clear()
+            return mean
         return (
             self._loss_of(self.data.validation)
             if self.grower is not None and self.grower.strategy.needs_metric
@@ -142,6 +151,8 @@ class Training:
         if self._steps is None:
             self._steps = Steps(self.model, self.optimizer, self.task.loss, constant=self.task.batch is None)
         self._losses.append(self._steps.take(*self.batches.at(self.run.steps)))
+        if self.job.method.waits:
+            self._since.append(self._losses[-1])
         self.run.steps += 1
         self.spent += cost
         self.scheduler.step()
@@ -172,14 +183,16 @@ class Training:
             self._prepare_trial()
             self.grower.step(batches, self.task.loss, metric=metric)
         decision = counted.total - self._trained_in_trial()
-        self.run.costs.append(Look(decision, time.perf_counter() - began, sweep, samples))
+        if self._has_looked():
+            self.run.costs.append(Look(decision, time.perf_counter() - began, sweep, samples))
         self.run.looks += 1
         self.run.decisions += decision
         self.spent += counted.total
         for name, times in counted.unknown.items():
             self.run.uncounted[name] = self.run.uncounted.get(name, 0) + times
         self.run.grown += [(self.spent, str(growth.site)) for growth in self.grower.history[before:]]
-        self._step_flops = self._steps = None
+        if self._has_looked():
+            self._step_flops = self._steps = None
         schedule = self.job.method.schedule
         if schedule is not None and schedule.forgets and len(self.grower.history) > before:
             self.optimizer.state.clear()  # as another optimizer of the same parameters
@@ -202,9 +215,13 @@ class Training:
         )
 
     def _last_trial(self) -> Tried | None:
-        """What came of the trial at the last look, if there was one."""
+        """What came of the trial at the last call, if there was one."""
+        return self.grower.history.record.looks[-1].tried if self.grower is not None and self._has_looked() else None
+
+    def _has_looked(self) -> bool:
+        """Whether the trigger has fired at the last call."""
         looks = [] if self.grower is None else self.grower.history.record.looks
-        return looks[-1].tried if self.grower is not None and looks and looks[-1].call == self.grower.calls else None
+        return self.grower is not None and bool(looks) and looks[-1].call == self.grower.calls
 
     def _point(self) -> None:
         """A point of the curve: for the reader, not for the method, and not counted."""
@@ -247,7 +264,13 @@ class Training:
         now = time.perf_counter()
         self.run.seconds += now - self._began
         self._began = now
-        extra = {"run": self.run.to_dict(), "spent": self.spent, "taken": self.batches.taken, "losses": self._losses}
+        extra = {
+            "run": self.run.to_dict(),
+            "spent": self.spent,
+            "taken": self.batches.taken,
+            "losses": self._losses,
+            "since": self._since,
+        }
         save_checkpoint(
             path, self.model, optimizer=self.optimizer, scheduler=self.scheduler, grower=self.grower, extra=extra
         )
@@ -262,6 +285,7 @@ class Training:
         self.model, self.optimizer, self.scheduler, self.grower = found.model, found.optimizer, found.scheduler, found.grower  # fmt: skip
         self.run = Run.from_dict(found.extra["run"])
         self.spent, self.batches.taken, self._losses = found.extra["spent"], found.extra["taken"], found.extra["losses"]
+        self._since = found.extra.get("since", [])
         tried = self._last_trial()
         if self.grower is not None and tried is not None and not tried.grew:
             self.grower.sites()  # the look before has paid for this search, and a run that was not interrupted still knows the sites
