@@ -32,20 +32,22 @@ from sensli.moves.geometry import Geometry
 BATCH = 128
 
 
-def _seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def _seconds(work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def interleaved(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def interleaved(
+    works: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Median seconds of each, taken in turn, so that a busy moment of the machine hits all alike."""
     for work in works.values():
         work()
     taken = {name: [] for name in works}  # type: dict[str, list[float]]
     for _ in range(rounds):
         for name, work in works.items():
-            taken[name].append(_seconds(work))
+            taken[name].append(_seconds(work, clock))
     return {name: statistics.median(times) for name, times in taken.items()}
 
 

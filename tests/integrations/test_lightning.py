@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
+import ranks  # noqa: E402
 from sensli import Grower, Trial, triggers  # noqa: E402
 from sensli.errors import SensliError, UnsupportedModel  # noqa: E402
 from sensli.integrations.lightning import GrowthCallback, grow_like  # noqa: E402
@@ -398,3 +400,53 @@ def test_a_trial_is_refused_where_the_trainer_steps_otherwise(tmp_path: Path) ->
         UnsupportedModel, match="the module has its own optimizer_step, which the steps of a trial would not follow"
     ):
         trainer.fit(Careful(), data())
+
+
+def size_of(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def tried_on(processes: int, by_size: bool) -> dict[str, Any]:
+    """A fit with trials on the same joined batches, whatever the number of processes: samples are dealt out in turn."""
+    decided: dict[str, Any] = {"metric": size_of, "mode": "max"} if by_size else {}
+    module, callback = Clipped(0.0), tried(1, 2, trial=Trial(4, candidates=2, **decided))
+    samples, rank = data().dataset, dist.get_rank() if processes > 1 else 0
+    trainer = pl.Trainer(
+        max_epochs=3, callbacks=[callback], gradient_clip_val=0.05, limit_val_batches=0, accelerator="cpu",
+        strategy="ddp" if processes > 1 else "auto", devices=processes, use_distributed_sampler=False, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    dealt = DistributedSampler(samples, processes, rank, shuffle=False)
+    trainer.fit(module, DataLoader(samples, batch_size=16 // processes, sampler=dealt))
+    looks = [look.tried for look in callback.history.record.looks if look.tried is not None]
+    assert trainer.world_size == processes and len(looks) == 2
+    return {
+        "model": dict(module.state_dict()),
+        "arms": [(arm.name, arm.steps, arm.flops) for look in looks for arm in look.arms],
+        "scores": [arm.score for look in looks for arm in look.arms],
+        "winners": [look.winner for look in looks],
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+    }
+
+
+def in_two_processes() -> list[Any]:
+    found = [tried_on(dist.get_world_size(), by_size) for by_size in (False, True)]
+    for each in found:
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, each)
+        assert told[0]["winners"] == told[1]["winners"] and told[0]["scores"] == told[1]["scores"]
+        assert all(torch.equal(value, told[1]["model"][name]) for name, value in told[0]["model"].items())
+    return found
+
+
+@pytest.mark.process
+def test_trials_in_two_processes_keep_what_one_process_keeps(tmp_path: Path) -> None:
+    for by_size, found in enumerate(ranks.run(in_two_processes, 2, tmp_path)):
+        expected = tried_on(1, bool(by_size))
+        for name in ("arms", "winners", "rate"):
+            assert found[name] == expected[name], name
+        assert found["scores"] == pytest.approx(expected["scores"], rel=1e-9)
+        assert all(expected["winners"]) or not by_size  # the largest has grown
+        assert list(found["model"]) == list(expected["model"])
+        for name, value in expected["model"].items():
+            torch.testing.assert_close(found["model"][name], value, rtol=1e-9, atol=1e-11)

@@ -14,7 +14,6 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sensli.modules.running import widened
 
@@ -180,18 +179,21 @@ def of_windows(x: Tensor, windows: Windows, size: Sequence[int]) -> Rows:
     steps = _steps(size, _every(seen, entries))
     first = [step // 2 for step in steps]
     counts = [len(range(begin, length, step)) for begin, length, step in zip(first, size, steps, strict=True)]
-    x = pad(x, [side for padding in reversed(windows.padding) for side in (padding, padding)])
-    taps = []
-    for tap in product(*(range(length) for length in windows.kernel)):
-        part = x
+    last = x.movedim(1, -1)
+    # Only what is taken is copied; what padding would add stays zero.
+    rows = x.new_zeros(len(x), *counts, math.prod(windows.kernel), x.shape[1])
+    for number, tap in enumerate(product(*(range(length) for length in windows.kernel))):
+        source, target = [slice(None)], [slice(None)]
         for axis, offset in enumerate(tap):
-            begin = first[axis] * windows.stride[axis] + offset * windows.dilation[axis]
+            begin = first[axis] * windows.stride[axis] + offset * windows.dilation[axis] - windows.padding[axis]
             jump = steps[axis] * windows.stride[axis]
-            part = part.narrow(2 + axis, begin, (counts[axis] - 1) * jump + 1)
-            part = part[(slice(None),) * (2 + axis) + (slice(None, None, jump),)]
-        taps.append(part)
-    rows = torch.stack(taps, -1).movedim(1, -2)  # [samples, positions..., channels, taps]
-    return Rows(rows.reshape(-1, windows.groups, entries).transpose(0, 1), seen)
+            low = max(0, -(begin // jump))
+            high = max(low, min(counts[axis], (x.shape[2 + axis] - 1 - begin) // jump + 1))
+            source.append(slice(begin + low * jump, begin + high * jump, jump) if high > low else slice(0, 0))
+            target.append(slice(low, high))
+        rows.select(-2, number)[tuple(target)] = last[tuple(source)]
+    values = rows.view(-1, math.prod(windows.kernel), windows.groups, x.shape[1] // windows.groups)
+    return Rows(values.permute(2, 0, 3, 1).reshape(windows.groups, -1, entries), seen)
 
 
 def of_entries(x: Tensor, dims: Iterable[int]) -> Rows:
