@@ -16,8 +16,9 @@ from sensli.paper.engines import networks, stacked
 from sensli.paper.engines.engine import Job
 from sensli.paper.errors import NoResults
 from sensli.paper.plans import catalog
-from sensli.paper.plans.config import Options, Plan, Settings, plan
+from sensli.paper.plans.config import Options, Plan, plan
 from sensli.paper.plans.seeds import ORDER_BLOCK, order_block, run_seed
+from sensli.paper.plans.settings import Settings
 from sensli.paper.running.store import Store
 
 BARS = {"2": 5.0, "4": 10.0}

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from sensli.surgery.dead import recycle, remove_dead
     from sensli.surgery.history.growth import Growth
     from sensli.surgery.history.history import History
-    from sensli.surgery.insertion import grow, insert, undo
+    from sensli.surgery.insertion import grow, insert
     from sensli.surgery.replaying import replay
+    from sensli.surgery.undoing import undo
 
 __version__ = "0.1.0"
 
@@ -52,8 +53,9 @@ _HOMES = {
     "surgery.dead": ("recycle", "remove_dead"),
     "surgery.history.growth": ("Growth",),
     "surgery.history.history": ("History",),
-    "surgery.insertion": ("grow", "insert", "undo"),
+    "surgery.insertion": ("grow", "insert"),
     "surgery.replaying": ("replay",),
+    "surgery.undoing": ("undo",),
 }
 _MODULES = {"triggers": "growing.triggers", "norms": "merits.norms"}
 _ROOMS = ("errors", "growing", "integrations", "merits", "modules", "moves", "page", "paper", "surgery", "text")

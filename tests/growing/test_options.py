@@ -20,7 +20,7 @@ from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import At, Budget, Every, Moment
 from sensli.merits.merits import Merit
 from sensli.merits.ranking import BY_MERIT, SELECTIONS
-from sensli.paper.plans.config import Data, Network, Optimizer, Settings
+from sensli.paper.plans.settings import Data, Network, Optimizer, Settings
 
 DATA = batches((8, 8, 4))
 OF_A_RUN = {"model", "optimizer", "example", "scheduler", "averaged"}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sensli.paper.plans.config import Data, Network, Optimizer, Options, Plan, Settings, parse, plan
+from sensli.paper.plans.config import Options, Plan, parse, plan
+from sensli.paper.plans.settings import Data, Network, Optimizer, Settings
 
 GOOD: dict[str, Any] = {
     "name": "mine",

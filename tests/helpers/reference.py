@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from sensli.paper.data import spirals
 from sensli.paper.engines import networks
 from sensli.paper.engines.networks import ResidualBlock
-from sensli.paper.plans.config import Settings
 from sensli.paper.plans.seeds import ORDER_BLOCK, order_block, run_seed
+from sensli.paper.plans.settings import Settings
 
 
 @dataclass

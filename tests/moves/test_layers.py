@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from sensli.moves.layer.forms import Layer, grouped_like, same_size_kernel
+from sensli.moves.layer.forms import Layer
+from sensli.moves.layer.placing import grouped_like, same_size_kernel
 from sensli.moves.move import Cost
 from sensli.moves.point import Point, Ref
 from sensli.moves.trace.activations import ACTIVATIONS, Activation

@@ -21,9 +21,10 @@ from sensli.paper.engines import cnn, convnets, training
 from sensli.paper.engines.engine import Job, engine
 from sensli.paper.errors import BadExperiment
 from sensli.paper.plans import machine
-from sensli.paper.plans.config import Network, Options, parse, plan
+from sensli.paper.plans.config import Options, parse, plan
 from sensli.paper.plans.machine import Machine
 from sensli.paper.plans.seeds import generator, run_seed
+from sensli.paper.plans.settings import Network
 from sensli.paper.running import files, runner
 from sensli.paper.running.store import Store
 
@@ -308,7 +309,7 @@ def test_what_cannot_be_trained_is_refused(settings, text):
 
 def test_presets_are_settings_of_their_own():
     from sensli.paper.plans import catalog
-    from sensli.paper.plans.config import digest
+    from sensli.paper.plans.settings import digest
 
     names = ("paper", "day", "laptop", "smoke")
     sizes = [plan(catalog.find("1"), "trains", Options(preset=name)) for name in names]

@@ -15,7 +15,8 @@ from sensli.paper.engines import networks
 from sensli.paper.engines.engine import engine
 from sensli.paper.errors import BadExperiment
 from sensli.paper.plans import catalog
-from sensli.paper.plans.config import Data, Network, Optimizer, Options, Schedule, Settings, digest, parse, plan
+from sensli.paper.plans.config import Options, parse, plan
+from sensli.paper.plans.settings import Data, Network, Optimizer, Schedule, Settings, digest
 from sensli.paper.report import tables
 
 

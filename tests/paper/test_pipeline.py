@@ -7,7 +7,7 @@ import torch
 from pictures import raw
 from sensli.paper.data import FACTS, pipeline
 from sensli.paper.data.pipeline import PADDING
-from sensli.paper.plans.config import Data
+from sensli.paper.plans.settings import Data
 
 
 def make(**wanted):

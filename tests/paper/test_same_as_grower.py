@@ -12,8 +12,8 @@ from sensli import Grower, count_flops, triggers
 from sensli.paper.data import spirals
 from sensli.paper.engines import networks, stacked
 from sensli.paper.engines.engine import Job
-from sensli.paper.plans.config import Network, Settings
 from sensli.paper.plans.seeds import run_seed
+from sensli.paper.plans.settings import Network, Settings
 
 RUNS = (0, 1, 4)
 CASES = {

@@ -13,7 +13,7 @@ from sensli.paper.data import spirals
 from sensli.paper.engines import networks, stacked
 from sensli.paper.engines.engine import Job
 from sensli.paper.engines.stack import Stack
-from sensli.paper.plans.config import Data, Network, Optimizer
+from sensli.paper.plans.settings import Data, Network, Optimizer
 
 RUNS = (0, 1, 2, 5)
 

@@ -84,7 +84,8 @@ def _quoted() -> list[str]:
 def test_errors_of_every_part_are_there() -> None:
     """Each file that a user's mistake can reach has at least one of its texts on the page."""
     parts = "modules/engines/ddp modules/engines/distributed modules/engines/fsdp modules/wrappers moves/finding moves/trace/flow"
-    parts += " merits/measuring merits/merits surgery/averaging surgery/insertion surgery/history/history surgery/state/optim"
+    parts += " merits/measuring merits/merits surgery/averaging surgery/insertion surgery/undoing"
+    parts += " surgery/history/history surgery/state/optim"
     parts += (
         " surgery/state/own_rate surgery/state/rates growing/checkpoint growing/grower growing/storage growing/triggers"
     )

@@ -13,7 +13,7 @@ import pytest
 
 import sensli
 from sensli import norms, page, triggers
-from sensli.paper.plans import config
+from sensli.paper.plans import settings
 from sensli.surgery.history import record
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -87,10 +87,10 @@ def test_the_table_of_the_estimators(kind: str) -> None:
 def test_the_table_of_the_experiments() -> None:
     ours: dict[str, Any] = {}
     for prefix, kind in (
-        ("", config.Settings),
-        ("network.", config.Network),
-        ("optimizer.", config.Optimizer),
-        ("data.", config.Data),
+        ("", settings.Settings),
+        ("network.", settings.Network),
+        ("optimizer.", settings.Optimizer),
+        ("data.", settings.Data),
     ):
         for field in dataclasses.fields(kind):
             made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default

@@ -17,9 +17,10 @@ from sensli.surgery.averaging import Averaged, check_alike, follow, unfollow
 from sensli.surgery.dead import renew
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
-from sensli.surgery.insertion import grow, undo
+from sensli.surgery.insertion import grow
 from sensli.surgery.state.optim import Optimizers, as_optimizers
 from sensli.surgery.state.rates import Schedulers
+from sensli.surgery.undoing import undo
 
 
 @dataclass

@@ -21,8 +21,8 @@ from sensli.moves.sites import Site
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
 from sensli.surgery.history.outline import outline
-from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat
+from sensli.surgery.undoing import undo
 
 STAGE = 30  # evaluations after which a growth is tried even if the loss still falls
 STEPS = 10  # the smallest number between two evaluations: an epoch of few data says little

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from sensli.modules.arguments import first_tensor, value_at
-from sensli.modules.nearness import equal
-from sensli.modules.running import device_of, run, tensors, to_device, undrawn, untouched
+from sensli.modules.running import device_of, run, tensors, to_device, untouched
 from sensli.modules.samples import count_samples, first_samples
 from sensli.modules.wrappers import eager
 from sensli.moves.comparing import alike, difference
-from sensli.moves.cutting import Cut, apply_cut, plan_cut, take_out
-from sensli.moves.inserting import Inserts
 from sensli.moves.sites import Site
 from sensli.moves.taps import handed_on, tap
 from sensli.moves.trace.flow import Flow, Seen, fresh
-from sensli.moves.trace.stacks import manner
+from sensli.moves.trial_layers import Layers, New, locally_wrong, move_of, watched
 
 
 @dataclass
@@ -42,19 +37,6 @@ class Verdict:
     @property
     def good(self) -> bool:
         return not self.wrong and self.together is None
-
-
-@dataclass
-class _New:
-    """A layer in the copy, and what was seen of it in one run."""
-
-    site: Site
-    layer: nn.Module
-    cut: Cut
-    calls: int = 0
-    same: bool = True
-    output: Tensor | None = None
-    given: GradientEdge | None = None  # where its input comes from in the graph
 
 
 class Trial:
@@ -75,8 +57,7 @@ class Trial:
         self._numbers = {id(module): number for number, module in enumerate(self.model.modules())}
         self._base: dict[bool, Any] = {}  # outputs in eval and in training mode, with numbered random numbers
         self._random: dict[bool, bool] = {}  # whether they differ when nothing does
-        self._layers: dict[tuple[Site, bool, int], nn.Module] = {}
-        self._returns_tensor = {call.path for call in flow.calls if call.output is not None}
+        self._layers = Layers(self.model, {call.path for call in flow.calls if call.output is not None})
 
     def attempt(self, sites: Sequence[Site]) -> Verdict:
         """Put a layer at every site, run the example in both modes, and take them out again."""
@@ -86,12 +67,12 @@ class Trial:
     # --- the two modes ---
 
     def _evaluate(self, sites: Sequence[Site]) -> Verdict:
-        with self._grown(sites) as new:
+        with self._layers.inserted(sites) as new:
             try:
                 output = self._run(False, new, graph=True)
             except Exception as error:
                 return Verdict(together=_raised(error))
-            wrong = _locally_wrong(new, "eval")
+            wrong = locally_wrong(new, "eval")
             outputs = [each.output for each in new]
             gradients = None if wrong else _gradients(output, [*outputs, *(each.given for each in new)])
         verdict = Verdict(wrong) if wrong else self._compared(False, output, new)
@@ -106,15 +87,15 @@ class Trial:
             return (
                 Verdict()
             )  # a batch too small for its norms, or a loss that wants labels: it cannot train on the example
-        with self._grown(sites) as new:
+        with self._layers.inserted(sites) as new:
             try:
                 output = self._run(True, new)
             except Exception as error:
                 return Verdict(together=_raised(error))
-        wrong = _locally_wrong(new, "training")
+        wrong = locally_wrong(new, "training")
         return Verdict(wrong) if wrong else self._compared(True, output, new)
 
-    def _compared(self, training: bool, output: Any, new: list[_New]) -> Verdict:
+    def _compared(self, training: bool, output: Any, new: list[New]) -> Verdict:
         """The output with the layers against the one without; they have been taken out again."""
         in_list = any(each.cut.way == "list" for each in new)
         if not training and not difference(self._output, output, in_list):
@@ -144,7 +125,7 @@ class Trial:
             self._random[training] = bool(difference(self._base[training], self._run(training, []), False))
         return self._random[training]
 
-    def _run(self, training: bool, new: list[_New], *, graph: bool = False) -> Any:
+    def _run(self, training: bool, new: list[New], *, graph: bool = False) -> Any:
         model = self.model
         # Never chained: somebody's train() returns None.
         model.train(training)
@@ -152,7 +133,7 @@ class Trial:
             for context in (untouched(model), torch.inference_mode(False), eager()):
                 stack.enter_context(context)
             stack.enter_context(torch.set_grad_enabled(graph))
-            handles = [handle for each in new for handle in _watched(each)]
+            handles = [handle for each in new for handle in watched(each)]
             for module in model.modules():
                 if id(module) in self._numbers and not isinstance(module, torch.jit.ScriptModule):
                     handles.append(module.register_forward_pre_hook(self._numbered(), prepend=True))
@@ -186,7 +167,7 @@ class Trial:
     ) -> dict[int, str]:
         """Sites where a measurement would catch another gradient than the layer gets. ``before``: what the layers hand back."""
         wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None}
-        tried = [i for i, site in enumerate(sites) if _move(site).caught_at_site and i not in wrong]
+        tried = [i for i, site in enumerate(sites) if move_of(site).caught_at_site and i not in wrong]
         # An identity hands back what it gets. Where more comes back to its input, that is used elsewhere, and a measurement must tell.
         open_ones = [i for i in tried if not alike(gradients[i], before[i], on[i])]
         # A loop of the model's own may treat gradients by a block's position, which the new ones have moved: those without them must be the
@@ -236,90 +217,12 @@ class Trial:
                 handle.remove()
         return _gradients(output, caught)
 
-    # --- layers in and out ---
-
-    @contextmanager
-    def _grown(self, sites: Sequence[Site]) -> Iterator[list[_New]]:
-        """The copy with a layer at every site, in their order."""
-        bound = [replace(site, point=site.point.on(self.model)) for site in sites]
-        real = _shown(self.model, sites)
-        standing: Counter[Site] = Counter()
-        layers: list[nn.Module] = []
-        for index, site in enumerate(bound):  # before the first goes in: a block is copied as it is
-            layers.append(self._layer(site, site.find(self.model)[1], index in real, standing[site]))
-            standing[site] += 1
-        new: list[_New] = []
-        try:
-            for site, layer in reversed(
-                list(zip(bound, layers, strict=True))
-            ):  # from the end: what comes before keeps its name
-                path, _ = site.find(self.model)
-                cut = plan_cut(self.model, site.point, path, takes_call=_move(site).takes_call)
-                apply_cut(self.model, cut, layer)
-                new.append(_New(site, layer, cut))
-            yield new[::-1]
-        finally:
-            for each in reversed(new):
-                take_out(self.model, each.cut.path, each.cut.place)
-
-    def _layer(self, site: Site, anchor: nn.Module, real: bool, number: int) -> nn.Module:
-        """The layer for a site, the first time built, then used again; ``number``: how many of them are there already."""
-        # Of equal twins in one container some will do: that the others are identities too follows, here it is about their places.
-        real = real or site.path not in self._returns_tensor
-        if (site, real, number) not in self._layers:
-            layer = _move(site).stand_in(self.model, site, anchor, real=real)
-            for parameter in layer.parameters():
-                parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
-            self._layers[site, real, number] = layer
-        return self._layers[site, real, number]
-
-
-def _move(site: Site) -> Inserts:
-    """A trial puts modules in: it is for the moves that do so."""
-    assert isinstance(site.move, Inserts)
-    return site.move
-
 
 _WHY = "the forward pass counts, indexes or slices its modules, or checks their class"
 _NO_GRADIENT = "a layer there would get no gradient"
 _OTHER_GRADIENT = (
     "its values are read elsewhere too: the gradient that could be measured is not the one that a layer there would get"
 )
-
-
-def _shown(model: nn.Module, sites: Sequence[Site]) -> set[int]:
-    """Of the equal copies of blocks in one container the first: it is really inserted, and represents the others."""
-    first: dict[object, int] = {}
-    for index, site in enumerate(sites):
-        if _move(site).takes_call:
-            key = (site.path.rpartition(".")[0], site.move, manner(model.get_submodule(site.path)))
-            first.setdefault(key, index)
-    return set(first.values())
-
-
-def _watched(each: _New) -> list[Any]:
-    """Hooks that see whether a layer runs once and gives what it is given."""
-    each.calls, each.same, each.output, each.given = 0, True, None, None
-    given: list[Tensor] = []
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        value = value_at(args, kwargs, each.site.point.slot if _move(each.site).takes_call else 0)
-        given.append(value.detach().clone())
-        # The place in the graph, not the tensor, which somebody may work on in place.
-        each.given = get_gradient_edge(value) if value.requires_grad and torch.is_grad_enabled() else None
-        each.calls += 1
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        value, result = given.pop(), first_tensor(output)
-        each.output = result
-        each.same = each.same and result is not None and equal(result.detach(), _move(each.site).gives(value))
-
-    layer = each.layer
-    return [
-        *undrawn(layer),
-        layer.register_forward_pre_hook(before, with_kwargs=True),
-        layer.register_forward_hook(after, with_kwargs=True),
-    ]
 
 
 def _gradients(
@@ -341,20 +244,6 @@ def _gradients(
         return None
     by_id = {id(w): g for w, g in zip(asked, found, strict=True)}
     return [None if w is None else by_id.get(id(w)) for w in wanted]
-
-
-def _locally_wrong(new: list[_New], mode: str) -> dict[int, str]:
-    wrong: dict[int, str] = {}
-    for index, each in enumerate(new):
-        if each.calls == 0:
-            wrong[index] = (
-                "a layer there would never run: the forward pass uses the module under another name or without calling it"
-            )
-        elif each.calls > 1:
-            wrong[index] = f"a layer there would run {each.calls} times in one forward pass"
-        elif not each.same:
-            wrong[index] = f"a layer there would change the values in {mode} mode"
-    return wrong
 
 
 def _raised(error: Exception) -> str:

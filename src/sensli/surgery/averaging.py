@@ -19,8 +19,8 @@ from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
 from sensli.moves.copying import is_own
 from sensli.surgery.history.growth import Growth
-from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat
+from sensli.surgery.undoing import undo
 
 Averaged: TypeAlias = nn.Module | Sequence[nn.Module] | None
 

@@ -22,8 +22,9 @@ from sensli.moves.sites import Site
 from sensli.moves.width.confirming import in_order
 from sensli.moves.width.width import Width
 from sensli.surgery.history.growth import Growth
-from sensli.surgery.insertion import grow, undo
+from sensli.surgery.insertion import grow
 from sensli.surgery.state.optim import Optimizers, as_optimizers
+from sensli.surgery.undoing import undo
 
 
 def recycle(

@@ -1,4 +1,4 @@
-"""`grow` and `undo`: a model gets a layer or more units, or is as before. All checks come before the first change."""
+"""`grow`: a model gets a layer or more units, or is as before. All checks come before the first change."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from torch import nn
 
-from sensli.errors import HistoryError, OptimizerError, UnsupportedSite
+from sensli.errors import OptimizerError, UnsupportedSite
 from sensli.merits.ahead import made_for
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Changing
-from sensli.modules.marks import grown, mark, tell, told, unmark
+from sensli.modules.marks import grown, mark, tell, unmark
 from sensli.modules.wrappers import bare
 from sensli.moves.move import Edit
 from sensli.moves.naming import named
 from sensli.moves.sites import Site
 from sensli.surgery.history.growth import Growth, Resized
 from sensli.surgery.same_output import Outputs, given_of
-from sensli.surgery.state.optim import Joining, Optimizers, as_optimizers, check_needed, leave, plan_joining
+from sensli.surgery.state.optim import Joining, Optimizers, check_needed, plan_joining
 from sensli.surgery.state.own_rate import OwnRate, check_own_factor, plan_own_rate
-from sensli.surgery.state.rates import RateScaling, Schedulers, as_schedulers, check_factor, plan_rate_scaling
-from sensli.surgery.state.resizing import Resizing, plan_resizing, plan_shrinking
+from sensli.surgery.state.rates import RateScaling, Schedulers, check_factor, plan_rate_scaling
+from sensli.surgery.state.resizing import Resizing, plan_resizing
 
 
 def grow(
@@ -243,90 +243,6 @@ def _freeze(model: nn.Module, edit: Edit) -> tuple[str, ...]:
             parameter.grad = None  # an optimizer would go on stepping, and decaying, by what is left of it
             frozen.append(name)
     return tuple(frozen)
-
-
-def undo(
-    model: nn.Module, growth: Growth | None = None, *, optimizer: Optimizers = None, scheduler: Schedulers = None
-) -> Growth:
-    """Take the last growth back: remove its layer or its units, and what the optimizer keeps of them.
-
-    If no training step was taken since, the model and the optimizer are to the bit what they were. Otherwise the function
-    changes, because the layer is no longer an identity, or the units have an effect; units that were recycled or removed are then
-    given back as units that nothing reads.
-
-    Args:
-        model: The network that has grown, or its DistributedDataParallel wrapper.
-        growth: The last growth of the model. None takes the record that the model carries itself.
-        optimizer: The optimizer or optimizers that followed the growth.
-        scheduler: The scheduler or schedulers that followed the growth.
-
-    Returns:
-        The growth that was taken back. Remove it from the history that has it (``history.pop()``).
-
-    Raises:
-        HistoryError: If it is not the last growth of this model.
-    """
-    with Changing(model, f"undo {getattr(growth, 'name', 'the last growth')}") as together:
-        network = bare(model)
-        if growth is not None:
-            checks.instance(
-                "growth",
-                growth,
-                Growth,
-                "the Growth that grow or insert returned (for example grower.history[-1]), or None",
-            )
-        return _undo(network, growth, together, optimizer, scheduler)
-
-
-def _undo(
-    model: nn.Module, growth: Growth | None, together: Changing, optimizer: Optimizers, scheduler: Schedulers
-) -> Growth:
-    last = max(grown(model), key=lambda entry: entry[0], default=None)
-    if last is None:
-        raise HistoryError(
-            f"nothing to undo: this {type(model).__name__} has not grown. Give the model that was grown."
-        )
-    number, path, module = last
-    growth = _told(model, module, number) if growth is None else growth
-    if number != growth.number or path != growth.name:
-        raise HistoryError(
-            f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(model).__name__} is number "
-            f"{number} ({path}), and later growths build on earlier ones. Undo in reverse order."
-        )
-    as_optimizers(optimizer)  # refuses what is none, before anything changes
-    as_schedulers(scheduler)
-    # By its paths: the growth may be that of another model, of which this one is a copy or an average.
-    site = growth.site.by_path()
-    edit = site.move.made(model, site, module, path)
-    gone = edit.gone
-    shrinking = plan_shrinking(optimizer, edit.resized)
-    if growth.own_rate is not None and optimizer is not None:
-        growth.own_rate.check(optimizer, scheduler, gone)
-    trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
-    together.agree_on({"the last growth": f"number {number}, {path}"})
-    shrinking.build()
-    if growth.rates is not None and optimizer is not None:
-        growth.rates.revert(optimizer, scheduler)
-    unmark(module, number)
-    edit.revert()
-    shrinking.apply()
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
-    if growth.own_rate is not None and optimizer is not None:
-        growth.own_rate.remove(optimizer, scheduler)
-    return growth
-
-
-def _told(model: nn.Module, module: nn.Module, number: int) -> Growth:
-    """The record of a growth that the model carries."""
-    record = told(module, number)
-    if not isinstance(record, Growth):
-        raise HistoryError(
-            f"growth is missing, and this {type(model).__name__} carries no record of its last growth (number {number}). Give the "
-            "Growth that grow or insert returned."
-        )
-    return record
 
 
 def check_joining(

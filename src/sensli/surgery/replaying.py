@@ -14,9 +14,10 @@ from sensli.modules.wrappers import bare
 from sensli.moves.cutting import nested
 from sensli.surgery.history.growth import Growth, Resized, as_growths
 from sensli.surgery.history.history import History
-from sensli.surgery.insertion import grow, undo
+from sensli.surgery.insertion import grow
 from sensli.surgery.state.optim import Optimizers
 from sensli.surgery.state.rates import Schedulers
+from sensli.surgery.undoing import undo
 
 
 def replay(model: nn.Module, history: History) -> nn.Module:

@@ -13,10 +13,10 @@ from sensli.modules.marks import count_growths, grown, told
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
-from sensli.surgery.insertion import undo
 from sensli.surgery.replaying import repeat
 from sensli.surgery.state.optim import Optimizers
 from sensli.surgery.state.rates import Schedulers
+from sensli.surgery.undoing import undo
 
 
 def rewind(

@@ -28,6 +28,7 @@ from sensli.errors import one_of
 from sensli.moves.geometry import Geometry
 from sensli.moves.inserting import Inserts, example_parameter
 from sensli.moves.layer.gauge import LayerGauge
+from sensli.moves.layer.modules import CONVS, ParametricLayer, ResidualLayer, undrawn
 from sensli.moves.layer.stand_in import StandIn
 from sensli.moves.move import Cost
 from sensli.moves.point import Point
@@ -38,59 +39,9 @@ if TYPE_CHECKING:
     from sensli.moves.sites import Site
 
 BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
-# The same modules without their default initialisation.
-_UNDRAWN = {
-    kind: type(kind.__name__, (kind,), {"reset_parameters": lambda self: None}) for kind in (nn.Linear, *CONVS.values())
-}
 
 # W1 of the residual form: the paper's choice, the same at every place so that merits compare.
 RESIDUAL_SCALE = 0.8
-
-
-def _undrawn(kind: type[nn.Module], *arguments: Any, **options: Any) -> nn.Module:
-    """A module with empty parameters: their default initialisation would move the global random state."""
-    module: nn.Module = _UNDRAWN[kind](*arguments, **options)
-    module.__class__ = kind
-    return module
-
-
-class ResidualLayer(nn.Module):
-    """``x + W2 s(W1 x + b)``: an identity as long as ``W2 = 0``."""
-
-    def __init__(
-        self, first: nn.Module, activation: nn.Module, second: nn.Module, norm: nn.Module | None = None
-    ) -> None:
-        super().__init__()
-        self.first = first
-        self.norm = norm
-        self.activation = activation
-        self.second = second
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.first(x)
-        if self.norm is not None:
-            z = self.norm(z)
-        update: Tensor = self.second(self.activation(z))
-        return x + update
-
-
-class ParametricLayer(nn.Module):
-    """``(1 - a) z + a s(z)`` with ``z = W x + b``: linear at ``a = 0``, the network's own activation at ``a = 1``."""
-
-    def __init__(self, kind: str, weight: nn.Module, activation: nn.Module) -> None:
-        super().__init__()
-        self.begins_with = kind  # what comes before that module comes before the whole layer
-        self.add_module(kind, weight)
-        self.activation = activation
-        self.a = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z: Tensor = self.get_submodule(self.begins_with)(x)
-        bent: Tensor = self.activation(z)
-        # z + a (s(z) - z) rather than the two products: at a = 0 it is z to the last bit.
-        return z + self.a * (bent - z)
 
 
 @dataclass(frozen=True)
@@ -230,9 +181,9 @@ class Layer(Inserts):
             padding = tuple(k // 2 for k in self.kernel)
             size = (self.width, self.width, self.kernel)
             options.update(padding=padding, groups=self.groups)
-            module: nn.Module = _undrawn(CONVS[len(self.kernel)], *size, bias=bias, **options)
+            module: nn.Module = undrawn(CONVS[len(self.kernel)], *size, bias=bias, **options)
         else:
-            module = _undrawn(nn.Linear, self.width, self.width, bias=bias, **options)
+            module = undrawn(nn.Linear, self.width, self.width, bias=bias, **options)
         with torch.no_grad():
             weight = module.get_parameter("weight").zero_()
             units = torch.arange(self.width, device=weight.device)
@@ -321,16 +272,3 @@ def _norm_of(data: dict[str, Any]) -> int:
             f"'norm' is {dims!r}, which does not fit a layer of kind {data['kind']!r} and form {data['form']!r}"
         )
     return int(dims)
-
-
-def grouped_like(width: int, groups: int) -> int:
-    """The number of groups a new convolution takes over from its neighbour: as many, if they divide its width."""
-    return groups if groups > 1 and width % groups == 0 else 1
-
-
-def same_size_kernel(kernel: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
-    """The neighbour's kernel where it is odd (only an odd one keeps the map's size and has a centre), otherwise 3.
-
-    Never with entries that lie outside of the map wherever the kernel is put: on a map of 1 x 1 it is 1 x 1.
-    """
-    return tuple(min(k if k % 2 == 1 else 3, 2 * max(length, 1) - 1) for k, length in zip(kernel, size, strict=True))

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from sensli.modules.chain import Chain
-from sensli.moves.layer.forms import Layer, ParametricLayer
+from sensli.moves.layer.forms import Layer
+from sensli.moves.layer.modules import ParametricLayer
 from sensli.moves.layer.placing import Placing
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sensli.moves.layer.forms import Layer, grouped_like, same_size_kernel
+from sensli.moves.layer.forms import Layer
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.activations import CONVOLUTIONS, RELU, TANH, Activation, functional
@@ -128,3 +128,16 @@ def _fitted(activation: Activation, width: int) -> Activation:
     if activation.name == "PReLU" and dict(activation.arguments)["num_parameters"] > 1:
         return replace(activation, arguments=(("num_parameters", width),))
     return activation
+
+
+def grouped_like(width: int, groups: int) -> int:
+    """The number of groups a new convolution takes over from its neighbour: as many, if they divide its width."""
+    return groups if groups > 1 and width % groups == 0 else 1
+
+
+def same_size_kernel(kernel: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+    """The neighbour's kernel where it is odd (only an odd one keeps the map's size and has a centre), otherwise 3.
+
+    Never with entries that lie outside of the map wherever the kernel is put: on a map of 1 x 1 it is 1 x 1.
+    """
+    return tuple(min(k if k % 2 == 1 else 3, 2 * max(length, 1) - 1) for k, length in zip(kernel, size, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.chain import Chain
-from sensli.moves.layer.forms import ParametricLayer, ResidualLayer
+from sensli.moves.layer.modules import ParametricLayer, ResidualLayer
 from sensli.moves.lists import ListPlace
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.stacks import likeness, manner, signature

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sensli.paper import data
 from sensli.paper.data import Facts, Raw
-from sensli.paper.plans.config import Data
+from sensli.paper.plans.settings import Data
 
 PADDING = 4
 

@@ -20,10 +20,10 @@ from sensli.paper.engines.logbook import Logbook
 from sensli.paper.engines.restoring import check_count, restoring
 from sensli.paper.engines.training import Training, float_type, wait_for
 from sensli.paper.errors import BadExperiment
-from sensli.paper.plans.config import Data, Settings
 from sensli.paper.plans.machine import Machine, has_bf16
 from sensli.paper.plans.reading import nearest, unknown
 from sensli.paper.plans.seeds import generator
+from sensli.paper.plans.settings import Data, Settings
 
 AT_ONCE: int | None = 1
 LOOK_BATCH = (

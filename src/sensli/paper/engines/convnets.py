@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sensli.paper.data import Facts
-from sensli.paper.plans.config import Network
+from sensli.paper.plans.settings import Network
 
 
 def repeats(network: Network) -> list[int]:

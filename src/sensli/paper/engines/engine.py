@@ -14,9 +14,9 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from sensli.paper.errors import BadExperiment
-from sensli.paper.plans.config import Settings
 from sensli.paper.plans.machine import Machine
 from sensli.paper.plans.reading import unknown
+from sensli.paper.plans.settings import Settings
 
 SHOWN = 3  # iterations after an insertion whose gradient of the new weights is kept for the heatmaps
 ENGINES = {"stacked": "sensli.paper.engines.stacked", "cnn": "sensli.paper.engines.cnn"}

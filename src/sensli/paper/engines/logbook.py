@@ -14,7 +14,7 @@ from sensli.merits.norms import NORMS
 from sensli.paper.engines import convnets
 from sensli.paper.engines.engine import SHOWN, Outcome
 from sensli.paper.engines.restoring import check_alike, check_count
-from sensli.paper.plans.config import Settings
+from sensli.paper.plans.settings import Settings
 from sensli.surgery.history.growth import Growth
 
 NAN = float("nan")

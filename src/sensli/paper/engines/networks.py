@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.paper.data.spirals import CLASSES, FEATURES
-from sensli.paper.plans.config import Network, Settings
+from sensli.paper.plans.settings import Network, Settings
 
 
 class ResidualBlock(nn.Module):

@@ -19,9 +19,9 @@ from sensli.paper.engines.engine import SHOWN, Counts, Job, Outcome
 from sensli.paper.engines.restoring import check_alike, check_count, restoring
 from sensli.paper.engines.stack import Looks, Pass, Stack
 from sensli.paper.errors import BadExperiment
-from sensli.paper.plans.config import Settings
 from sensli.paper.plans.machine import Machine
 from sensli.paper.plans.seeds import ORDER_BLOCK, generator, order_block, run_seed
+from sensli.paper.plans.settings import Settings
 
 AT_ONCE: int | None = None
 

@@ -22,8 +22,8 @@ from sensli.paper.data import FACTS, pipeline
 from sensli.paper.engines import convnets
 from sensli.paper.engines.engine import Job
 from sensli.paper.engines.logbook import Logbook
-from sensli.paper.plans.config import Settings
 from sensli.paper.plans.seeds import run_seed
+from sensli.paper.plans.settings import Settings
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
 from sensli.surgery.replaying import replay

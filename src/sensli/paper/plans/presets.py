@@ -9,13 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sensli.paper.errors import BadExperiment
 from sensli.paper.plans.reading import unknown
-
-if TYPE_CHECKING:
-    from sensli.paper.plans.config import Settings
+from sensli.paper.plans.settings import Settings
 
 SHORTEST_PATIENCE = 2  # of a schedule, in epochs: the error of a small test set moves up and down by itself
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from sensli.paper.errors import BadExperiment
 from sensli.paper.plans import catalog
-from sensli.paper.plans.config import Options, Plan, digest, plan
+from sensli.paper.plans.config import Options, Plan, plan
+from sensli.paper.plans.settings import digest
 from sensli.paper.running.files import Damaged, read_json
 
 _MOST = 6  # entries in one line

@@ -15,8 +15,8 @@ from typing import Any
 from sensli.growing.terminal import Reach
 from sensli.paper.engines.engine import Job, engine
 from sensli.paper.errors import BadExperiment
-from sensli.paper.plans.config import Settings
 from sensli.paper.plans.machine import Machine
+from sensli.paper.plans.settings import Settings
 from sensli.paper.running.cluster import RayError, connected
 from sensli.paper.running.pieces import Piece, job_of, keep
 from sensli.paper.running.ray_worker import packed, unpacked, work

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from sensli import __version__
-from sensli.paper.plans.config import Settings
 from sensli.paper.plans.machine import Machine
+from sensli.paper.plans.settings import Settings
 
 
 def origin(settings: Settings, machine: Machine) -> dict[str, Any]:

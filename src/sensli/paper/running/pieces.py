@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sensli.paper.engines.engine import Job, Outcome, engine
-from sensli.paper.plans.config import Plan, Settings
+from sensli.paper.plans.config import Plan
 from sensli.paper.plans.machine import Machine
+from sensli.paper.plans.settings import Settings
 from sensli.paper.running.origin import origin
 from sensli.paper.running.store import Store
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from sensli.errors import brief
 from sensli.paper.engines.engine import Outcome, engine
 from sensli.paper.errors import NoResults, StoreError
-from sensli.paper.plans.config import RESULT_FORMAT, Plan, Settings, digest
+from sensli.paper.plans.config import Plan
 from sensli.paper.plans.seeds import run_seed
+from sensli.paper.plans.settings import RESULT_FORMAT, Settings, digest
 from sensli.paper.running.files import Damaged, read_json, read_tensors, write_json, write_tensors
 from sensli.text.writing import check_writable
 

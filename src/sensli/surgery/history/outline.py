@@ -12,7 +12,7 @@ from torch import nn
 
 from sensli.modules.chain import Chain
 from sensli.modules.marks import CHANGED, grown, new_in
-from sensli.moves.layer.forms import ParametricLayer, ResidualLayer
+from sensli.moves.layer.modules import ParametricLayer, ResidualLayer
 from sensli.surgery.history.detail import Box, boxes_of, inner, join
 
 LIMIT = 120  # boxes without a growth; where there are more, neighbours share one

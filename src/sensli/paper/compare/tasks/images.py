@@ -9,7 +9,7 @@ import torch
 
 from sensli.paper.compare.task import Data, Part
 from sensli.paper.data import pipeline
-from sensli.paper.plans.config import Data as Wanted
+from sensli.paper.plans.settings import Data as Wanted
 
 
 @lru_cache(maxsize=1)  # all methods and seeds of a task train on the same images
