@@ -34,6 +34,8 @@ def draw(plan: Plan, results: Results, folder: Path, formats: tuple[str, ...] = 
     written = []
     for kind in plan.experiment.figures:
         figure = DRAWERS[kind](plan, results)
+        figure.draw_without_rendering()  # finds the layout, which would be found twice more for each file
+        figure.set_layout_engine(None)
         for suffix in formats:
             path = folder / f"exp-{plan.key}-{kind}.{suffix}"
             save(figure, path)
