@@ -355,8 +355,7 @@ def compiled_in_bf16(folder: str) -> None:
 def several(folder: str, processes: int) -> Any:
     """One run on the same joined batches, whatever the number of processes, and the same again from the middle."""
 
-    def trainer(name: str) -> tuple[Any, GrowthCallback]:
-        callback = grow(1, 2, 3)
+    def trainer(name: str, callback: GrowthCallback) -> Any:
         settings: dict[str, Any] = {
             "gradient_accumulation_steps": 2,
             "num_train_epochs": 3,
@@ -364,21 +363,33 @@ def several(folder: str, processes: int) -> Any:
         }
         size = 8 // processes
         model = make_model(**EXACT).double()
-        return make(f"{folder}/{name}", callback, model=model, per_device_train_batch_size=size, **settings), callback
+        return make(f"{folder}/{name}", callback, model=model, per_device_train_batch_size=size, **settings)
 
-    whole, callback = trainer("whole")
+    whole = trainer("whole", callback := grow(1, 2, 3))
     whole.train()
-    resumed, _ = trainer("again")
+    resumed = trainer("again", grow(1, 2, 3))
     resumed.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-4")
     assert_same(whole.model.state_dict(), resumed.model.state_dict())
     merits = [entry["sensli/merit"] for entry in whole.state.log_history if "sensli/merit" in entry]
     names = [growth.name for growth in callback.history]
-    return {"model": dict(whole.model.state_dict()), "merits": merits, "names": names}
+    trying = trainer("tried", tries := tried(1, grow="layers", batches=None))
+    trying.args.num_train_epochs, trying.args.save_strategy = 2, "no"
+    trying.train()
+    arms = [arm for look in tries.history.record.looks if look.tried for arm in look.tried.arms]
+    return {
+        "model": dict(whole.model.state_dict()),
+        "tried": dict(trying.model.state_dict()),
+        "merits": merits,
+        "names": names,
+        "arms": [(arm.name, arm.steps, arm.flops) for arm in arms],
+        "scores": [arm.score for arm in arms],
+    }
 
 
 def in_two_processes() -> Any:
     found = several(os.getcwd(), dist.get_world_size())
     same_on_all_ranks_of(found["model"])
+    same_on_all_ranks_of(found["tried"])
     with pytest.raises(UnsupportedModel, match="fully_shard"):
         make("sharded", grow(1), fsdp=True)
     return found
@@ -398,8 +409,12 @@ def test_two_processes_equal_one_on_the_joined_batches(tmp_path: Path) -> None:
     expected = several(str(tmp_path / "one"), 1)
     assert found["names"] == expected["names"] and len(found["names"]) == 3
     assert found["merits"] == pytest.approx(expected["merits"], rel=1e-5)  # GPT-2 casts to float32 for the loss
-    for name, tensor in expected["model"].items():
-        torch.testing.assert_close(found["model"][name], tensor, rtol=1e-6, atol=1e-8)
+    assert found["arms"] == expected["arms"] and len(found["arms"]) == 3
+    assert found["scores"] == pytest.approx(expected["scores"], rel=1e-5)
+    for which in ("model", "tried"):
+        assert list(found[which]) == list(expected[which])
+        for name, tensor in expected[which].items():
+            torch.testing.assert_close(found[which][name], tensor, rtol=1e-6, atol=1e-8)
 
 
 # --- what is refused ---

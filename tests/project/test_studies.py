@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import horizon, when
+from benchmarks import horizon, when, when_front
 from benchmarks.horizon_tasks import Task
+from sensli.paper.compare.tasks import find
 
 LOSSES = [[3.0, 2.0, 2.0, 1.5], [2.0, 3.0, 1.0, 1.0], [1.0, 4.0, 3.0, 3.0]]  # [networks][shares]
 
@@ -63,3 +67,70 @@ def test_a_study_runs_prints_its_tables_and_shows_them_again(
         assert all(
             0.95 < arm["spent"] < 1.15 for run in when.json.loads(file.read_text())["tiny"] for arm in run.values()
         )
+
+
+# --- when, by the front ratio ---
+
+
+def made_up(slower: float, test: float) -> dict[str, Any]:
+    """A seed whose every trigger needs so many times the FLOPs of the small network, which is the front, for every loss."""
+    flops, losses = [0.0, 10.0, 20.0, 40.0, 100.0], [8.0, 4.0, 2.0, 1.0, 0.5]
+    grown = {"flops": [slower * each for each in flops], "losses": losses, "test": test, "growths": [3, 5]}
+    small = {"flops": flops, "losses": losses, "test": 0.75}
+    large = {"flops": flops, "losses": [8.0] * 5, "test": 1.25}
+    first, *others = when_front.TRIGGERS
+    return {"small": small, "large": large, first: {**grown, "growths": [2]}, **dict.fromkeys(others, grown)}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_the_table_of_triggers_has_geometric_means_over_paired_seeds() -> None:
+    """Factors of 2, 4 and 8: their mean is 4, and the interval that of their logarithms, with Student's t for two degrees of freedom."""
+    runs = [made_up(slower, test) for slower, test in ((2.0, 0.5), (4.0, 0.75), (8.0, 1.0))]
+    half = 4.302653 / math.sqrt(3)
+    factor = f"{4:.2f} [{4 * 2**-half:.2f}, {4 * 2**half:.2f}]"
+    rows = {cells(line)[0]: cells(line)[1:] for line in when_front.table(runs).splitlines()[2:]}
+    assert rows["small"] == ["0.750", "+0.000 ± 0.000", "-0.500 ± 0.000"]
+    assert rows["large"] == ["1.250", "+0.500 ± 0.000", "+0.000 ± 0.000"]
+    spread = f"{0.25 * half:.3f}"
+    first, *others = when_front.TRIGGERS
+    assert rows[first] == ["0.750", f"+0.000 ± {spread}", f"-0.500 ± {spread}", factor, factor, factor, "1.0"]
+    assert all(rows[name][-4:] == [factor, factor, factor, "2.0"] for name in others)
+
+
+def test_the_tables_of_the_page_are_those_of_the_file() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/methods/triggers.md").read_text()
+    for name, title in (("fashion", "Fashion-MNIST"), ("spirals", "spirals")):
+        shown = json.loads((root / "benchmarks/when_front.json").read_text())[name]
+        rows = {cells(line)[0]: cells(line)[1:] for line in when_front.table(shown).splitlines()[2:]}
+        printed = page[page.index(f"| {title} | at the end") :].split("\n\n")[0].splitlines()[2:]
+        assert len(printed) == len(when_front.TRIGGERS)
+        for line, trigger in zip(printed, when_front.TRIGGERS, strict=True):
+            said, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
+            assert said.strip("`").startswith(trigger.split(",")[0].split("(")[0])
+            _, small, large, *ratios, growths = rows[trigger]
+            found = [*ratios, growths, small, large]
+            assert [re.sub(r"^[+-](0\.000 )", r"\1", each) for each in found] == numbers, line
+
+
+@pytest.mark.slow
+def test_a_trigger_is_asked_after_as_many_steps_each_time_and_every_look_is_paid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float | None] = []
+
+    class Told(when_front.triggers.Trigger):
+        def fires(self, moment: Any) -> bool:
+            asked.append(moment.metric)
+            return moment.call in (3, 6)
+
+    monkeypatch.setattr(when_front, "TRIGGERS", {"told": Told})
+    task = find("spirals")
+    run = when_front.study(task, 0, task.load(None, 0), 0.01)
+    assert run["told"]["growths"] == [3, 6] and list(run) == [*task.sizes, "told"]
+    assert 6 < len(asked) <= when_front.CALLS  # a network that has grown makes fewer steps for its FLOPs
+    assert all(metric is not None and 0 < metric < 5 for metric in asked)
+    assert 0 < run["told"]["decisions"] < 0.5
