@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sensli.paper.errors import BadExperiment
 from sensli.paper.plans.reading import unknown
-from sensli.paper.plans.settings import Settings
+
+if TYPE_CHECKING:  # which needs torch; the command line names the presets in its help
+    from sensli.paper.plans.settings import Settings
 
 SHORTEST_PATIENCE = 2  # of a schedule, in epochs: the error of a small test set moves up and down by itself
 
