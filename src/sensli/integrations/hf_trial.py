@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Trainer
 
 from sensli.growing.trials.trial import Trial
 from sensli.integrations import hf_trainer, trying
 from sensli.integrations.looking import itself
+from sensli.integrations.trying import Update
 from sensli.modules.random_state import kept_of_loader
 from sensli.modules.samples import count_samples
 from sensli.modules.wrappers import bare
@@ -34,13 +34,6 @@ def check(trainer: Trainer) -> None:
         raise trying.refused(f"the optimizer (optim={optimizer!r}) steps inside of the backward pass")
 
 
-class _Update:
-    """What the Trainer's loop takes for one update: as many batches as it accumulates, and the number of items in them."""
-
-    def __init__(self, samples: list[Any], items: Any) -> None:
-        self.samples, self.items = samples, items
-
-
 class Updates:
     """The training batches of the next epoch, one update at a time, from the beginning as often as they are asked for."""
 
@@ -48,7 +41,7 @@ class Updates:
         self.trainer, self._as_trained = trainer, as_trained
         self.loader: Any = None  # the training loader, which a callback is given at every look
 
-    def __iter__(self) -> Iterator[tuple[Tensor, _Update]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Update]]:
         trainer = self.trainer
         with kept_of_loader(self.loader):
             hf_trainer.set_epoch(self.loader, math.ceil(trainer.state.epoch or 0))
@@ -60,9 +53,7 @@ class Updates:
                     )
                 if not samples:
                     return
-                # The FLOPs of a trial are counted by the length of the first tensor.
-                count = sum(count_samples(dict(inputs)) for inputs in samples)
-                yield torch.empty(1, dtype=torch.int8).expand(count), _Update(samples, items)
+                yield Update(samples, items).counted(sum(count_samples(dict(inputs)) for inputs in samples))
 
 
 def made(trial: Trial, given: Trainer) -> Trial:
@@ -83,8 +74,8 @@ def made(trial: Trial, given: Trainer) -> Trial:
         finally:
             args.average_tokens_across_devices = now
 
-    def step(model: Any, optimizer: Any, batch: tuple[Tensor, _Update]) -> float:
-        samples, items = batch[1].samples, batch[1].items
+    def step(model: Any, optimizer: Any, batch: tuple[Tensor, Update]) -> float:
+        samples, items = batch[1].batches, batch[1].items
         trainer.current_gradient_accumulation_steps = len(samples)
         total = 0.0
         with itself(network), as_trained():

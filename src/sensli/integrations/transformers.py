@@ -172,6 +172,8 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         assert grower is not None
         network, facts, trial = bare(grower.model), {}, grower.options.trial
         batches = hf_trainer.batches_of(trainer, loader, self._batches)
+        looks = grower.history.record.looks
+        known = len(looks)
         if trial is not None:
             assert isinstance(trial.batches, hf_trial.Updates)
             trial.batches.loader = loader
@@ -180,7 +182,9 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             trained = random_state.capture()
             if self._metrics:
                 facts = self._facts.of(grower, self._example)
-        if trial is not None:  # the winner's steps were training, and have drawn their numbers
+        if any(
+            look.tried for look in looks[known:]
+        ):  # the winner's updates were training, and have drawn their numbers
             random_state.restore(trained)
         if facts:
             log = control.should_log

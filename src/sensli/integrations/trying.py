@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from sensli.errors import UnsupportedModel
 from sensli.growing.trials.trial import Trial
 from sensli.integrations.looking import itself
+
+
+class Update:
+    """The batches of one update of a trainer: several where it accumulates gradients; and the number of items in them, if it is counted."""
+
+    def __init__(self, batches: list[Any], items: Any = None) -> None:
+        self.batches, self.items = batches, items
+
+    def counted(self, samples: int) -> tuple[Tensor, Update]:
+        """As a `Trial` takes it: its FLOPs are counted by the length of the first tensor."""
+        return torch.empty(1, dtype=torch.int8).expand(samples), self
 
 
 def check_trial(trial: Trial) -> None:
