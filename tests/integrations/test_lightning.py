@@ -409,12 +409,12 @@ def size_of(module: Any) -> int:
 def tried_on(processes: int, by_size: bool) -> dict[str, Any]:
     """A fit with trials on the same joined batches, whatever the number of processes: samples are dealt out in turn."""
     decided: dict[str, Any] = {"metric": size_of, "mode": "max"} if by_size else {}
-    module, callback = Clipped(0.0), tried(1, 2, trial=Trial(4, candidates=2, **decided))
+    module, callback = Clipped(0.0), tried(1, 2, trial=Trial(3, candidates=2, **decided))
     samples, rank = data().dataset, dist.get_rank() if processes > 1 else 0
     trainer = pl.Trainer(
         max_epochs=3, callbacks=[callback], gradient_clip_val=0.05, limit_val_batches=0, accelerator="cpu",
         strategy="ddp" if processes > 1 else "auto", devices=processes, use_distributed_sampler=False, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, accumulate_grad_batches=2,
     )  # fmt: skip
     dealt = DistributedSampler(samples, processes, rank, shuffle=False)
     trainer.fit(module, DataLoader(samples, batch_size=16 // processes, sampler=dealt))
