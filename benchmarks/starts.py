@@ -22,57 +22,53 @@ IMAGES, SEEDS, EPOCHS, EVERY, MORE, WIDEST = 6000, 4, 30, 3, 8, 64
 
 
 def starts() -> list[Figure]:
-    """Training loss and first merit of sensitive rows against every other start, the same seeds for all."""
+    """The training loss of sensitive rows against every other start, the same seeds for all."""
     data = _data()
     how = (
         f"784-8-8-10 grown to 784-{WIDEST}-{WIDEST}-10, {MORE} units a layer every {EVERY} of {EPOCHS} epochs, {IMAGES} images, SGD with "
         f"momentum, geometric mean of {SEEDS} paired seeds"
     )
     found = {} if data is None else {start: [_grown(start, seed, *data) for seed in range(SEEDS)] for start in STARTS}
-    figures = [
-        Figure(f"training loss: sensitive / {other}", _ratio(found, other, 0), 1.0, f"{how}; {_losses(found, other)}")
+    return [
+        Figure(f"training loss: sensitive / {other}", _ratio(found, other), 1.0, f"{how}; {_losses(found, other)}")
         for other in STARTS
         if other != "sensitive"
     ]
-    merit = Figure("first merit: sensitive / random", _ratio(found, "random", 1), 1.0, how, at_most=False)
-    return [*figures, merit]
 
 
-def _ratio(found: dict[str, list[tuple[float, float]]], other: str, which: int) -> float | None:
+def _ratio(found: dict[str, list[float]], other: str) -> float | None:
     if not found:
         return None
-    logs = [math.log(a[which] / b[which]) for a, b in zip(found["sensitive"], found[other], strict=True)]
+    logs = [math.log(a / b) for a, b in zip(found["sensitive"], found[other], strict=True)]
     return math.exp(statistics.mean(logs))
 
 
-def _losses(found: dict[str, list[tuple[float, float]]], other: str) -> str:
+def _losses(found: dict[str, list[float]], other: str) -> str:
     if not found:
         return "SENSLI_DATA has no Fashion-MNIST"
-    mine, its = ([f"{loss:.3f}" for loss, _ in found[name]] for name in ("sensitive", other))
+    mine, its = ([f"{loss:.3f}" for loss in found[name]] for name in ("sensitive", other))
     return f"{', '.join(mine)} against {', '.join(its)}"
 
 
-def _grown(start: str, seed: int, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """The training loss in the end, and what the first units were worth."""
+def _grown(start: str, seed: int, x: Tensor, y: Tensor) -> float:
+    """The training loss in the end."""
     torch.manual_seed(seed)
     first, second, out = nn.Linear(784, 8), nn.Linear(8, 8), nn.Linear(8, 10)
     model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), out)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    order, worth = torch.Generator().manual_seed(seed), 0.0
+    order = torch.Generator().manual_seed(seed)
     for epoch in range(EPOCHS):
         if epoch and epoch % EVERY == 0 and first.out_features < WIDEST:
             sites = find_sites(model, x[:2], grow="units", units=MORE, start=start)
             batches = list(zip(x.split(1000), y.split(1000), strict=True))
-            merits = measure(model, sites, batches, cross_entropy, norm="frobenius", ratio=False)
-            worth = worth or sum(merit.value for merit in merits)
-            for merit in merits:
+            for merit in measure(model, sites, batches, cross_entropy, norm="frobenius", ratio=False):
                 grow(model, merit, optimizer=optimizer)
         for part in torch.randperm(len(x), generator=order).split(100):
             optimizer.zero_grad()
             cross_entropy(model(x[part]), y[part]).backward()
             optimizer.step()
     with torch.no_grad():
-        return float(cross_entropy(model(x), y)), worth
+        return float(cross_entropy(model(x), y))
 
 
 def _data() -> tuple[Tensor, Tensor] | None:
