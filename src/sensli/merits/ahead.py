@@ -69,11 +69,14 @@ def _seen(
 
 def made_for(together: Together, model: nn.Module, site: Site, batch: Any) -> Site:
     """A site that was never measured with what fits a batch of inputs, of which a few pass; without one, or measured, it is as it was."""
+    # Before the gauge, for which a block is copied: a sharded one cannot be, and without a batch it would be for nothing.
+    if is_sharded(model) or (together.group is None and batch is None):
+        return site
     try:
         gauge = site.move.gauge(site, model).ahead()
     except UnsupportedSite:  # what cannot be measured is the same whatever the data are
         return site
-    if gauge is None or is_sharded(model) or not any(together.agree(batch is not None, last=False)):
+    if gauge is None or not any(together.agree(batch is not None, last=False)):
         return site
     found = None
     if batch is not None:
