@@ -25,7 +25,7 @@ from sensli.moves.move import Ahead
 from sensli.moves.sites import Site
 
 SHARE = 8  # one in so many of the samples that will be measured, and not more than the first batch has
-MANY = 128  # samples: what is measured by none gets what so many ask for
+MANY = 128  # samples of the batch that a growth without a measurement is given: more tell hardly better how large things are
 LEAST = 8  # samples, where each is a single vector rather than a picture or a sequence
 
 Found = list[dict[str, Tensor]]  # by site

@@ -26,7 +26,8 @@ TITLE = "Growth methods, side by side"
 _OPENING = (
     "All methods of a task start from the same small network of a seed, see the same batches in the same order, follow one learning-rate "
     "schedule stated in shares of the FLOPs, and stop when the FLOPs are spent. What a look computes counts: it runs under a counter "
-    "that sees every product. All methods look at the same moments, must grow while something fits, and may not become larger than "
+    "that sees every product. All methods look at the same moments and must grow while something fits, except that `when` asks a "
+    "trigger and `tried` may decline; none may become larger than "
     "`large`. The test data are used once, at the end. Methods named `-own` follow the schedule of their publication instead, at the same "
     "FLOPs; `large-full` alone spends more, as many steps as `small` takes.",
     "**minus small**, **minus large**: the test loss of the method minus that of the small and of the large network, seed by seed, with a "
