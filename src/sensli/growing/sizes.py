@@ -38,4 +38,4 @@ def flops_if_counted(model: nn.Module, example: Any) -> int | None:
     except Exception:
         return None
     finally:
-        reshard(model)  # a forward pass without a backward one leaves whole parameters behind
+        reshard(model)  # a forward pass without a backward one leaves the parameters whole

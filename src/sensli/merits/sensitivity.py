@@ -172,7 +172,7 @@ class Catch:
         self.group = 0
         self.keeps_activations = False
         self.watched: list[Tensor] = []  # activations at the sites in the current pass, if they are kept
-        self.leaves: list[Tensor] = []  # those behind frozen layers, made to ask for a gradient
+        self.leaves: list[Tensor] = []  # those after frozen layers, made to ask for a gradient
         self.others = False  # whether tensors that are not parameters ask for a gradient
         self.caught = 0
         self.active = False
@@ -207,7 +207,7 @@ class Catch:
     def _watcher(self, catch: SiteCatch, index: int, point: Point) -> Watch:
         def watch(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             asking, watched = handed_on(value, point)
-            if asking is not value:  # behind frozen layers
+            if asking is not value:  # after frozen layers
                 self.leaves.append(asking)
             self._watch(catch, index, value.detach(), watched, args, kwargs)
             if self.keeps_activations:

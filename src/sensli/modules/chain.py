@@ -25,20 +25,20 @@ class Chain(nn.Module):
         self.takes_call: set[str] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        behind = False
+        after = False
         value: Any = None
         for name, part in self._modules.items():
             assert part is not None
             if name == "anchor":
-                value, behind = part(*args, **kwargs), True
+                value, after = part(*args, **kwargs), True
                 continue
-            given = first_tensor(value) if behind else value_at(args, kwargs, self.slot)
+            given = first_tensor(value) if after else value_at(args, kwargs, self.slot)
             if name in self.takes_call:
                 own, named = with_value(args, kwargs, self.slot, given)
                 output = part(*own, **named)
             else:
-                output = with_first(value, part(given)) if behind else part(given)
-            if behind:
+                output = with_first(value, part(given)) if after else part(given)
+            if after:
                 value = output
             else:
                 args, kwargs = with_value(args, kwargs, self.slot, first_tensor(output))

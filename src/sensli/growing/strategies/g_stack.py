@@ -39,7 +39,7 @@ FACTOR = 4  # of the paper
 
 
 class GStack(Strategy):
-    """Plain copies of each stack behind it, once.
+    """Plain copies of each stack after it, once.
 
     Args:
         factor: How many times as many blocks the stack has afterwards, at most (default: 4).

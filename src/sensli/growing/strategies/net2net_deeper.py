@@ -1,13 +1,13 @@
-"""Net2Net (Chen, Goodfellow, Shlens 2016), deeper: identity layers behind ReLUs, with a batch norm where the network has them.
+"""Net2Net (Chen, Goodfellow, Shlens 2016), deeper: identity layers after ReLUs, with a batch norm where the network has them.
 
 A new layer is relu(W x + b) with W = I (for a convolution the kernel that is one at its centre), b = 0; it fits only where the activation
-is idempotent, that is behind a ReLU. Behind a batch norm it is relu(norm(W x + b)), and the norm has to undo itself: its weight is the
+is idempotent, that is after a ReLU. After a batch norm it is relu(norm(W x + b)), and the norm has to undo itself: its weight is the
 standard deviation of what arrives there and its bias the mean, both of one pass over the batches, as in the released code; its running
 statistics are those of the same pass. The function is kept to the bit where there is no norm. With one it is kept up to rounding in eval
 mode, and in training mode only as far as a batch has the statistics of the pass, so the log says that it is not kept.
 
 Where and when are left to the user: the paper deepens a trained network once, at all places that one likes (``count`` says at how
-many, in turn), and trains on with a tenth of the learning rate (``lr_scale=0.1``). SensLI's own layers behind a batch norm have the
+many, in turn), and trains on with a tenth of the learning rate (``lr_scale=0.1``). SensLI's own layers after a batch norm have the
 residual form instead.
 """
 

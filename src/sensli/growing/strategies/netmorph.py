@@ -1,7 +1,7 @@
 """NetMorph (Wei, Wang, Rui, Chen 2016), wider: random weights on one side of the new units, zeros on the side that has fewer of them.
 
 Its way deeper is `"netmorph-deeper"`. There is no released code. Where and when are left to the user, so the widths are taken in
-turn. The function is kept; behind a torch ReLU, zero rows never learn.
+turn. The function is kept; after a torch ReLU, zero rows never learn.
 """
 
 from __future__ import annotations

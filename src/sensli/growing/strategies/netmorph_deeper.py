@@ -1,6 +1,6 @@
 """NetMorph (Wei, Wang, Rui, Chen 2016), deeper: an identity map with a parametric activation that begins as the identity.
 
-A new layer is z + a (s(z) - z) with z = W x + b, W = I, b = 0 and a = 0, so that it fits behind any activation s, which Net2Net's
+A new layer is z + a (s(z) - z) with z = W x + b, W = I, b = 0 and a = 0, so that it fits after any activation s, which Net2Net's
 identity layers do not; a learns from then on (the paper writes a x + (1 - a) s(x) and begins with a = 1, which is the same). Where and when
 are left to the user, so the places are taken in turn. The function is kept.
 

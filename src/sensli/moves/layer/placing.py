@@ -52,7 +52,7 @@ class Placing:
         assert call.output is not None
         self.search.check(call, "after", call.output, block=False)
         near = self.around.neighbours(call, call.output)
-        normed = behind_batch_norm(inner)
+        normed = after_batch_norm(inner)
         if activation == RELU and not normed and self.layer in ("auto", "relu"):
             layer = replace(self._plan("relu", call, call.output, near, activation), leading=True)
         elif self.layer == "relu":
@@ -66,7 +66,7 @@ class Placing:
     def _form(self, seen: Seen, activation: Activation | None) -> str:
         from_relu = never_negative(seen)
         if self.layer == "auto":
-            return "relu" if from_relu and not behind_batch_norm(seen.node) else "residual"
+            return "relu" if from_relu and not after_batch_norm(seen.node) else "residual"
         if self.layer == "relu" and not from_relu:
             source = activation.name if activation else "this"
             raise Refused(
@@ -97,7 +97,7 @@ class Placing:
                     f"its features are in dimension {lies.dim} of shape {shape}, where none of the layer forms can act"
                 )
             # torch's slopes per channel lie along the second dimension, which are the features only in a matrix
-            norm = int(form == "residual" and len(shape) == 2 and behind_batch_norm(seen.node))
+            norm = int(form == "residual" and len(shape) == 2 and after_batch_norm(seen.node))
             return Layer(
                 form, "linear", shape[-1], activation=_fitted(s, shape[-1] if len(shape) == 2 else 1), norm=norm
             )
@@ -110,11 +110,11 @@ class Placing:
                 break
         if self.kernel_size is not None:
             kernel = (self.kernel_size,) * len(kernel)
-        norm = len(kernel) if form == "residual" and behind_batch_norm(seen.node) else 0
+        norm = len(kernel) if form == "residual" and after_batch_norm(seen.node) else 0
         return Layer(form, "conv", shape[1], kernel, groups, _fitted(s, shape[1]), norm=norm)
 
 
-def behind_batch_norm(node: Any) -> bool:
+def after_batch_norm(node: Any) -> bool:
     """Whether the values are those of a batch norm, bent by an activation."""
     node = origin(node)
     if node is None or functional(node) is None:

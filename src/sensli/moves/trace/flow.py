@@ -17,7 +17,7 @@ from sensli.modules.copies import copied_model, made_general
 from sensli.modules.engines.fsdp import is_sharded, unsharded
 from sensli.modules.running import describe, device_of, forked_random_state, mapped, run, tensors, to_device
 from sensli.modules.wrappers import eager
-from sensli.moves.trace.graph import behind
+from sensli.moves.trace.graph import all_before
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Flow:
         self.output = output
         for call in self.calls:
             self._by_path.setdefault(call.path, []).append(call)
-        self.nodes = behind(t.grad_fn for t in tensors(output) if t.is_floating_point() or t.is_complex())
+        self.nodes = all_before(t.grad_fn for t in tensors(output) if t.is_floating_point() or t.is_complex())
 
 
 def record(model: nn.Module, example: Any) -> Flow:

@@ -228,7 +228,7 @@ def leaves(node: Any) -> list[Any]:
     return found
 
 
-def behind(nodes: Iterable[Any]) -> set[Any]:
+def all_before(nodes: Iterable[Any]) -> set[Any]:
     """All graph nodes that the given ones depend on, themselves included."""
     frontier = [node for node in nodes if node is not None]
     found = set(frontier)
