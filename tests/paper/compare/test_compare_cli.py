@@ -12,11 +12,13 @@ import pytest
 from sensli.cli.main import main
 from sensli.paper.compare import costs, figure
 from sensli.paper.compare.methods import methods
+from sensli.paper.compare.presets import PRESETS, Size
 from sensli.paper.compare.run import Look, Run
 from sensli.paper.compare.summary import rows
 from sensli.paper.compare.tables import table, verdict
 from sensli.paper.compare.tasks import TASKS
 from sensli.paper.compare.tasks.spirals import SPIRALS
+from sensli.paper.compare.tasks.teacher import TEACHER
 from sensli.text.names import TASKS as NAMES
 
 SMALL = replace(SPIRALS, steps=6, looks=(0.3,), points=4)
@@ -62,6 +64,40 @@ def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.Capture
     assert ", 0.5 times the FLOPs" in (tmp_path / "both" / "README.md").read_text()
 
 
+@pytest.mark.slow
+def test_a_preset_sizes_each_task_and_what_is_given_beside_it_comes_first(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert all(preset.keys() == set(NAMES) for preset in PRESETS.values()), "every task has its size"
+    monkeypatch.setitem(TASKS, "teacher", replace(TEACHER, steps=6, looks=(0.3,), points=4))
+    sizes = {"spirals": Size(2, (0.5,), ("small", "large")), "teacher": Size(1, methods=("small", "units"))}
+    monkeypatch.setitem(PRESETS, "laptop", {**PRESETS["laptop"], **sizes})
+    assert call("run", "spirals", "teacher", "spirals", "--preset", "laptop") == 0
+    lines = capsys.readouterr().out.splitlines()
+    done = [line.removesuffix(": done") for line in lines if line.endswith(": done")]
+    assert done == [
+        *("teacher, small, seed 0", "teacher, units, seed 0"),  # seed by seed through all tasks, each task once
+        *("spirals x 0.5, small, seed 0", "spirals x 0.5, large, seed 0"),
+        *("spirals x 0.5, small, seed 1", "spirals x 0.5, large, seed 1"),
+    ]
+    assert call("run", "spirals", "--preset", "laptop", "--seeds", "1", "--budget", "1", "--methods", "small") == 0
+    assert "spirals, small, seed 0: done" in capsys.readouterr().out
+    assert call("show", "all", "--preset", "laptop") == 0
+    shown = capsys.readouterr().out
+    assert (
+        shown.index("student and teacher") < shown.index("two spirals")
+        and "no run of the task vgg with the budget x 0.25" in shown
+    )
+    assert call("list", "--preset", "laptop") == 0
+    assert f"4 of {2 * len(methods(SMALL))} runs" in capsys.readouterr().out
+    assert call("report", "--preset", "laptop", "--to", "page") == 0
+    stored = json.loads((tmp_path / "page" / "summary.json").read_text())
+    assert [(one["task"], one["budget"], len(one["runs"]["small"])) for one in stored] == [
+        ("teacher", 1, 1),
+        ("spirals", 0.5, 2),
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -103,7 +139,12 @@ def test_help_says_what_can_be_asked_for(
     out = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0 and "example: sensli compare" in out
     if words == ("run",):
-        assert f"one of {', '.join(NAMES)}" in out and "--budget F" in out and "--methods METHOD" in out
+        assert (
+            f"some of {', '.join(NAMES)}" in out
+            and "--preset laptop" in out
+            and "--budget F" in out
+            and "--methods METHOD" in out
+        )
 
 
 # --- the numbers of the tables ---

@@ -6,10 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from sensli.paper.compare.presets import DEFAULT, PRESETS
 from sensli.text.names import TASKS
 
 RESULTS = Path("compare-results")
-DEFAULT = ("fixed", "sensli", "control")
+_PRESET = (
+    "sizes of all tasks under one name. laptop: every method; teacher and spirals with ten seeds, the others with three; a quarter of the "
+    "FLOPs for vgg, resnet and text. What is given beside it comes first"
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,19 +34,12 @@ def add_parser(subparsers: Any) -> None:
         one.add_argument(
             "--out", type=Path, default=RESULTS, metavar="DIR", help=f"results folder (default: {RESULTS})"
         )
-        one.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds 0 to N - 1 (default: 5)")
+        one.add_argument("--seeds", type=int, metavar="N", help="seeds 0 to N - 1 (default: 5)")
         factor = "a factor on the FLOPs that the task has (default: 1)"
         if name == "report":
-            one.add_argument(
-                "--budget",
-                type=float,
-                nargs="+",
-                default=[1.0],
-                metavar="F",
-                help=f"{factor}; several: one after another",
-            )
-        else:
-            one.add_argument("--budget", type=float, default=1.0, metavar="F", help=factor)
+            factor += "; several: one after another"
+        one.add_argument("--budget", type=float, nargs="+" if name == "report" else 1, metavar="F", help=factor)
+        one.add_argument("--preset", choices=tuple(PRESETS), metavar="|".join(PRESETS), help=_PRESET)
         return one
 
     command("list", "List the tasks and their methods: what they are, what they cost, what is already computed.", "")
@@ -50,11 +47,11 @@ def add_parser(subparsers: Any) -> None:
         "run", "Compute what is missing, then show it. An interrupted run resumes where it stopped.",
         " spirals --methods small large both --seeds 10",
     )  # fmt: skip
-    show = command("show", "Show the table of a task from stored results.", " spirals")
+    show = command("show", "Show the tables of tasks from stored results.", " spirals")
     for one in (run, show):
-        one.add_argument("task", metavar="TASK", help=f"one of {', '.join(TASKS)}")
+        one.add_argument("tasks", nargs="+", metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
         names = f"names or kinds from 'sensli compare list', or all (default: {' '.join(DEFAULT)})"
-        one.add_argument("--methods", nargs="+", default=list(DEFAULT), metavar="METHOD", help=names)
+        one.add_argument("--methods", nargs="+", metavar="METHOD", help=names)
     run.set_defaults(resumes=True)
     where = "folder of the images, or where to download them to (default: SENSLI_DATA, otherwise data)"
     run.add_argument("--data", type=Path, metavar="DIR", help=where)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sensli.paper.compare import report, work
 from sensli.paper.compare.errors import BadComparison
 from sensli.paper.compare.job import Job
-from sensli.paper.compare.methods import chosen, methods
+from sensli.paper.compare.methods import Method, chosen, methods
 from sensli.paper.compare.on_ray import Ray
+from sensli.paper.compare.presets import Size, size_of
 from sensli.paper.compare.store import Store
 from sensli.paper.compare.summary import load, rows
 from sensli.paper.compare.tables import table, verdict
+from sensli.paper.compare.task import Task
 from sensli.paper.compare.tasks import TASKS, find
+from sensli.paper.errors import NoResults
 from sensli.paper.report.document import Table
 from sensli.paper.report.tables import plain
 from sensli.text.tables import short_number
@@ -21,28 +26,55 @@ from sensli.text.tables import short_number
 
 def execute(args: argparse.Namespace) -> None:
     """Do what a command asks for."""
-    if args.seeds < 1:
+    if args.seeds is not None and args.seeds < 1:
         raise BadComparison(f"--seeds must be at least 1, got {args.seeds}.")
-    for budget in args.budget if isinstance(args.budget, list) else [args.budget]:
+    for budget in args.budget or ():
         if not 0 < budget < math.inf:
             raise BadComparison(f"--budget must be a number above 0 (for example 0.5), got {budget:g}.")
     {"list": _list, "run": _run, "show": _show, "report": _report}[args.compare_command](args)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """One task with one factor on its FLOPs, as far as a command concerns it."""
+
+    task: Task
+    size: Size
+    budget: float
+
+    @property
+    def methods(self) -> list[Method]:
+        return chosen(self.task, self.size.methods)
+
+
+def _asked(args: argparse.Namespace, tasks: Sequence[Task]) -> list[Asked]:
+    found = []
+    for task in tasks:
+        size = size_of(task.name, args.preset, args.seeds, args.budget, getattr(args, "methods", None))
+        found += [Asked(task, size, budget) for budget in size.budgets]
+    return found
+
+
+def _named(names: Sequence[str]) -> list[Task]:
+    """The tasks of these names, each once, in the order of `TASKS`."""
+    wanted = {task.name for name in names for task in (TASKS.values() if name == "all" else [find(name)])}
+    return [task for task in TASKS.values() if task.name in wanted]
+
+
 def _list(args: argparse.Namespace) -> None:
     store = Store(args.out)
     lines = []
-    for task in TASKS.values():
-        known = methods(task)
+    for one in _asked(args, list(TASKS.values())):
+        task, known = one.task, methods(one.task)
         stored = sum(
-            store.path(Job(task, method, seed, args.budget)).exists()
+            store.path(Job(task, method, seed, one.budget)).exists()
             for method in known.values()
-            for seed in range(args.seeds)
+            for seed in range(one.size.seeds)
         )
-        seconds = sum(Job(task, method, 0, args.budget).seconds() for method in known.values())
+        seconds = sum(Job(task, method, 0, one.budget).seconds() for method in known.values())
         sizes = " to ".join(short_number(task.forward_flops[size]) for size in ("small", "large"))
         lines.append(
-            (task.name, task.title, sizes, f"{seconds / 60:.1f} min", f"{stored} of {len(known) * args.seeds} runs")
+            (task.name, task.title, sizes, f"{seconds / 60:.1f} min", f"{stored} of {len(known) * one.size.seeds} runs")
         )
     header = ("task", "what it is", "FLOPs of a sample", "all methods, one seed", "computed")
     print(plain(Table(header, tuple(lines))))
@@ -54,10 +86,15 @@ def _run(args: argparse.Namespace) -> None:
     if args.jobs < 1:
         raise BadComparison(f"--jobs must be at least 1, got {args.jobs}.")
     ray = _ray(args)
-    task = find(args.task)
-    wanted = chosen(task, args.methods)
+    asked = [(one, one.methods) for one in _asked(args, _named(args.tasks))]
     # seed by seed, not method by method: what is stopped early has pairs to compare
-    jobs = [Job(task, method, seed, args.budget) for seed in range(args.seeds) for method in wanted]
+    jobs = [
+        Job(one.task, method, seed, one.budget)
+        for seed in range(max(one.size.seeds for one, _ in asked))
+        for one, wanted in asked
+        if seed < one.size.seeds
+        for method in wanted
+    ]
     work.compute(jobs, Store(args.out), args.data, args.jobs, ray)
     _show(args)
 
@@ -74,13 +111,23 @@ def _ray(args: argparse.Namespace) -> Ray | None:
 
 
 def _show(args: argparse.Namespace) -> None:
-    task = find(args.task)
-    wanted = chosen(task, args.methods)
-    found = rows(wanted, load(task, wanted, args.seeds, args.budget, Store(args.out)))
-    print(f"\n{task.title}\n\n{plain(table(found))}\n")
-    print("\n".join(verdict(found)).replace("`", ""))
+    asked = [(one, one.methods) for one in _asked(args, _named(args.tasks))]
+    missing: list[NoResults] = []
+    for one, wanted in asked:
+        try:
+            found = rows(wanted, load(one.task, wanted, one.size.seeds, one.budget, Store(args.out)))
+        except NoResults as error:
+            missing.append(error)
+            continue
+        print(f"\n{one.task.title}\n\n{plain(table(found))}\n")
+        print("\n".join(verdict(found)).replace("`", ""))
+    if len(missing) == len(asked):
+        raise missing[0]
+    for one_missing in missing:
+        print(f"\n{one_missing}")
 
 
 def _report(args: argparse.Namespace) -> None:
-    for path in report.write(Store(args.out), args.to or args.out / "report", args.seeds, args.budget):
+    wanted = [(one.task, one.size.seeds, one.budget) for one in _asked(args, list(TASKS.values()))]
+    for path in report.write(Store(args.out), args.to or args.out / "report", wanted):
         print(path)

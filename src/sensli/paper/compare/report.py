@@ -14,7 +14,6 @@ from sensli.paper.compare.store import Store
 from sensli.paper.compare.summary import Row, Runs
 from sensli.paper.compare.tables import table, verdict
 from sensli.paper.compare.task import Task
-from sensli.paper.compare.tasks import TASKS
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.report.document import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
 from sensli.paper.report.figures import check_available
@@ -65,29 +64,31 @@ class Told:
         return f"{self.task.name}.png" if self.budget == 1 else f"{self.task.name}-x{self.budget:g}.png"
 
 
-def gather(store: Store, tasks: Sequence[Task], seeds: int, budgets: Sequence[float]) -> list[Told]:
-    """The tasks that have results, each with all its budgets."""
+Wanted = Sequence[tuple[Task, int, float]]  # tasks, seeds of each, factors on its FLOPs
+
+
+def gather(store: Store, wanted: Wanted) -> list[Told]:
+    """What has results."""
     told = []
-    for task in tasks:
+    for task, seeds, budget in wanted:
         known = list(methods(task).values())
-        for budget in budgets:
-            try:
-                runs = summary.load(task, known, seeds, budget, store)
-            except NoResults:
-                continue
-            told.append(Told(task, budget, known, runs, summary.rows(known, runs)))
+        try:
+            runs = summary.load(task, known, seeds, budget, store)
+        except NoResults:
+            continue
+        told.append(Told(task, budget, known, runs, summary.rows(known, runs)))
     if not told:
-        asked = " or ".join(f"x {budget:g}" for budget in budgets)
+        asked = " or ".join(f"x {budget:g}" for budget in sorted({budget for _, _, budget in wanted}))
         raise NoResults(
             f"{store.root}: no run with the budget {asked} is stored. Compute some with: sensli compare run spirals"
         )
     return told
 
 
-def write(store: Store, folder: Path, seeds: int, budgets: Sequence[float]) -> list[Path]:
+def write(store: Store, folder: Path, wanted: Wanted) -> list[Path]:
     """Write README.md with its figures, report.html and summary.json into `folder`."""
     check_available()
-    told = gather(store, list(TASKS.values()), seeds, sorted(set(budgets)))
+    told = gather(store, wanted)
     blocks: list[Block] = [Heading(TITLE, 1), *(Paragraph(text) for text in _OPENING)]
     for one in told:
         path = folder / "figures" / one.picture

@@ -70,8 +70,9 @@ class Training:
         self.grower = self._grower(self.model, self.optimizer, self.scheduler) if job.method.grows else None
         self._step_flops: int | None = None  # of the model as it is
         self._steps: Steps | None = None  # of the model as it is
-        self._losses: list[Tensor] = []
-        self._since: list[Tensor] = []  # losses since the last call of a grower that waits
+        # numbers: a tensor of one would keep the large block of memory that it lies in from being used again
+        self._losses: list[float] = []
+        self._since: list[float] = []  # losses since the last call of a grower that waits
 
     def _times_small(self, large: nn.Module) -> float:
         """How many steps of the small network cost what one of this one costs."""
@@ -118,7 +119,7 @@ class Training:
     def _metric(self) -> float | None:
         """What a call is told: the validation loss, where the strategy decides by it; the training loss since the last, where it waits."""
         if self.job.method.waits:
-            mean = float(torch.stack(self._since).mean())
+            mean = _mean(self._since)
             self._since.clear()
             return mean
         return (
@@ -150,7 +151,7 @@ class Training:
         cost = self._cost_of_a_step()
         if self._steps is None:
             self._steps = Steps(self.model, self.optimizer, self.task.loss, constant=self.task.batch is None)
-        self._losses.append(self._steps.take(*self.batches.at(self.run.steps)))
+        self._losses.append(self._steps.take(*self.batches.at(self.run.steps)).item())
         if self.job.method.waits:
             self._since.append(self._losses[-1])
         self.run.steps += 1
@@ -225,7 +226,7 @@ class Training:
 
     def _point(self) -> None:
         """A point of the curve: for the reader, not for the method, and not counted."""
-        train = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+        train = _mean(self._losses) if self._losses else float("nan")
         self._losses.clear()
         self.run.flops.append(self.spent)
         self.run.train.append(train)
@@ -289,3 +290,7 @@ class Training:
         tried = self._last_trial()
         if self.grower is not None and tried is not None and not tried.grew:
             self.grower.sites()  # the look before has paid for this search, and a run that was not interrupted still knows the sites
+
+
+def _mean(losses: list[float]) -> float:
+    return float(torch.tensor(losses).mean())
