@@ -21,7 +21,7 @@ from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points
 from sensli import Grower, find_sites, replay
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing import searching as searching_module
-from sensli.growing.searching import trained as trained_only
+from sensli.growing.proposing import trained as trained_only
 from sensli.growing.triggers import At, Every, Moment, Plateau, Trigger
 from sensli.surgery.history.record import Look
 

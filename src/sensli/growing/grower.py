@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli.errors import MovedSite, SensliError, ZeroMerits
+from sensli.growing.call import Call
 from sensli.growing.following import Followers
 from sensli.growing.logs import Log
-from sensli.growing.looked import Looked, keep
+from sensli.growing.looked import Looked
 from sensli.growing.options import Options
-from sensli.growing.recycling import Recycling, reusable
-from sensli.growing.room import Room
-from sensli.growing.searching import trained
-from sensli.growing.sizes import Sizes
+from sensli.growing.proposing import proposed
+from sensli.growing.recycling import Recycling
 from sensli.growing.state import load, read, remember
 from sensli.growing.strategies import strategy_of
 from sensli.growing.strategies.strategy import Strategy
-from sensli.growing.trials.arms import Outcome, Trying
 from sensli.growing.trials.trial import Trial
-from sensli.growing.trigger import Moment, Trigger
+from sensli.growing.trigger import Trigger
 from sensli.merits.backward import LossFunction
-from sensli.merits.merits import Merit, Merits
+from sensli.merits.merits import Merits
 from sensli.merits.ranking import Selection
 from sensli.modules import checks
-from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.wrappers import bare
 from sensli.moves.choosing import Where, check_where
-from sensli.moves.sites import Site, Sites
+from sensli.moves.sites import Sites
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
-from sensli.surgery.history.outline import outline
 from sensli.surgery.state.optim import Optimizers
 from sensli.surgery.state.rates import Schedulers
 from sensli.text.tables import short_number
@@ -208,145 +203,32 @@ class Grower:
                 on_failure.callback(
                     remember(self.model, self.history, self._followers, self._strategy, self.options.trigger)
                 )
-                growth = self._step(together, batches, loss_fn, metric, on_failure)
+                call = self._call(together, metric, on_failure)
+                self.calls = call.number
+                looked = call.run(batches, loss_fn)
+                if looked is not None:
+                    self._tell_of(looked)
             on_failure.pop_all()
-        return growth
+        return looked.grown[0][1] if looked is not None and looked.grown else None
 
     def _count_again(self, calls: int, merits: Merits | None) -> None:
         self.calls, self.last_merits = calls, merits
 
-    def _step(
-        self,
-        together: Together,
-        batches: Iterable[Any],
-        loss_fn: LossFunction | None,
-        metric: Any,
-        on_failure: ExitStack,
-    ) -> Growth | None:
-        metric = self._agreed_metric(together, metric)
-        self.calls += 1
-        if not self.history.record:
-            self.history.record.draw(0, outline(bare(self.model)))
-        trigger, looked, look = self.options.trigger, None, None
-        fires = bool(trigger.fires(self._moment(metric)))
-        together.agree_on({"whether the trigger fires": fires}, last=not fires)
-        if fires:
-            trigger.looked()
-            several = self.options.recycle or self.options.trial is not None
-            batches = reusable(batches) if several else batches
-            recycled = self._recycle(together, batches)
-            looked = self._look(together, batches, loss_fn, metric)
-            if looked.merits is not None:
-                chosen = self._decide(together, looked.merits, metric)
-                outcome = self._try(together, chosen, batches, loss_fn, metric, on_failure)
-                if outcome is not None:
-                    chosen = [] if outcome.winner is None else [outcome.winner]
-                looked.grown = self._grow(together, chosen, metric)
-                if outcome is not None:
-                    outcome.take_over()
-                    trigger.judged(outcome.tried.grew)
-                    looked.tried = outcome.tried
-                recycled += self._recycle(together, batches, inside=[growth.number for _, growth in looked.grown])
-                why = looked.tried or self._strategy.reason(looked.merits, looked.taken)
-                looked.reason = f"{why}{looked.room.left_out}"
-                looked.rule = "" if looked.tried else self._strategy.rule(looked.merits, looked.taken)
-            looked.recycled = recycled
-            look = looked.noted(self.calls, self.options, bare(self.model), self._example)
-        keep(self.history.record, self.options, bare(self.model), self.calls, metric, look)
-        if fires:
-            together.agree()
-        return looked.grown[0][1] if looked is not None and looked.grown else None
+    def _call(self, together: Together, metric: Any, on_failure: ExitStack) -> Call:
+        return Call(
+            self.calls + 1, self._agreed_metric(together, metric), self.model, self._example, self.options, self._strategy,
+            self._followers, self._recycling, self.history, together, on_failure,
+        )  # fmt: skip
 
-    def _look(
-        self, together: Together, batches: Iterable[Any], loss_fn: LossFunction | None, metric: float | None
-    ) -> Looked:
-        """What the sites that fit are worth; if there is nothing to choose from, the reason."""
-        room = Room.of(self._sites(), self.options, self._moment(metric))
-        together.agree_on(numbered("site", room.fitting), last=False)
-        if not room.fitting:
-            if room.larger and not self._said_too_large:  # once: without a log nobody would know
-                text = f"{self.options.unit} {self.calls}: nothing was inserted, because {room.why_none}. {room.advice}"
-                warnings.warn(text, stacklevel=4)
-                self._said_too_large = True
-            return Looked(room, reason=room.why_none)
-        try:
-            self.last_merits = self._strategy.score(self.model, room.fitting, batches, loss_fn)
-        except ZeroMerits as nothing:
-            warnings.warn(f"{self.options.unit} {self.calls}: nothing was inserted, because {nothing}", stacklevel=4)
-            return Looked(room, reason="all merits are zero")
-        return Looked(room, self.last_merits, kept=self._strategy.keeps_function())
-
-    def _decide(self, together: Together, merits: Merits, metric: float | None) -> list[Merit]:
-        """The merits whose sites the strategy would take, in that order; the same on all ranks."""
-        sites = self._strategy.choose(merits, self._moment(metric))
-        together.agree_on(numbered("choice", sites), last=False)
-        known = {id(merit.site): merit for merit in merits}
-        return [known[id(site)] for site in sites]
-
-    def _try(
-        self,
-        together: Together,
-        chosen: Sequence[Merit],
-        batches: Iterable[Any],
-        loss_fn: LossFunction | None,
-        metric: float | None,
-        on_failure: ExitStack,
-    ) -> Outcome | None:
-        """What comes of the best of the chosen growths that the trigger allows, if they are to be tried and there are any."""
-        options, moment = self.options, self._moment(metric)
-        if options.trial is None:
-            return None
-        allowed = [merit for merit in chosen if options.trigger.allows(merit.site, moment)]
-        candidates = options.trial.candidates_of(allowed)
-        if not candidates:
-            return None
-        trying = Trying(options.trial, self.model, self._followers, self.history, options, self._example, together)
-        return trying.run(candidates, batches, loss_fn, on_failure)
-
-    def _grow(self, together: Together, chosen: Sequence[Merit], metric: float | None) -> list[tuple[Merit, Growth]]:
-        """Grow at the first ones that the trigger still allows, at most ``count``; at all of them if they are one decision."""
-        options, grown = self.options, list[tuple[Merit, Growth]]()
-        most = len(chosen) if self._strategy.all_at_once else options.count
-        for merit in chosen:
-            if len(grown) == most:
-                break
-            site = self._still_fitting(merit.site) if grown else merit.site
-            if site is None or not options.trigger.allows(site, self._moment(metric)):
-                continue
-            merit_now = replace(merit, site=site)
-            growth = self._followers.insert(
-                self.model, merit_now, self.history, options, when=self._when, first=not grown
-            )
-            grown.append((merit, growth))
-        if grown:
-            options.trigger.grown()
-        # Before a sharded model runs for its FLOPs, for which all ranks are needed.
-        together.agree_on({"the number of growths": len(self.history)}, last=False)
-        return grown
-
-    def _recycle(self, together: Together, batches: Iterable[Any], inside: Sequence[int] | None = None) -> int:
-        """Recycle dead units, if that is wanted: all of them, or those in the layers of these growths. How many there were."""
-        if not self.options.recycle or (inside is not None and not inside):
-            return 0
-        return self._recycling.recycle(
-            self.model, self._example, batches, together, self.history, when=self._when, inside=inside
-        )
-
-    def _still_fitting(self, site: Site) -> Site | None:
-        """A site after another growth of the same look, with its costs of now; None if that growth changed what fits there."""
-        try:
-            return site.move.plan(bare(self.model), site).site
-        except MovedSite:
-            return None
-
-    @property
-    def _when(self) -> dict[str, int]:
-        return {self.options.unit: self.calls}
-
-    def _moment(self, metric: float | None) -> Moment:
-        return Moment(
-            self.calls, metric, self.history.additions, Sizes(bare(self.model), self._example), self.options.grow
-        )
+    def _tell_of(self, looked: Looked) -> None:
+        """Keep the merits; say once that everything would be too large, which without a log nobody would know."""
+        room = looked.room
+        if looked.merits is not None:
+            self.last_merits = looked.merits
+        if room.larger and not room.fitting and not self._said_too_large:
+            text = f"{self.options.unit} {self.calls}: nothing was inserted, because {room.why_none}. {room.advice}"
+            warnings.warn(text, stacklevel=3)
+            self._said_too_large = True
 
     def _agreed_metric(self, together: Together, metric: Any) -> float | None:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
@@ -367,17 +249,8 @@ class Grower:
         """
         # One rank may ask alone, unless the parameters have to be put together for it.
         with Together(self.model if is_sharded(bare(self.model)) else None, "find sites") as together:
-            sites = self._sites()
+            sites = proposed(self._strategy, self.model, self._example, self._followers.optimizer, self.options)
             together.agree()
-        return sites
-
-    def _sites(self) -> Sites:
-        found = self._strategy.propose(self.model, self._example)
-        sites = trained(bare(self.model), found, self._followers.optimizer, self.options.group)
-        if not sites:
-            where = self.options.where
-            asked = "" if where is None else f" for where={where!r}"
-            raise SensliError(f"there is nowhere to grow{asked} in this {type(self.model).__name__}. {sites.explain()}")
         return sites
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from sensli.growing.following import Followers
-from sensli.growing.searching import Search, trained
+from sensli.growing.proposing import trained
+from sensli.growing.searching import Search
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare

@@ -1,4 +1,4 @@
-"""The sites of a model: searched for again only after a change, and without those that nothing would train."""
+"""The sites of a model: searched for again only after a change."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sensli.errors import OptimizerError
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.wrappers import bare
 from sensli.moves.choosing import Where, chosen
 from sensli.moves.finding import find_sites
-from sensli.moves.sites import Sites, Skipped
-from sensli.surgery.insertion import check_joining
-from sensli.surgery.state.optim import Optimizers
+from sensli.moves.sites import Sites
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), FunctionType, BuiltinFunctionType)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -46,19 +43,6 @@ class Search:
             self._seen = now
         # Asked at every look: what a function says may depend on more than the model.
         return Sites(chosen(self._found, self._where), self._found.skipped, model_name=type(network).__name__)
-
-
-def trained(network: nn.Module, sites: Sites, optimizer: Optimizers, group: int | dict[str, Any] | None) -> Sites:
-    """The sites that the optimizer could follow to; the others are skipped with the reason."""
-    kept, skipped = [], list(sites.skipped)
-    for site in sites:
-        try:
-            check_joining(network, site, optimizer, group)
-        except OptimizerError as error:
-            skipped.append(Skipped(site.path, f"nothing would train a layer there: {error}"))
-        else:
-            kept.append(site)
-    return Sites(kept, skipped, model_name=type(network).__name__)
 
 
 def fingerprint(model: nn.Module) -> list[Any]:
