@@ -1,5 +1,6 @@
 """Tiny tensors are many times faster on one thread, and the machine may be shared. What starts a process says so."""
 
+import atexit
 import gc
 import multiprocessing.process
 import os
@@ -8,17 +9,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-torch.set_num_threads(1)
-if not torch.accelerator.is_available():
-    # torch would write down the whole stack three times per call, for devices that never start.
-    torch.manual_seed = torch.default_generator.manual_seed
 # Ray's workers step back for all else on the machine: beside other work a test would wait for minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # All tests of these need other processes.
 PROCESSES = {"test_fsdp.py", "test_fsdp_widths.py", "test_ray.py"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") != "no":
+        return  # this process only hands out tests: its workers need not wait until it has imported torch
+    if hasattr(config, "workerinput"):
+        # The first to be registered is the last to be called. The controller waits for the end of its workers, and to take
+        # apart all that was imported would take a second.
+        atexit.register(os._exit, 0)
+    import torch
+
+    torch.set_num_threads(1)
+    if not torch.accelerator.is_available():
+        # torch would write down the whole stack three times per call, for devices that never start.
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 @pytest.hookimpl(wrapper=True)
@@ -65,10 +76,13 @@ def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported stays: a search for garbage need not go through it
+    gc.set_threshold(10_000, 10, 10)  # nor be made every few calls of a small model
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
+    import torch
+
     torch.manual_seed(0)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import programs
+import warm
 from sensli.cli.main import main
 
 pytestmark = pytest.mark.process
@@ -81,7 +82,8 @@ def test_ctrl_c_is_quiet_in_the_modules_of_a_command(tmp_path: Path) -> None:
 def test_a_bare_tensor_for_a_batch_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4, 2)\n")
     torch.save(torch.zeros(3, 4), tmp_path / "x.pt")
-    done = programs.run([sys.executable, "-m", "sensli", "sites", "m.py:make", "--batch", "x.pt"], tmp_path)
+    program = "import runpy, sys; sys.argv[0] = 'sensli'; runpy.run_module('sensli', run_name='__main__')"
+    done = warm.run(["-c", program, "sites", "m.py:make", "--batch", "x.pt"], tmp_path)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     told = "sensli: 'x.pt' contains a float32 tensor of shape (3, 4), but merits need targets too. Save a pair, torch.save((x, y), path)"
     assert told in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import programs
+import warm
 from sensli import History
 from sensli.cli.main import main
 from sensli.surgery.history.record import Look, Record
@@ -302,21 +302,25 @@ def test_every_wrong_command_line_gives_one_line(
     assert sorted(path.name for path in folder.iterdir() if path.name not in ("__pycache__", "results")) == before
 
 
-def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
-    full = command.replace("sensli", f"{sys.executable} -m sensli.cli", 1)
-    return programs.run(["bash", "-c", full], folder)
+# Standard output is a full disk, or a pipe that nobody reads: as after `> /dev/full` and `| true`.
+INTO = {"disk": "os.open('/dev/full', os.O_WRONLY)", "pipe": "(ends := os.pipe(), os.close(ends[0]))[0][1]"}
+PROGRAM = """
+import os, runpy, sys
+os.dup2({into}, 1)
+runpy.run_module("sensli.cli", run_name="__main__")
+"""
 
 
 @pytest.mark.process
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_output_that_cannot_be_written(folder: Path) -> None:
-    listing, light = "sensli sites m:make --input 1x4", "sensli paper list"
-    full = run(folder, f"{listing} > /dev/full")
+    full = warm.run(["-c", PROGRAM.format(into=INTO["disk"]), "sites", "m:make", "--input", "1x4"], folder)
     assert full.returncode == 2 and full.stderr == "sensli: [Errno 28] No space left on device\n"
-    closed = run(folder, f"{light} >&-")
-    assert closed.returncode == 0 and closed.stderr == ""
-    cut = run(folder, f"{light} | true; exit ${{PIPESTATUS[0]}}")
+    cut = warm.run(["-c", PROGRAM.format(into=INTO["pipe"]), "paper", "list"], folder)
     assert cut.returncode == 0 and cut.stderr == ""
+    # Python itself notices at its start that there is no standard output
+    closed = programs.run(["bash", "-c", f"{sys.executable} -m sensli.cli paper list >&-"], folder)
+    assert closed.returncode == 0 and closed.stderr == ""
 
 
 def test_what_a_terminal_cannot_show_does_not_end_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,13 @@ os._exit(0)
 
 # The ranks are forked before anything is computed, from one process that was forked itself.
 FORKED = """
-import importlib, json, os, signal, sys
+import gc, importlib, json, os, signal, sys
 import torch, torch._dynamo, torch.distributed as dist  # the first optimizer would import dynamo
 torch.set_num_threads(1)
 module, function, file, processes, watched = *sys.argv[1:4], int(sys.argv[4]), sys.argv[5] == "watched"
 work = getattr(importlib.import_module(module), function)
 ranks, codes = {}, {}
+gc.freeze()  # or each rank would copy what it looks through
 for rank in range(processes):
     started = os.fork()
     if started == 0:
@@ -76,10 +78,12 @@ os._exit(0)  # see above
 """
 
 
-def launch(function: Any, processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the function on every rank; it must be importable by its name."""
+def launch(
+    function: Any, processes: int, folder: Path, imports: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run the function on every rank; it must be importable by its name. ``imports``: as for `warm.run`."""
     if hasattr(os, "fork"):
-        return _forked(function, processes, folder, "watched")
+        return _forked(function, processes, folder, "watched", imports)
     program = folder / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -94,16 +98,18 @@ def unwatched(function: Any, processes: int, folder: Path) -> list[tuple[int, st
     return [(code, (folder / f"result.{rank}").read_text()) for rank, code in enumerate(codes)]
 
 
-def _forked(function: Any, processes: int, folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+def _forked(
+    function: Any, processes: int, folder: Path, how: str, imports: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     program = folder / "program.py"
     program.write_text(FORKED)
     arguments = [function.__module__, function.__name__, str(folder / "result"), str(processes), how]
-    return warm.run([str(program), *arguments], folder)
+    return warm.run([str(program), *arguments], folder, imports)
 
 
-def run(function: Any, processes: int, folder: Path) -> Any:
-    """What the function returned on rank 0: tensors and plain data."""
-    done = launch(function, processes, folder)
+def run(function: Any, processes: int, folder: Path, imports: Sequence[str] = ()) -> Any:
+    """What the function returned on rank 0: tensors and plain data. ``imports``: as for `warm.run`."""
+    done = launch(function, processes, folder, imports)
     assert done.returncode == 0, done.stderr[-6000:]
     return torch.load(folder / "result", weights_only=True)
 

@@ -8,6 +8,8 @@ itself (which modules it imports, what a signal does meanwhile) needs `programs.
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -15,6 +17,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +27,20 @@ import programs
 _servers: list[subprocess.Popen[str]] = []  # of this process, at most one
 
 
-def run(arguments: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python arguments`` in the folder to its end: a script, or -c and code. ``more``: variables of the environment."""
+def run(
+    arguments: list[str], folder: Path, imports: Sequence[str] = (), **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python arguments`` in the folder to its end: a script, or -c and code.
+
+    ``imports``: modules that the server imports now, for this program and those after it. ``more``: variables of the environment.
+    """
     if not hasattr(os, "fork"):
         return programs.run([sys.executable, *arguments], folder, **more)
     with tempfile.TemporaryDirectory() as kept:
         out, err = Path(kept, "out"), Path(kept, "err")
         request = {
             "arguments": arguments,
+            "imports": list(imports),
             "folder": str(folder),
             "environment": programs.environment(**more),
             "output": [str(out), str(err)],
@@ -87,15 +97,19 @@ def _serve() -> None:
         getattr(sensli, name)
     torch.set_num_threads(1)
     for line in sys.stdin:
+        request = json.loads(line)
+        for name in request["imports"]:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # no program need look through what was imported, which would copy all of it for the program
         child = os.fork()
         if child == 0:
-            _become(json.loads(line))
-            return
+            _leave(_become(request))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _become(request: dict[str, Any]) -> None:
-    """Run the program in this process, which ends with it."""
+def _become(request: dict[str, Any]) -> int:
+    """Run the program in this process, and return its exit code."""
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -104,13 +118,35 @@ def _become(request: dict[str, Any]) -> None:
         os.dup2(file, number)
         os.close(file)
     program, *arguments = request["arguments"]
-    if program == "-c":
-        code, *arguments = arguments
-        sys.path[0], sys.argv = "", ["-c", *arguments]
-        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
-    else:
-        sys.path[0], sys.argv = str(Path(program).resolve().parent), [program, *arguments]
-        runpy.run_path(program, run_name="__main__")
+    try:
+        if program == "-c":
+            code, *arguments = arguments
+            sys.path[0], sys.argv = "", ["-c", *arguments]
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.path[0], sys.argv = str(Path(program).resolve().parent), [program, *arguments]
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+        return 1
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _leave(code: int) -> None:
+    """End as Python does, but for taking apart all that was imported: that takes longer than most programs."""
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        sys.exit(code)  # Python has its own way to say that
+    os._exit(code)
 
 
 if __name__ == "__main__":

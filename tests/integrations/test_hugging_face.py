@@ -37,6 +37,11 @@ from sensli.page import read_history  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the library, about itself
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+LIBRARIES = (
+    "transformers.trainer",
+    "accelerate",
+    "transformers.models.gpt2.modeling_gpt2",
+)  # imported once for all programs
 VOCABULARY, EXACT = 17, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -196,7 +201,7 @@ def test_an_interrupted_run_goes_on_to_the_bit_in_a_fresh_process(tmp_path: Path
         trainer.train()
     assert len(callback.history) == 2
     arguments = ["-c", RESUME, str(tmp_path / "cut"), str(tmp_path / "weights")]
-    done = warm.run(arguments, tmp_path, ONEDNN_MAX_CPU_ISA="AVX2")
+    done = warm.run(arguments, tmp_path, LIBRARIES, ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.returncode == 0, done.stderr[-4000:]
     assert_same(whole.model.state_dict(), torch.load(tmp_path / "weights", weights_only=True))
 
@@ -405,7 +410,7 @@ def same_on_all_ranks_of(state: dict[str, Tensor]) -> None:
 @pytest.mark.process
 def test_two_processes_equal_one_on_the_joined_batches(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
-    found = ranks.run(in_two_processes, 2, tmp_path / "two")
+    found = ranks.run(in_two_processes, 2, tmp_path / "two", LIBRARIES)
     expected = several(str(tmp_path / "one"), 1)
     assert found["names"] == expected["names"] and len(found["names"]) == 3
     assert found["merits"] == pytest.approx(expected["merits"], rel=1e-5)  # GPT-2 casts to float32 for the loss

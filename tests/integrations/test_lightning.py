@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -429,19 +434,45 @@ def tried_on(processes: int, by_size: bool) -> dict[str, Any]:
     }
 
 
-def in_two_processes() -> list[Any]:
+EXAMPLE = Path(__file__).parents[2] / "examples" / "12_lightning.py"
+
+
+def example_on_this_rank() -> str:
+    """What the example for several processes prints here."""
+    with redirect_stdout(io.StringIO()) as printed, patch.object(sys, "argv", [EXAMPLE.name, "2"]):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return printed.getvalue()
+
+
+def in_two_processes() -> tuple[list[Any], list[str]]:
     found = [tried_on(dist.get_world_size(), by_size) for by_size in (False, True)]
     for each in found:
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, each)
         assert told[0]["winners"] == told[1]["winners"] and told[0]["scores"] == told[1]["scores"]
         assert all(torch.equal(value, told[1]["model"][name]) for name, value in told[0]["model"].items())
-    return found
+    printed = [""] * dist.get_world_size()
+    dist.all_gather_object(printed, example_on_this_rank())
+    return found, printed
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two processes found, which import Lightning once for all that they do."""
+    return ranks.run(in_two_processes, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.process
-def test_trials_in_two_processes_keep_what_one_process_keeps(tmp_path: Path) -> None:
-    for by_size, found in enumerate(ranks.run(in_two_processes, 2, tmp_path)):
+def test_the_example_in_two_processes(two_processes: Any) -> None:
+    _, printed = two_processes
+    sums = [text.split("sum of weights ")[1].split()[0] for text in printed]
+    assert all(f"rank {rank}: 2 growths" in text for rank, text in enumerate(printed))
+    assert len(sums) == 2 and sums[0] == sums[1]
+
+
+@pytest.mark.process
+def test_trials_in_two_processes_keep_what_one_process_keeps(two_processes: Any) -> None:
+    for by_size, found in enumerate(two_processes[0]):
         expected = tried_on(1, bool(by_size))
         for name in ("arms", "winners", "rate"):
             assert found[name] == expected[name], name

@@ -91,6 +91,7 @@ def test_ddp(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.thorough  # Lightning starts the second one; `tests/integrations/test_lightning.py` has it in processes that are there
 def test_lightning_in_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     printed = run("12_lightning.py", tmp_path, arguments=["2"])
