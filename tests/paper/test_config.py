@@ -159,6 +159,10 @@ def test_the_fourteen_experiments_are_there_and_sound():
     assert catalog.paper_names() == [str(number) for number in range(1, 15)]
     assert catalog.GROUPS["spirals"]() == ["2", "3", "4", "6", "7", "8", "10", "11", "13"]
     assert catalog.GROUPS["cnn"]() == ["1", "5", "9", "12", "14"]
+    assert set(catalog.further_names()) - set(catalog.GROUPS["further"]()) == {"cnn-small"}, "days, so only by its name"
+    small, first = (plan(catalog.find(name), "trains", Options()) for name in ("cnn-small", "1"))
+    differing = {"epochs": 200, "insert_at": (50, 100, 150), "tau": 1.0}
+    assert dataclasses.replace(small.arms["CNN1"], **differing) == first.arms["CNN LI"], "but for that it does not grow"
     for experiment in catalog.bundled().values():
         for recipe in experiment.recipes:
             for settings in plan(experiment, recipe, Options()).arms.values():

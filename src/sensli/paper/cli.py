@@ -56,7 +56,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     ):
         one = command(name, text, example)
         targets = (
-            "a number, a name, 'all' (the paper's), 'spirals' or 'cnn' (the paper's of that kind), 'further' (ours), or "
+            "a number, a name, 'all' (the paper's), 'spirals' or 'cnn' (the paper's of that kind), 'further' (ours on spirals), or "
             "an experiment file (.json, .toml)"
         )
         one.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=targets)
