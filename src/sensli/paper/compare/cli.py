@@ -11,8 +11,8 @@ from sensli.text.names import TASKS
 
 RESULTS = Path("compare-results")
 _PRESET = (
-    "sizes of all tasks under one name. laptop: every method; teacher and spirals with ten seeds, the others with three; a quarter of the "
-    "FLOPs for vgg, resnet and text. What is given beside it comes first"
+    "sizes of all tasks under one name. laptop: every method, with its published schedule on teacher and spirals alone; ten seeds of these "
+    "two, three of the others, one of resnet; a quarter of the FLOPs for vgg, resnet and text. What is given beside it comes first"
 )
 
 
