@@ -102,7 +102,7 @@ def run(file: Path, kill_after: float | None = None) -> tuple[str | None, float]
     """The run in a process of its own, killed after so many seconds of computing. Returns its digest, None if killed, and its time."""
     # A server that has imported torch once and forks from there: the time goes into the run instead of twenty imports.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # which the first optimizer would import
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(file, kill_after, theirs))
     process.start()

@@ -5,7 +5,7 @@ import gc
 import multiprocessing.process
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +30,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.accelerator.is_available():
         # torch would write down the whole stack three times per call, for devices that never start.
         torch.manual_seed = torch.default_generator.manual_seed
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
+    """One more than cores where tests wait for other processes: what one worker leaves idle another one uses."""
+    workers = yield
+    alone = "not process" in config.option.markexpr or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ
+    return workers if alone else workers + 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -138,6 +138,7 @@ def _build(root: Path, site: Path) -> CompletedProcess[str]:
 
 
 @pytest.mark.process
+@pytest.mark.thorough  # `make docs` is the same command, and `.ci/run` calls it after `make test`
 def test_it_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is missing. Get it with: pip install 'sensli[docs]'")
     done = _build(ROOT, tmp_path / "site")
