@@ -227,4 +227,4 @@ def test_one_seed_gives_no_verdict_and_a_missing_size_no_front() -> None:
     runs = {"small": {0: made(1.0, (8, 1))}, "large": {1: made(1.0, (8, 1))}, "both": {0: made(0.1, (8, 1))}}
     (_, _, both) = rows(known, runs)
     assert both.end is None and both.to_large is None
-    assert verdict([both]) == ["`both`: one seed, so nothing can be said."]
+    assert verdict([both]) == ["One seed, so nothing can be said of `both`."]

@@ -39,7 +39,7 @@ def test_all_methods_fit_into_one_figure(tmp_path: Path) -> None:
     known = list(methods(SPIRALS).values())
     runs = {method.name: {0: made(1.0 + place)} for place, method in enumerate(known)}
     runs["gradmax"] = {0: made(math.nan)}
-    figure.draw(SPIRALS, known, runs, tmp_path / "all.png", "sensli compare run spirals " + "method " * 60)
+    figure.draw(SPIRALS.title, known, runs, tmp_path / "all.png", "sensli compare run spirals " + "method " * 60)
     assert (tmp_path / "all.png").stat().st_size > 20_000
 
 

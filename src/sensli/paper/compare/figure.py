@@ -19,7 +19,6 @@ from sensli.paper.compare.front import BEGIN, front_at
 from sensli.paper.compare.methods import Method
 from sensli.paper.compare.run import Run
 from sensli.paper.compare.summary import Runs, fixed_curves
-from sensli.paper.compare.task import Task
 from sensli.paper.report.figures import COLOURS, DPI, check_available, save
 from sensli.paper.report.statistics import band
 
@@ -36,7 +35,7 @@ KIND_COLOURS = {
 LEAST = 1e-12  # of a loss, for its logarithm
 
 
-def draw(task: Task, methods: Sequence[Method], runs: Runs, path: Path, command: str) -> None:
+def draw(title: str, methods: Sequence[Method], runs: Runs, path: Path, command: str) -> None:
     """Geometric means over the seeds with 95 % bands; the command that computes them is below."""
     check_available()
     from matplotlib.figure import Figure
@@ -48,7 +47,7 @@ def draw(task: Task, methods: Sequence[Method], runs: Runs, path: Path, command:
     _curves(curves, shown, runs)
     _ends(ends, shown, runs)
     seeds = len({seed for own in runs.values() for seed in own})
-    figure.suptitle(f"{task.title}: geometric mean of {_seeds(seeds)}", fontsize=9.5, x=0.01, ha="left")
+    figure.suptitle(f"{title}: {_seeds(seeds)}", fontsize=9.5, x=0.01, ha="left")
     figure.supxlabel(_folded(command), fontsize=6, family="monospace", color="0.4", x=0.01, ha="left")
     save(figure, path)
 
@@ -180,7 +179,7 @@ def _plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
 
 
 def _seeds(count: int) -> str:
-    return "1 seed" if count == 1 else f"{count} seeds with 95 % bands"
+    return "one seed" if count == 1 else f"geometric mean of {count} seeds with 95 % bands"
 
 
 def _folded(command: str, width: int = 215) -> str:

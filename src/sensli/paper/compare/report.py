@@ -92,7 +92,7 @@ def write(store: Store, folder: Path, wanted: Wanted) -> list[Path]:
     blocks: list[Block] = [Heading(TITLE, 1), *(Paragraph(text) for text in _OPENING)]
     for one in told:
         path = folder / "figures" / one.picture
-        figure.draw(one.task, one.methods, one.runs, path, _command(one))
+        figure.draw(one.title, one.methods, one.runs, path, _command(one))
         blocks += _section(one, path)
     files = {
         "README.md": markdown(blocks, folder),

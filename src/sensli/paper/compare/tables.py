@@ -67,10 +67,10 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             f"Of the growing methods, `{lowest.method.name}` ended with the lowest test loss ({number(lowest.test.mean)})."
         )
         lines += _groups(growing, "small") + _groups(growing, "large")
-    for row in rows:
-        if row.method.grows and row.seeds == 1:
-            lines.append(f"`{row.method.name}`: one seed, so nothing can be said.")
-        elif row.method.grows:
+    if single := [f"`{row.method.name}`" for row in growing if row.seeds == 1]:
+        lines.append(f"One seed, so nothing can be said of {', '.join(single)}.")
+    for row in growing:
+        if row.seeds > 1:
             parts = [_against("small", row.to_small), _against("large", row.to_large), _against_front(row)]
             lines.append(f"`{row.method.name}`: {'; '.join(part for part in parts if part)}.")
     return lines
