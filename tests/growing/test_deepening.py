@@ -294,7 +294,7 @@ def test_g_stack_stacks_several_lists_as_count_says() -> None:
     assert len(grower.history) == 2 and torch.equal(model(X), model.out(expected))
 
 
-def test_a_stack_in_the_middle_of_its_list_renames_what_is_behind_it() -> None:
+def test_a_stack_in_the_middle_of_its_list_renames_what_comes_after_it() -> None:
     class Mixed(Listed):
         def __init__(self) -> None:
             super().__init__()

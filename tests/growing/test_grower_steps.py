@@ -165,7 +165,7 @@ class Same(nn.Module):
 
 
 @pytest.mark.parametrize("damage", ["a parameter less", "other names", "another container"])
-@pytest.mark.parametrize("first", [False, True], ids=["alone", "behind a good one"])
+@pytest.mark.parametrize("first", [False, True], ids=["alone", "after a good one"])
 def test_an_average_that_differs_leaves_nothing_behind(damage: str, first: bool) -> None:
     model = deep()
     good = AveragedModel(model)

@@ -1,4 +1,4 @@
-"""The options of growing: one frozen object that checks itself, behind `Grower` and both callbacks; and the one registry of selections."""
+"""The options of growing: one frozen object that checks itself, used by `Grower` and both callbacks; and the one registry of selections."""
 
 from __future__ import annotations
 

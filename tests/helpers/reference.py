@@ -69,7 +69,7 @@ def evaluate(model: nn.Module, data: spirals.Split, log: Trained) -> None:
 
 
 def hidden_ends(model: nn.Sequential) -> list[int]:
-    """Where a hidden layer ends: behind every ReLU; behind the first map (and its tanh) and every block."""
+    """Where a hidden layer ends: after every ReLU; after the first map (and its tanh) and every block."""
     kinds = list(model)
     if any(isinstance(module, nn.ReLU) for module in kinds):
         return [i for i, module in enumerate(kinds) if isinstance(module, nn.ReLU)]

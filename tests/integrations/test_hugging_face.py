@@ -494,12 +494,12 @@ def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_pat
             tmp_path, callback, model=model, optimizers=(optimizer, schedule), save_strategy="no", num_train_epochs=1
         )
 
-    def behind(site: Any) -> bool:
+    def after(site: Any) -> bool:
         return site.path == "transformer.h.1"
 
     with pytest.raises(SensliError, match=r"(?s)nowhere to grow.*nothing would train a layer there.*group="):
-        frozen(grow(1, where=behind)).train()  # before the first epoch
-    callback = grow(1, where=behind, group=0)
+        frozen(grow(1, where=after)).train()  # before the first epoch
+    callback = grow(1, where=after, group=0)
     trainer = frozen(callback)
     trainer.train()
     assert len(callback.history) == 1

@@ -35,7 +35,7 @@ CASES = {
     "relu list and dict": (Listed, points, {}),
     "residual linear": (lambda: fnn(nn.Tanh), points, {}),
     "residual stack": (residual, points, {"layer": "residual"}),
-    "residual behind prelu": (lambda: Named(lambda: nn.PReLU()), points, {"layer": "residual"}),
+    "residual after prelu": (lambda: Named(lambda: nn.PReLU()), points, {"layer": "residual"}),
     "parametric linear": (lambda: fnn(nn.GELU), points, {"layer": "parametric"}),
     **{
         f"{layer} conv{dims}d groups={groups}": (
@@ -158,7 +158,7 @@ class Checkpointed(nn.Module):
 
 
 def shared_input():
-    """One activation for two consumers: what comes back from both counts for a layer behind it."""
+    """One activation for two consumers: what comes back from both counts for a layer after it."""
 
     class Fork(nn.Module):
         def __init__(self):

@@ -80,7 +80,7 @@ def test_evaluation_inside_the_context_counts_nothing():
     assert probe.merits()[0].ratio is None
 
 
-def test_a_backward_pass_behind_the_context_counts_nothing():
+def test_a_backward_pass_after_the_context_counts_nothing():
     model, (x, y) = fnn(), batches((6,))[0]
     with Probe(model, find_sites(model, points())) as probe:
         loss = loss_fn(model(x), y)

@@ -33,7 +33,7 @@ def cost(layer: Layer, positions: int = 1) -> Cost:
 
 
 def values(layer: Layer) -> torch.Tensor:
-    """An activation as it may stand at the layer's place: behind a ReLU for the relu form, with some units at zero."""
+    """An activation as it may stand at the layer's place: after a ReLU for the relu form, with some units at zero."""
     tokens = () if layer.activation.name == "PReLU" else (2,)  # torch has a slope per entry of the second dimension
     shape = (3, 4, *[5] * len(layer.kernel)) if layer.kind == "conv" else (3, *tokens, 4)
     x = torch.randn(shape, dtype=torch.float64)

@@ -162,7 +162,7 @@ def test_a_count_inside_every_block_follows(way: str) -> None:
     assert counts() == before
 
 
-def test_where_the_last_block_is_built_differently_the_list_takes_none_behind_it() -> None:
+def test_where_the_last_block_is_built_differently_the_list_takes_none_after_it() -> None:
     """Built from the configuration, a model with one block more would have the difference in another place."""
     torch.manual_seed(0)
     model, x = Configured(SimpleNamespace(n_layer=4, way="last")), torch.randn(3, 8)

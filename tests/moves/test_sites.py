@@ -57,7 +57,7 @@ def test_places_and_layers_in_the_order_of_the_data_flow(make, options, found):
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_convolutions_grow_behind_norm_and_relu_before_the_pooling(dims, norm):
+def test_convolutions_grow_after_norm_and_relu_before_the_pooling(dims, norm):
     places = ["0.2", "0.6"] if norm else ["0.1", "0.4"]
     found = find_sites(cnn(dims, norm=norm), images(2, dims))
     # beside a batch norm a new layer has one too
@@ -147,7 +147,7 @@ def test_no_relu_layer_where_values_may_be_negative(between, layer):
         lambda x: x.permute(0, 1, 3, 2), lambda x: torch.cat([x, x.relu()], 1)[:, :4],
     ],
 )  # fmt: skip
-def test_values_stay_behind_their_relu_through_pooling_and_changes_of_shape(between):
+def test_after_pooling_and_changes_of_shape_values_are_still_those_of_a_relu(between):
     model = module(lambda s, x: s.b(between(F.relu(s.a(x)))), a=nn.Conv2d(2, 4, 3, padding=1), b=nn.Conv2d(4, 2, 1))
     x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
     before = model(x)
@@ -218,7 +218,7 @@ def test_repeated_growth_offers_one_more_place_each_time():
 
 def test_the_users_hooks_stand_between_a_layer_and_its_place_as_they_will():
     model = module(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
-    model.b.register_forward_pre_hook(lambda m, args: (args[0] - 1,))  # behind the place, so a ReLU layer fits
+    model.b.register_forward_pre_hook(lambda m, args: (args[0] - 1,))  # after the place, so a ReLU layer fits
     x = points()
     (site,) = find_sites(model, x)
     assert str(site) == "Linear(4, 4) + ReLU before b"

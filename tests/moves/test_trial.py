@@ -271,7 +271,7 @@ def test_forwards_that_ask_for_a_class_count_index_or_slice(forward: Callable[..
     sites = assert_sound(module(forward, net=net), points(5, 4))
     reasons = dict(sites.skipped)
     assert len(sites) + len(reasons) >= 2
-    if forward is by_class:  # behind the ReLUs nothing holds, behind the layers the residual form does
+    if forward is by_class:  # after the ReLUs nothing holds, after the layers the residual form does
         assert places(sites) == [("after", "net.0"), ("after", "net.2")]
         assert "checks their class" in reasons["net.1"] and "net.1: the model's output changes by" in sites.explain()
 
@@ -530,7 +530,7 @@ def test_the_spellings_of_one_network_give_the_same_layers_with_the_same_merits(
     modules, functions = found["modules"], found["functions"]
     assert [kind for kind, _, _ in modules] == [kind for kind, _, _ in functions] == ["conv", "conv", "linear"]
     assert [n for _, n, _ in modules] == [n for _, n, _ in functions]
-    assert functions[1][2] == pytest.approx(modules[1][2], rel=1e-9)  # before the ReLU and behind it: the same layer
+    assert functions[1][2] == pytest.approx(modules[1][2], rel=1e-9)  # before the ReLU and after it: the same layer
     assert functions[2][2] == pytest.approx(modules[2][2], rel=1e-9)
 
 

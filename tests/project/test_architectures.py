@@ -146,7 +146,7 @@ def test_between_blocks_goes_a_twin(name: str) -> None:
 
 
 def test_which_form_a_boundary_gets() -> None:
-    assert forms("plain_blocks") == {"relu", "residual"}  # behind a batch norm the residual form, with one of its own
+    assert forms("plain_blocks") == {"relu", "residual"}  # residual after a batch norm, with its own
     assert forms("encoder_postnorm") == {"residual"}
     # two lists that are walked together cannot take a block, and a twin around its neighbour would have the neighbour's number
     assert forms("parallel_lists") == {"residual"}

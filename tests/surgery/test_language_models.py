@@ -295,7 +295,7 @@ def test_batches_are_dicts_and_the_loss_is_the_model_s() -> None:
 
 
 def test_a_block_that_depends_on_its_number_is_not_renumbered() -> None:
-    """Attention that is divided by the number of its block: a list that takes a block would change all blocks behind it."""
+    """Attention that is divided by the number of its block: a list that takes a block would change all blocks after it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
