@@ -28,6 +28,7 @@ from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
+from sensli.integrations import fitting  # noqa: E402
 from sensli.integrations.committee import networks  # noqa: E402
 from sensli.integrations.folds import Data, train_on  # noqa: E402
 from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor  # noqa: E402
@@ -320,6 +321,18 @@ def test_the_last_training_is_on_all_samples(capsys: pytest.CaptureFixture[str])
     assert whole.validation_loss_ == part.validation_loss_  # what decided is the same
     assert [str(growth.site) for growth in whole.history_] == [str(growth.site) for growth in part.history_]
     assert not np.array_equal(whole.predict(x), part.predict(x))
+
+
+def test_the_last_training_is_longer_where_the_loss_still_fell_when_growing_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = waves(100)
+    monkeypatch.setattr(fitting, "STAGE", 3)  # evaluations, each after ten epochs of one batch
+    settings: dict[str, Any] = {**SMALL, "layers": 2, "patience": 10, "random_state": 0, "verbose": 1}
+    GrowingRegressor(**settings, tau=1e9).fit(x, y)  # there is room, but no place is worth it
+    assert "30 epochs on all 100 samples" in capsys.readouterr().out
+    GrowingRegressor(**{**settings, "max_epochs": 30, "max_width": 12}).fit(x, y)  # no room: max_epochs ends it
+    assert "15 epochs on all 100 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])

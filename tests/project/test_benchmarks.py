@@ -80,3 +80,6 @@ def test_the_figures_of_the_estimators_are_of_the_best_of_the_grid() -> None:
     values = [figure.value for figure in figures([found])]
     assert values == pytest.approx([0.05 / error, -0.05, 0.2, 0.1, 0.1])
     assert "(2 x 50)" in str(found) and "time 0.20" in str(found)
+    lucky = Outcome("two", [0.5] * 3, [0.5] * 3, {(1, 50): [0.9, 0.4, 0.4], (1, 100): [0.5] * 3}, (1.0, 1.0), "9 x 2")
+    assert lucky.difference == pytest.approx(0.5 - 1.7 / 3)
+    assert lucky.difference_chosen == pytest.approx((0.0 + 0.1 + 0.1) / 3)  # without a fold, its luck does not choose

@@ -27,6 +27,7 @@ from sensli.surgery.undoing import undo
 STAGE = 30  # evaluations after which a growth is tried even if the loss still falls
 STEPS = 10  # the smallest number between two evaluations: an epoch of few data says little
 FINISH = 0.5  # epochs on all samples at the end, as a share of those that led to the best weights
+FALLING = 1.0  # the same where the loss still fell when growing ended
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Fit:
         self.fitted = Fitted(history, self._mean(self._best))
         self._first = self.fitted.loss
         self._led = 0  # epochs that led to the best weights, without those that were in vain
+        self._falls = False  # whether the last stage that was kept ended before the loss stalled
 
     def run(self) -> Fitted:
         """Train, grow while it helps, stop. The networks have the weights that were best."""
@@ -171,6 +173,7 @@ class Fit:
                 self._led = led + self._epoch - began
         stacked.write(best)
         self.fitted.stopped = not self._left and waited < patience
+        self._falls = looks >= limit and waited < patience
         layers = sum(isinstance(module, nn.Linear) for module in self.networks[0].modules()) - 1
         where = "held-out samples" if self.data.grows else "training samples"
         self.say(f"epoch {self._epoch}: hidden layers: {layers}, loss {self.fitted.loss:.4g} on the {where}")
@@ -197,7 +200,7 @@ class Fit:
     def _try(self, kind: str) -> bool:
         """Grow all networks and train on; what did not help is taken out again."""
         history, kept = self._grower.history, len(self._grower.history)
-        before = self.fitted.loss, self._best, self._led
+        before = self.fitted.loss, self._best, self._led, self._falls
         weights = [{name: value.clone() for name, value in each.state_dict().items()} for each in self.networks]
         self._asked.kind = kind
         grown = self._note(None)  # the loss of this epoch has been told
@@ -215,7 +218,7 @@ class Fit:
         self._take_out(kept)
         for network, state in zip(self.networks, weights, strict=True):
             network.load_state_dict(state)
-        self.fitted.loss, self._best, self._led = before
+        self.fitted.loss, self._best, self._led, self._falls = before
         return False
 
     def _take_out(self, kept: int) -> None:
@@ -235,7 +238,7 @@ class Fit:
         """Train the networks on all samples for a while, with a learning rate that falls to zero."""
         everything = [torch.arange(len(self.data.x))] * len(self.networks)
         data = Data(self.data.x, self.data.y, self.data.weight, everything)
-        stacked, epochs = self._stacked(), math.ceil(FINISH * self._led)
+        stacked, epochs = self._stacked(), math.ceil((FALLING if self._falls else FINISH) * self._led)
         self.say(f"{epochs} epochs on all {len(self.data.x)} samples")
         for epoch in range(epochs):
             stacked.optimizer.param_groups[0]["lr"] = self.plan.learning_rate * (1 - epoch / epochs)

@@ -42,7 +42,8 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         patience: The number of evaluations of the held-out samples without an improvement before growing or stopping (default: 10).
         tolerance: The smallest relative improvement that counts (default: 1e-2).
         tau: The threshold of `sensli.Grower` (default: 0.0).
-        refit: Whether to train on all samples at the end, none held out, for half of the epochs that helped (default: True).
+        refit: Whether to train on all samples at the end, none held out: for half of the epochs that helped, or for as many where the
+            loss still fell when growing ended (default: True).
         class_weight: Weights of the classes by label, or ``"balanced"`` for the inverse of their frequencies. None weights all
             equally.
         warm_start: Whether the next `fit` continues with the networks of the last one (default: False).
@@ -186,7 +187,8 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
         patience: The number of evaluations of the held-out samples without an improvement before growing or stopping (default: 10).
         tolerance: The smallest relative improvement that counts (default: 1e-2).
         tau: The threshold of `sensli.Grower` (default: 0.0).
-        refit: Whether to train on all samples at the end, none held out, for half of the epochs that helped (default: True).
+        refit: Whether to train on all samples at the end, none held out: for half of the epochs that helped, or for as many where the
+            loss still fell when growing ended (default: True).
         warm_start: Whether the next `fit` continues with the networks of the last one (default: False).
         random_state: The random seed, or a numpy RandomState.
         verbose: Whether to print what happens (default: 0).
