@@ -62,6 +62,8 @@ REPORTED = [
     *_numbers(wine_quality="winequality_red/winequality-red.csv", insurance="insurance/insurance.csv"),
     *_keel("texture", "spambase"),
     *_numbers(compactiv="compactiv/compactiv.dat"),
+    *_keel("magic", "penbased"),
+    *_numbers(laser="laser/laser.dat"),
 ]
 
 
