@@ -49,7 +49,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(tmp_path_factory.mktemp("deep") / "page.html", page_data(deep(unit="step", metric="eval_loss")))
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ["desk", "phone", pytest.param("tablet", marks=pytest.mark.thorough)])
 def test_every_growth_has_a_box_that_is_scrolled_to(browser: Any, page_file: Path, name: str) -> None:
     with opened(browser, page_file, place="step=0", viewport=size(name), reduced_motion="reduce") as page:
         page.evaluate("document.getElementById('network').scrollIntoView({block: 'nearest'})")  # as playing does
