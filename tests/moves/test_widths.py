@@ -408,7 +408,7 @@ PIECES = st.lists(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(40, marks=pytest.mark.thorough)])
 def test_random_networks_keep_their_function_at_every_width(examples: int) -> None:
     seeds = st.integers(min_value=0, max_value=99)
 

@@ -215,6 +215,7 @@ def test_what_was_stopped_goes_on_without_ray(tmp_path, whole, capsys):
     same(one, store, whole)
 
 
+@pytest.mark.thorough  # its Ray takes a quarter of a minute; the test above stops and resumes too
 def test_ctrl_c_of_the_command_with_a_ray_of_its_own(tmp_path, capsys):
     arms = {"quick": {"epochs": 5}, "slow": {"epochs": 60_000}}
     experiment = {**GOOD, "runs": 1, "arms": arms, "recipes": {"stated": {}}}
