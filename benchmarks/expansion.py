@@ -1,6 +1,6 @@
 """Expanding a small language model: where to put new blocks. Trained on the spot on the help texts of Python, five seeds.
 
-A model of six blocks is trained; then two blocks are added by merit, evenly, at the top or at the bottom, and training goes on with the
+A model of six blocks is trained; then two blocks are added by merit, evenly, at the top or at the bottom, and training continues with the
 same batches for the same number of steps: of all weights, or of the new blocks alone.
 `python -m benchmarks.expansion` prints the table.
 """

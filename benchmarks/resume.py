@@ -1,6 +1,6 @@
 """A run that is killed at random moments and started again ends with the weights of one that was left alone, to the bit.
 
-The run is `train`: it goes on from a file if there is one, and returns a digest of all weights.
+The run is `train`: it resumes from a file if there is one, and returns a digest of all weights.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _work(file: Path, kill_after: float | None, pipe: Connection) -> None:
 
 
 def run(file: Path, kill_after: float | None = None) -> tuple[str | None, float]:
-    """The run in a process of its own, killed after so many seconds of computing. Returns its digest, None if killed, and its time."""
+    """The run in a separate process, killed after so many seconds of computing. Returns its digest, None if killed, and its time."""
     # A server that has imported torch once and forks from there: the time goes into the run instead of twenty imports.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo"])  # which the first optimizer would import

@@ -23,7 +23,7 @@ from sensli.modules.wrappers import bare, eager
 
 
 def calling_trainer(callback: object) -> Trainer | None:
-    """The Trainer that is calling its callback: it hands them its parts but not itself, and the loss is a method of its own."""
+    """The Trainer that is calling its callback: it hands them its parts but not itself, and the loss is one of its methods."""
     # By the frames, because nothing that a callback is given leads to the Trainer (arguments, state, control, model, optimizer, scheduler,
     # loaders), and other ways are worse: patching the class Trainer changes it for everybody, and a required attach() would be a second
     # step, forgotten until a resume. Found is only a Trainer whose own list holds this callback; attach() needs none of it.

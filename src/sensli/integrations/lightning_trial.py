@@ -18,7 +18,7 @@ from sensli.integrations.trying import Update
 from sensli.modules.random_state import kept_of_loader
 from sensli.modules.samples import count_samples
 
-# What a module may do at a step of its own, which a trial does not do.
+# What a module may do differently at a step, and a trial does not do.
 _HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward", "lr_scheduler_step")
 
 

@@ -116,7 +116,7 @@ class WeightCatch:
 
     @property
     def factored(self) -> bool:
-        """Whether it has a natural merit: an embedding, or a weight of a module that does something of its own with it, has none."""
+        """Whether it has a natural merit: an embedding, or a weight that its module uses in another way than as a map, has none."""
         return "map0" in self.sums
 
     def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:

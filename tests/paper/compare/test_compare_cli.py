@@ -87,7 +87,7 @@ def test_a_preset_sizes_each_task_and_what_is_given_beside_it_comes_first(
     shown = capsys.readouterr().out
     assert (
         shown.index("student and teacher") < shown.index("two spirals")
-        and "no run of the task vgg with the budget x 0.25" in shown
+        and "with the budget x 0.25 is stored. Compute them with: sensli compare run vgg --budget 0.25\n" in shown
     )
     assert call("list", "--preset", "laptop") == 0
     assert f"4 of {2 * len(methods(SMALL))} runs" in capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_a_preset_sizes_each_task_and_what_is_given_beside_it_comes_first(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("run", "spiral"), "TASK: unknown task 'spiral'. Did you mean 'spirals'? Known: "),
+        (("run", "spiral"), "TASK: unknown task 'spiral'. Did you mean 'spirals'? Known: all, "),
         (("run", "spirals", "--methods", "smal"), "--methods: unknown method 'smal'. Did you mean 'small'? Known: "),
         (("run", "spirals", "--seeds", "0"), "--seeds must be at least 1, got 0."),
         (("run", "spirals", "--jobs", "0"), "--jobs must be at least 1, got 0."),

@@ -57,8 +57,8 @@ def _asked(args: argparse.Namespace, tasks: Sequence[Task]) -> list[Asked]:
 
 def _named(names: Sequence[str]) -> list[Task]:
     """The tasks of these names, each once, in the order of `TASKS`."""
-    wanted = {task.name for name in names for task in (TASKS.values() if name == "all" else [find(name)])}
-    return [task for task in TASKS.values() if task.name in wanted]
+    wanted = [find(name) for name in names if name != "all"]
+    return [task for task in TASKS.values() if "all" in names or task in wanted]
 
 
 def _list(args: argparse.Namespace) -> None:

@@ -77,9 +77,10 @@ def load(task: Task, methods: Sequence[Method], seeds: int, budget: float, store
         if runs:
             found[method.name] = runs
     if not found:
+        size = "" if budget == 1 else f" --budget {budget:g}"
         raise NoResults(
             f"{store.root}: no run of the task {task.name} with the budget x {budget:g} is stored. Compute them with: "
-            f"sensli compare run {task.name}"
+            f"sensli compare run {task.name}{size}"
         )
     return found
 

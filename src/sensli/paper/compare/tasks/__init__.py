@@ -17,5 +17,5 @@ TASKS: dict[str, Task] = {task.name: task for task in (TEACHER, SPIRALS, FASHION
 def find(name: str) -> Task:
     """A task by its name."""
     if name not in TASKS:
-        raise BadComparison(f"TASK: {unknown('task', name, TASKS)}")
+        raise BadComparison(f"TASK: {unknown('task', name, [*TASKS, 'all'])}")
     return TASKS[name]
