@@ -94,6 +94,10 @@ def _seeded():
     torch.manual_seed(0)
 
 
+# What takes no time: results say from which commit they are, and matplotlib looks for fonts once on a machine.
+BRIEF = ("git", "fc-list")
+
+
 @pytest.fixture(autouse=True)
 def _no_process_without_a_mark(request: pytest.FixtureRequest) -> Iterator[None]:
     """`make quick` stays quick: it leaves out what is marked, and nothing else starts a process."""
@@ -101,9 +105,7 @@ def _no_process_without_a_mark(request: pytest.FixtureRequest) -> Iterator[None]
     start = subprocess.Popen.__init__
 
     def refuse(self: object, command: object = "", *args: Any, **options: Any) -> None:
-        if not (
-            isinstance(command, list) and command[0] == "git"
-        ):  # takes no time: results say from which commit they are
+        if not (isinstance(command, list) and command[0] in BRIEF):
             pytest.fail(f"this test starts a process ({command!r}): mark it with pytest.mark.process")
         start(self, command, *args, **options)  # type: ignore[arg-type]
 

@@ -29,7 +29,7 @@ from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from sensli.integrations import fitting  # noqa: E402
-from sensli.integrations.committee import networks  # noqa: E402
+from sensli.integrations.committee import networks, sharpened  # noqa: E402
 from sensli.integrations.folds import Data, train_on  # noqa: E402
 from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor  # noqa: E402
 from sensli.integrations.stacked import Stacked  # noqa: E402
@@ -122,7 +122,10 @@ def test_the_record_has_the_real_epochs_and_the_page_shows_it(grown: GrowingRegr
     assert taken_out and all("took it out again at epoch" in look.reason for look in taken_out)  # the last tries
     calls = [call for call, _ in record.metrics]
     assert calls == sorted(set(calls)) and calls[-1] == grown.n_iter_
-    assert min(value for _, value in record.metrics if value is not None) == grown.validation_loss_
+    # What was reached while a growth was tried does not count if it was taken out again.
+    tries = [(look.call, int(re.findall(r"at epoch (\d+)", look.reason)[0])) for look in taken_out]
+    lasting = [value for call, value in record.metrics if not any(start < call <= end for start, end in tries)]
+    assert min(value for value in lasting if value is not None) == grown.validation_loss_
     page = write_page(tmp_path / "growth.html", page_data(grown.history_))
     assert "took it out again" in page.read_text() and "Validation loss: " in page.read_text()
 
@@ -172,7 +175,7 @@ def test_what_is_held_out_does_not_train() -> None:
         data = Data(torch.tensor(x).float(), target, torch.ones(60), rows, rows[::-1])
         stacked = Stacked(members, 0.01, 0.0)
         for _ in range(3):
-            train_on(stacked, data, GrowingRegressor._losses, 200)
+            train_on(stacked, data, GrowingRegressor()._losses, 200)
         stacked.write(stacked.flat)
         ends.append([member[0].weight.clone() for member in members])
     assert torch.equal(ends[0][0], ends[1][0]) and not torch.equal(ends[0][1], ends[1][1])
@@ -225,11 +228,43 @@ def test_classes_are_weighted() -> None:
         GrowingClassifier(class_weight="equal").fit(x, y)
 
 
+def test_probabilities_are_freed_from_the_smoothing_of_the_labels() -> None:
+    """A network that is as good as one can be on smoothed labels gives the probabilities of the labels themselves."""
+    p = torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0], [0.4, 0.35, 0.25]], dtype=torch.float64)
+    learnt = (1 - 0.3) * p + 0.3 / 3
+    assert torch.allclose(sharpened(learnt, 0.3), p, atol=0.003)
+    assert torch.allclose(sharpened(learnt, 0.0), learnt, rtol=1e-15)
+    labels = torch.tensor([0] * 8 + [1] * 7 + [2] * 5)
+    logits = torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
+    model = GrowingClassifier(label_smoothing=0.3)
+    optimizer = torch.optim.LBFGS([logits], max_iter=100)
+    optimizer.step(lambda: _with_gradient(model._losses(logits.expand(20, 3), labels).mean(), optimizer))
+    assert torch.allclose(sharpened(logits.detach().softmax(-1), 0.3), p[2:], atol=1e-4)
+
+
+def _with_gradient(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def test_smoothed_labels_are_those_of_the_last_training() -> None:
+    x, y = load_wine(return_X_y=True)
+    model = GrowingClassifier(**SMALL, random_state=0).fit(x, y)
+    assert model.model_.smoothing == 0.1 and model.predict_proba(x).min() < 1e-3
+    assert np.allclose(model.predict_proba(x).sum(1), 1)
+    model.set_params(label_smoothing=0.0).partial_fit(x, y)
+    assert model.model_.smoothing == 0.0
+    with pytest.raises(ValueError, match="The 'label_smoothing' parameter of GrowingClassifier must be a float in"):
+        GrowingClassifier(label_smoothing=1.0).fit(x, y)
+
+
 @pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])
 def test_partial_fit_learns_and_continues_from_a_pickle(kind: Any) -> None:
     x, y = load_wine(return_X_y=True)
     more: dict[str, Any] = {"classes": [0, 1, 2]} if kind is GrowingClassifier else {}
-    model = kind(**{**SMALL, "batch_size": 50}, random_state=0)
+    plain = {"label_smoothing": 0.0} if kind is GrowingClassifier else {}  # whose loss can fall to zero
+    model = kind(**{**SMALL, "batch_size": 50, **plain}, random_state=0)
     for _ in range(3):
         model.partial_fit(x, y, **more)
     copied = pickle.loads(pickle.dumps(model))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 class Committee(nn.Module):
     """Standardises its input, asks every member, and takes the mean: of the outputs, or of the probabilities of classes.
 
-    For classes the output is the logarithm of the mean probabilities, so ``softmax`` of it gives them.
+    For classes the output is the logarithm of the mean probabilities, so ``softmax`` of it gives them. ``smoothing`` is that of the labels
+    in training, which the probabilities are freed from.
     """
 
     mean: Tensor
@@ -23,12 +24,23 @@ class Committee(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float64))
         self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
-        self.members, self.classify = nn.ModuleList(members), classify
+        self.members, self.classify, self.smoothing = nn.ModuleList(members), classify, 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x - self.mean) / self.scale
         outputs = torch.stack([member(x) for member in self.members])
-        return outputs.softmax(-1).mean(0).log() if self.classify else outputs.mean(0)
+        return sharpened(outputs.softmax(-1).mean(0), self.smoothing).log() if self.classify else outputs.mean(0)
+
+
+def sharpened(probabilities: Tensor, smoothing: float) -> Tensor:
+    """The probabilities of the labels themselves, from those that were learnt of smoothed ones.
+
+    A label that is smoothed by e is right with ``1 - e`` and any of K classes with ``e / K``; so a probability p is learnt as
+    ``(1 - e) p + e / K``. What is learnt as less than ``e / K`` would be negative, and is nearly zero instead.
+    """
+    floor = smoothing / probabilities.shape[-1]
+    found = (probabilities - floor).clamp(min=0.01 * floor)
+    return found / found.sum(-1, keepdim=True)
 
 
 def networks(count: int, sizes: Sequence[int]) -> list[nn.Module]:

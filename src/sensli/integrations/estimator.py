@@ -168,6 +168,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _keep(self, model: Committee, curve: list[float], stacked: Stacked | None = None) -> None:
         self.model_, self.loss_curve_, self.n_iter_ = model, curve, len(curve)
         model.members.double()  # as scikit-learn computes: one sample gives the same alone as among others
+        model.smoothing = self._smoothing  # of this training: networks that continue may have begun with another
         hidden = [layer.out_features for layer in model.members[0].modules() if isinstance(layer, nn.Linear)][:-1]
         self.n_layers_, self.widths_ = len(hidden), tuple(hidden)
         if stacked is None and hasattr(self, "_stacked"):
@@ -201,13 +202,16 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             out: Tensor = self.model_(torch.tensor(x))  # a copy: what pandas hands out may be read-only
             return out
 
-    @staticmethod
-    def _losses(output: Tensor, target: Tensor) -> Tensor:
+    @property
+    def _smoothing(self) -> float:
+        """Of the labels in training."""
+        return 0.0
+
+    def _losses(self, output: Tensor, target: Tensor) -> Tensor:
         """What each sample loses in training."""
         raise NotImplementedError
 
-    @staticmethod
-    def _scores(output: Tensor, target: Tensor) -> Tensor:
+    def _scores(self, output: Tensor, target: Tensor) -> Tensor:
         """What each held-out sample is judged by."""
         raise NotImplementedError
 

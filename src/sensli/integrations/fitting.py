@@ -24,7 +24,7 @@ from sensli.surgery.history.outline import outline
 from sensli.surgery.replaying import repeat
 from sensli.surgery.undoing import undo
 
-STAGE = 30  # evaluations after which a growth is tried even if the loss still falls
+STAGE = 20  # evaluations after which a growth is tried even if the loss still falls
 STEPS = 10  # the smallest number between two evaluations: an epoch of few data says little
 FINISH = 0.5  # epochs on all samples at the end, as a share of those that led to the best weights
 FALLING = 1.0  # the same where the loss still fell when growing ended

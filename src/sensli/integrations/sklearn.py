@@ -7,19 +7,21 @@ while (``refit=False`` leaves that out), and the prediction is their mean.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot, softmax
 
 from sensli.integrations import missing
+from sensli.integrations.committee import sharpened
 from sensli.integrations.estimator import GrowingEstimator, moments
 
 try:
     import numpy as np
     from sklearn.base import ClassifierMixin, RegressorMixin
     from sklearn.utils import compute_sample_weight
-    from sklearn.utils._param_validation import StrOptions
+    from sklearn.utils._param_validation import Interval, StrOptions
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import validate_data
 except ImportError as error:
@@ -44,6 +46,8 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         tau: The threshold of `sensli.Grower` (default: 0.0).
         refit: Whether to train on all samples at the end, none held out: for half of the epochs that helped, or for as many where the
             loss still fell when growing ended (default: True).
+        label_smoothing: The share of a label that is spread over all classes in training, at least 0 and below 1; the probabilities are
+            freed from it (default: 0.1).
         class_weight: Weights of the classes by label, or ``"balanced"`` for the inverse of their frequencies. None weights all
             equally.
         warm_start: Whether the next `fit` continues with the networks of the last one (default: False).
@@ -55,6 +59,7 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
     _classify: ClassVar[bool] = True
     _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
         **GrowingEstimator._parameter_constraints,
+        "label_smoothing": [Interval(Real, 0, 1, closed="left")],
         "class_weight": [StrOptions({"balanced"}), dict, None],
     }
 
@@ -74,6 +79,7 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         tolerance: float = 1e-2,
         tau: float = 0.0,
         refit: bool = True,
+        label_smoothing: float = 0.1,
         class_weight: Any = None,
         warm_start: bool = False,
         random_state: Any = None,
@@ -84,6 +90,7 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
             weight_decay=weight_decay, batch_size=batch_size, max_epochs=max_epochs, patience=patience, tolerance=tolerance, tau=tau,
             refit=refit, warm_start=warm_start, random_state=random_state, verbose=verbose,
         )  # fmt: skip
+        self.label_smoothing = label_smoothing
         self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingClassifier:
@@ -161,14 +168,17 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         output = self._output(X)
         return self.classes_[output[:, : len(self.classes_)].argmax(1).numpy()]
 
-    @staticmethod
-    def _losses(output: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(output, target, reduction="none")
+    @property
+    def _smoothing(self) -> float:
+        return self.label_smoothing
 
-    @staticmethod
-    def _scores(output: Tensor, target: Tensor) -> Tensor:
+    def _losses(self, output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target, reduction="none", label_smoothing=self.label_smoothing)
+
+    def _scores(self, output: Tensor, target: Tensor) -> Tensor:
         # The squared error of the probabilities: one sample that is wrong and sure of it does not outweigh all others.
-        return (output.softmax(-1) - one_hot(target, output.shape[-1])).square().sum(-1)
+        found = sharpened(output.softmax(-1), self.label_smoothing)
+        return (found - one_hot(target, output.shape[-1])).square().sum(-1)
 
 
 class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
@@ -254,8 +264,7 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
         found = output.numpy() * self._y_scale + self._y_mean
         return found[:, 0] if self._flat else found
 
-    @staticmethod
-    def _losses(output: Tensor, target: Tensor) -> Tensor:
+    def _losses(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().mean(-1)
 
     _scores = _losses
