@@ -82,9 +82,11 @@ class Call:
         recycled = self._recycle(batches)
         looked = self._look(batches, loss_fn)
         if looked.merits is not None:
-            self._grow_by_trial(looked, self._decide(looked.merits), batches, loss_fn)
+            chosen = self._decide(looked.merits)
+            self._grow_by_trial(looked, chosen, batches, loss_fn)
             recycled += self._recycle(batches, inside=[growth.number for _, growth in looked.grown])
-            why = looked.tried or self.strategy.reason(looked.merits, looked.taken)
+            refused = self.options.trigger.refusal(self._moment_of(chosen[0])) if chosen and not looked.grown else ""
+            why = looked.tried or refused or self.strategy.reason(looked.merits, looked.taken)
             looked.reason = f"{why}{looked.room.left_out}"
             looked.rule = "" if looked.tried else self.strategy.rule(looked.merits, looked.taken)
         looked.recycled = recycled
@@ -131,7 +133,7 @@ class Call:
         if trial is None:
             return None
         candidates = trial.candidates_of(
-            [merit for merit in chosen if options.trigger.allows(merit.site, self._moment)]
+            [merit for merit in chosen if options.trigger.allows(merit.site, self._moment_of(merit))]
         )
         if not candidates:
             return None
@@ -146,9 +148,11 @@ class Call:
             if len(grown) == most:
                 break
             site = self._still_fitting(merit.site) if grown else merit.site
-            if site is None or not options.trigger.allows(site, self._moment):
+            if site is None:
                 continue
             merit_now = replace(merit, site=site)
+            if not options.trigger.allows(site, self._moment_of(merit_now)):
+                continue
             growth = self.followers.insert(
                 self.model, merit_now, self.history, options, when=self._when, first=not grown
             )
@@ -173,6 +177,10 @@ class Call:
             return site.move.plan(bare(self.model), site).site
         except MovedSite:
             return None
+
+    def _moment_of(self, merit: Merit) -> Moment:
+        """The moment, with what was measured of the site in question."""
+        return replace(self._moment, merit=merit)
 
     @property
     def _when(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sensli.merits.merits import Merit
 from sensli.moves.sites import Site
 
 
@@ -20,6 +21,7 @@ class Moment:
         sizes: ``"parameters"``, ``"flops"`` (of one forward pass, per sample) and ``"depth"`` (layers with weights); counted only
             when asked for.
         grow: What grows: ``"layers"``, ``"units"`` or ``"both"``.
+        merit: What was measured of the site that a trigger is asked about. None before the measurement.
     """
 
     call: int  # 1 at the first `Grower.step`
@@ -28,6 +30,7 @@ class Moment:
     # "parameters", "flops" (one forward pass, per sample) and "depth" (layers with weights), counted only when asked for
     sizes: Mapping[str, int] = field(default_factory=dict)
     grow: str = "layers"
+    merit: Merit | None = None
 
 
 class Trigger:
@@ -54,6 +57,14 @@ class Trigger:
             moment: The call, the metric and the model as it is.
         """
         return True
+
+    def refusal(self, moment: Moment) -> str:
+        """Why `allows` refuses the site of ``moment.merit``, as a clause for the history; empty if there is nothing to say.
+
+        Args:
+            moment: The call, the metric, the model as it is and the merit.
+        """
+        return ""
 
     def looked(self) -> None:
         """Called when the combined trigger has fired and a look follows."""
@@ -147,6 +158,9 @@ class _Both(_Pair):
     def allows(self, site: Site, moment: Moment) -> bool:
         return self.left.allows(site, moment) and self.right.allows(site, moment)
 
+    def refusal(self, moment: Moment) -> str:
+        return self.left.refusal(moment) or self.right.refusal(moment)
+
 
 class _Either(_Pair):
     word = "|"
@@ -161,11 +175,17 @@ class _Either(_Pair):
 
     def looked(self) -> None:
         # The side that did not fire continues to count.
-        for fired, side in zip(self._fired, (self.left, self.right), strict=True):
-            if fired:
-                side.looked()
+        for side in self._sides:
+            side.looked()
 
     def allows(self, site: Site, moment: Moment) -> bool:
         # A limit binds the side it was combined with: only the side that fired may let a site through.
-        sides = zip(self._fired, (self.left, self.right), strict=True)
-        return any(fired and side.allows(site, moment) for fired, side in sides)
+        return any(side.allows(site, moment) for side in self._sides)
+
+    def refusal(self, moment: Moment) -> str:
+        return next((words for side in self._sides if (words := side.refusal(moment))), "")
+
+    @property
+    def _sides(self) -> list[Trigger]:
+        """Those that fired."""
+        return [side for fired, side in zip(self._fired, (self.left, self.right), strict=True) if fired]

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from sensli.growing.diminishing import Diminishing
+from sensli.growing.pays import Pays
 from sensli.growing.trigger import Moment, Trigger
 from sensli.modules import checks
 from sensli.moves.sites import Site
 
-__all__ = ["At", "AtMost", "Budget", "Diminishing", "Every", "Moment", "Plateau", "Trigger"]
+__all__ = ["At", "AtMost", "Budget", "Diminishing", "Every", "Moment", "Pays", "Plateau", "Trigger"]
 
 
 class At(Trigger):

@@ -40,8 +40,7 @@ def mean_of_weights(
     weights: Sequence[WeightCatch], norm: str, sizes: Sequence[float], remaining: float
 ) -> float | None:
     """The mean over the existing weights of the squared norm of their gradient: the denominator of the threshold."""
-    if norm == NATURAL:
-        weights = [weight for weight in weights if weight.factored]
+    weights = compared(weights, norm)
     if not weights:
         return None
     halves = [sum(sizes[0::2]), sum(sizes[1::2])]
@@ -49,9 +48,20 @@ def mean_of_weights(
     return sum(value_of(weight, norm, parts, remaining) for weight in weights) / len(weights)
 
 
+def compared(weights: Sequence[WeightCatch], norm: str) -> list[WeightCatch]:
+    """The existing weights that merits in this norm are compared with."""
+    return [weight for weight in weights if norm != NATURAL or weight.factored]
+
+
 def as_merits(
-    sites: Sequence[Site], caught: Sequence[SiteCatch], values: Sequence[float], mean: float | None, **facts: Any
+    sites: Sequence[Site],
+    caught: Sequence[SiteCatch],
+    values: Sequence[float],
+    mean: float | None,
+    weights: int,
+    **facts: Any,
 ) -> Merits:
+    """``mean``: over so many existing weights; None if there are none."""
     if mean is not None and not math.isfinite(mean):
         raise MeasurementError(
             f"the mean over the existing weights is {mean}: one of their gradients is not finite although the loss is. "
@@ -60,5 +70,6 @@ def as_merits(
     records = []
     for site, its, value in zip(sites, caught, values, strict=True):
         quotient = None if mean is None else (value / mean if mean > 0 else math.inf)
-        records.append(Merit(its.settled(site), value, quotient, its.dead))
+        share = None if quotient is None else quotient / weights
+        records.append(Merit(its.settled(site), value, quotient, its.dead, share))
     return Merits(records, **facts).check()

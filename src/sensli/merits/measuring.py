@@ -15,7 +15,7 @@ from sensli.merits.affording import affordable
 from sensli.merits.ahead import look_ahead
 from sensli.merits.backward import LossFunction, backward
 from sensli.merits.confidence import GROUPS, is_clear, next_look
-from sensli.merits.estimates import as_merits, estimate_of, mean_of_weights, share_remaining, value_of
+from sensli.merits.estimates import as_merits, compared, estimate_of, mean_of_weights, share_remaining, value_of
 from sensli.merits.joining import Caught, joined, same_values
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.natural import NATURAL
@@ -112,7 +112,8 @@ def measure(
         mean = mean_of_weights(caught.weights, norm, sizes, remaining)
         values, mean = same_values(together, values, mean)
     return as_merits(
-        sites, caught.sites, values, mean, norm=norm, batches=caught.count, samples=round(sum(sizes) * caught.unit),
+        sites, caught.sites, values, mean, len(compared(caught.weights, norm)),
+        norm=norm, batches=caught.count, samples=round(sum(sizes) * caught.unit),
         loss=caught.loss / sum(sizes), confidence=confidence, tolerance=tolerance, clear=clear,
     )  # fmt: skip
 

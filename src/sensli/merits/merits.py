@@ -37,12 +37,14 @@ class Merit:
         ratio: The merit divided by the mean over the existing weights, which is compared with the threshold tau. None if it was
             not measured.
         dead: The share of the new layer's units that were zero on all the data, or None.
+        share: The merit divided by the sum over the existing weights: how much of their gradient it would add. None without a ratio.
     """
 
     site: Site
     value: float
     ratio: float | None = None  # to the mean over the existing weights: what the threshold tau is compared with
     dead: float | None = None  # share of units that were zero on all the data
+    share: float | None = None  # of the sum over the existing weights: what `triggers.Pays` compares with the FLOPs
 
     def __str__(self) -> str:
         ratio = f", {self.ratio:.3g} x the mean of the existing weights" if self.ratio is not None else ""
@@ -62,6 +64,7 @@ class Merit:
             "merit": self.value,
             **{f"merit {name}": worth_of(self, cost) for cost, name in PER.items()},
             "ratio": self.ratio,
+            "share": self.share,
             "parameters": site.parameters,
             "flops": site.flops,
             "dead": self.dead,

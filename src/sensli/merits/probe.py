@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, WrongType
 from sensli.merits.affording import affordable
-from sensli.merits.estimates import as_merits, mean_of_weights, value_of
+from sensli.merits.estimates import as_merits, compared, mean_of_weights, value_of
 from sensli.merits.joining import Caught, joined, same_values
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.natural import NATURAL
@@ -141,4 +141,5 @@ class Probe:
             )
         mean = mean_of_weights(caught.weights, norm, caught.sizes, 0.0)
         values, mean = same_values(together, values, mean)
-        return as_merits(self._sites, caught.sites, values, mean, norm=norm, batches=caught.count)
+        weights = len(compared(caught.weights, norm))
+        return as_merits(self._sites, caught.sites, values, mean, weights, norm=norm, batches=caught.count)

@@ -129,7 +129,7 @@ def test_the_rate_follows_the_share_of_the_flops() -> None:
     assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 2 * (1 - one.share))
 
 
-@pytest.mark.parametrize("name", ["both", "random-place", "tried", "when"])
+@pytest.mark.parametrize("name", ["both", "random-place", "tried", "when", "pays"])
 @pytest.mark.slow
 def test_a_run_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
     state, resumed = tmp_path / "state.ckpt", Training(job(name), DATA)

@@ -53,6 +53,7 @@ class Job:
             **({"full": True} if self.method.full else {}),
             **({"trial": self.method.trial} if self.method.trial is not None else {}),
             **({"waits": True} if self.method.waits else {}),
+            **({"pays": True} if self.method.pays else {}),
             # new units of ours had other rows once
             **({"rows": "made for the data"} if self.method.widens else {}),
         }

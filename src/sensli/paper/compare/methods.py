@@ -20,7 +20,7 @@ class Method:
 
     ``schedule`` is None for what follows the schedule of the task. ``full`` spends more than the others: as many steps as the small network
     takes with the FLOPs of the task. ``trial`` is the share of the FLOPs that are left for which each network of a trial trains. What
-    ``waits`` asks `Diminishing` when to look, instead of looking when the task says.
+    ``waits`` asks `Diminishing` when to look, instead of looking when the task says; what ``pays`` asks `Pays` as well.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Method:
     full: bool = False
     trial: float | None = None
     waits: bool = False
+    pays: bool = False
 
     @property
     def grows(self) -> bool:
@@ -65,6 +66,10 @@ _GROWING = (
     Method(
         "when", "as 'units', but when training on brings little for its FLOPs, instead of at fixed looks", "sensli",
         options=_largest("units"), waits=True,
+    ),
+    Method(
+        "pays", "as 'when', and also as long as units add more to the gradient than to the FLOPs", "sensli",
+        options=_largest("units"), waits=True, pays=True,
     ),
     Method("natural", "as 'both', by the natural merit", "sensli", options={**_largest("both"), "norm": "natural"}),
     Method(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from sensli.errors import SensliError
 from sensli.growing.checkpoint import load_checkpoint, save_checkpoint
 from sensli.growing.grower import Grower
 from sensli.growing.trials.trial import Trial
 from sensli.growing.trigger import Trigger
-from sensli.growing.triggers import AtMost, Budget, Diminishing, Every
+from sensli.growing.triggers import AtMost, Budget, Diminishing, Every, Pays
 from sensli.modules.flops import count_flops
 from sensli.paper.compare.batches import Batches
 from sensli.paper.compare.flops import Counted, training_flops
@@ -113,8 +115,11 @@ class Training:
         )  # fmt: skip
 
     def _trigger(self) -> Trigger:
-        """At which of the calls that are due it looks: at all of them, unless it waits; never more often than the others."""
-        return Diminishing() & AtMost(len(self.task.looks)) if self.job.method.waits else Every(1)
+        """At which of the calls that are due it looks: at all of them, unless it waits, and then not more often than the others."""
+        if not self.job.method.waits:
+            return Every(1)
+        late = Diminishing() & AtMost(len(self.task.looks))
+        return Pays() | late if self.job.method.pays else late
 
     def _metric(self) -> float | None:
         """What a call is told: the validation loss, where the strategy decides by it; the training loss since the last, where it waits."""
@@ -287,9 +292,11 @@ class Training:
         self.run = Run.from_dict(found.extra["run"])
         self.spent, self.batches.taken, self._losses = found.extra["spent"], found.extra["taken"], found.extra["losses"]
         self._since = found.extra.get("since", [])
-        tried = self._last_trial()
-        if self.grower is not None and tried is not None and not tried.grew:
-            self.grower.sites()  # the look before has paid for this search, and a run that was not interrupted still knows the sites
+        looks = [] if self.grower is None else self.grower.history.record.looks
+        if self.grower is not None and looks and not looks[-1].inserted:
+            # The look before has paid for this search, and a run that was not interrupted still knows the sites, or that there are none.
+            with suppress(SensliError):
+                self.grower.sites()
 
 
 def _mean(losses: list[float]) -> float:
