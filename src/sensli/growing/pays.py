@@ -43,8 +43,8 @@ class Pays(Trigger):
             return ""
         flops = moment.sizes["flops"]
         return (
-            f"{merit.site} would add {merit.share:.2g} times the gradient of the existing weights for {merit.site.flops / flops:.2g} times "
-            f"their FLOPs: {payoff(merit, flops):.2g}, below the factor {self.factor:g} of Pays"
+            f"{merit.site} would add {merit.share:.1%} to the gradient and {merit.site.flops / flops:.1%} to the FLOPs: a payoff of "
+            f"{payoff(merit, flops):.2g}, below {self.factor:g}"
         )
 
     def looked(self) -> None:
