@@ -10,7 +10,9 @@ from sensli.integrations.sklearn import GrowingClassifier
 x, y = load_digits(return_X_y=True)
 train_x, test_x, train_y, test_y = train_test_split(x, y, random_state=0)
 
-classifier = GrowingClassifier(layers=1, width=32, max_width=64, random_state=0, verbose=1).fit(train_x, train_y)
+classifier = GrowingClassifier(members=3, layers=1, width=32, max_width=64, random_state=0, verbose=1).fit(
+    train_x, train_y
+)
 print(f"accuracy {classifier.score(test_x, test_y):.3f} with hidden layers of {classifier.widths_} units")
 print(classifier.predict_proba(test_x[:1]).round(3))
 

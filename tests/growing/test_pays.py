@@ -65,7 +65,9 @@ def test_what_pays_is_let_through_and_nothing_else() -> None:
             assert found[str(growth.site)] == largest
         else:
             reason = grower.history.record.looks[0].reason
-            assert re.search(r"would add [\d.]+% to the gradient and [\d.]+% to the FLOPs: a payoff of [\d.]+, below", reason)
+            assert re.search(
+                r"would add [\d.]+% to the gradient and [\d.]+% to the FLOPs: a payoff of [\d.]+, below", reason
+            )
 
 
 def calls(trigger: triggers.Trigger, until: int, grown: tuple[int, ...] = ()) -> list[int]:

@@ -53,6 +53,12 @@ def test_width_and_depth(here: Callable[[str], str]) -> None:
     assert 56 < parameters <= 120
 
 
+def test_grow_where_it_pays(here: Callable[[str], str]) -> None:
+    narrow, wide, _ = here("08_grow_where_it_pays.py").split("\n\n")
+    assert narrow.count(": grown") >= 2 and "began with 3 units a layer" in narrow
+    assert ": grown" not in wide and "a payoff of" in wide and "ended with [64, 64]" in wide
+
+
 def test_try_before_you_keep(here: Callable[[str], str]) -> None:
     printed = here("07_try_before_you_keep.py")
     assert "won the trial of 4 networks: mean loss" in printed and "trials ended with a growth" in printed

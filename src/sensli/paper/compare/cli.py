@@ -12,7 +12,7 @@ from sensli.text.names import TASKS
 RESULTS = Path("compare-results")
 _PRESET = (
     "sizes of all tasks under one name. laptop: every method, with its published schedule on teacher and spirals alone; ten seeds of these "
-    "two, three of the others, one of resnet; a quarter of the FLOPs for vgg, resnet and text. What is given beside it comes first"
+    "two, three of fashion; one seed and a quarter of the FLOPs for vgg, resnet and text. What is given beside it comes first"
 )
 
 

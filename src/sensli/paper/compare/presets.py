@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 DEFAULT = ("fixed", "sensli", "control")  # methods; so many seeds and FLOPs are in `Size`
 _COMMON = (*DEFAULT, "rival")  # all under the common schedule that spend what the others spend
@@ -24,14 +24,14 @@ class Size:
     methods: tuple[str, ...] = DEFAULT
 
 
-_SMALL, _LARGE = Size(10, methods=(*_COMMON, "own")), Size(3, (0.25,), _COMMON)
+_SMALL, _LARGE = Size(10, methods=(*_COMMON, "own")), Size(1, (0.25,), _COMMON)
 PRESETS = {
     "laptop": {
         "teacher": _SMALL,
         "spirals": _SMALL,
         "fashion": Size(3, methods=_COMMON),
         "vgg": _LARGE,
-        "resnet": replace(_LARGE, seeds=1),  # as long as all others together
+        "resnet": _LARGE,
         "text": _LARGE,
     }
 }
