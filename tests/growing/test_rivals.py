@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rivals import convolutions, data, grown, mean_loss, mlp, seen
+from rivals import convolutions, data, grown, mean_loss, mlp, seen, tokens
 from sensli import Grower
 from sensli.growing.strategies import STRATEGIES
 from sensli.growing.strategies.autogrow import AutoGrow
@@ -39,7 +39,15 @@ WIDENING = [
 ]
 
 
-@pytest.mark.parametrize(("model", "batches"), [(mlp(), data()), (convolutions(), data((2, 6, 6), 2))])
+@pytest.mark.parametrize(
+    ("model", "batches"),
+    [
+        (mlp(), data()),
+        (convolutions(), data((2, 6, 6), 2)),
+        (tokens(), data((7, 4))),
+        (tokens(early=True), data((7, 4))),
+    ],
+)
 def test_the_bypass_is_the_gradient_of_a_unit_without_activation(
     model: nn.Sequential, batches: list[tuple[Tensor, Tensor]]
 ) -> None:
@@ -269,3 +277,18 @@ def test_netmorph_has_its_zeros_on_the_side_with_fewer_weights() -> None:
         spread = (old - old.mean()).square().mean().sqrt()
         torch.testing.assert_close(new, drawn[int(zero_rows)] * spread)
         torch.testing.assert_close(mean_loss(grown(model, site), batches), mean_loss(model, batches))
+
+
+def test_a_reader_of_other_tokens_is_left_out() -> None:
+    """Half of the tokens go to the last layer: which ones is not known, so its units have no bypass."""
+
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, ::2]
+
+    first, act, second, act2, last, mean = tokens()
+    model = nn.Sequential(first, act, second, act2, Half(), last, mean)
+    assert [pair.site.path for pair in seen(tokens(), data((6, 4)))] == ["0", "2"]
+    assert [pair.site.path for pair in seen(model, data((6, 4)))] == ["0"]
+    grower = Grower(model, example=data((6, 4))[0][0], trigger=Every(1), strategy="gradmax", units=2, max_factor=None)
+    assert grower.step(data((6, 4)), F.cross_entropy) is not None

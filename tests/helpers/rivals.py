@@ -18,6 +18,20 @@ def mlp(activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), activation(), nn.Linear(5, 6), activation(), nn.Linear(6, 3)).double()
 
 
+class Mean(nn.Module):
+    """Over the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def tokens(*, early: bool = False) -> nn.Sequential:
+    """Every token by itself; their mean after the last layer, or before it."""
+    torch.manual_seed(0)
+    layers, last = [nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 9), nn.Tanh()], nn.Linear(9, 3)
+    return nn.Sequential(*layers, *((Mean(), last) if early else (last, Mean()))).double()
+
+
 def convolutions() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -47,6 +47,13 @@ class Pair:
         default_factory=list
     )  # of the reader's output: the gradient of each sample's own loss
 
+    @property
+    def meets(self) -> bool:
+        """Whether a reader of tokens has as many of them as the layer that makes its units, or their mean: others cannot be told apart."""
+        if not isinstance(self.maker, nn.Linear) or self.inputs[0].dim() > self.reads[0].dim():
+            return True
+        return all(x.shape[:-1] == read.shape[:-1] for x, read in zip(self.inputs, self.reads, strict=True))
+
     # --- statistics ---
 
     @cached_property
@@ -84,7 +91,7 @@ class Pair:
             rows = cotangent.numel() // left.shape[1]
             own = _unfeatured(self.reader, left[begin : begin + rows], cotangent)
             begin += rows
-            moved = _carried(unfolded(self.maker, x), read, self.column)
+            moved = _carried(unfolded(self.maker, x), read, self.column, tokens=isinstance(self.maker, nn.Linear))
             total = total + by_unit(column_gradient(self.reader, moved, own).flatten(1), self.column)
         return total / self.samples
 
@@ -205,7 +212,7 @@ def look(
             count += 1
     if not count:
         raise MeasurementError(EMPTY)
-    return pairs
+    return [pair for pair in pairs if pair.meets]
 
 
 def moment(x: Tensor) -> Tensor:
@@ -275,8 +282,13 @@ def _width_of(module: nn.Module, x: Tensor) -> int:
     return x.shape[-1] if isinstance(module, nn.Linear) else x.shape[1]
 
 
-def _carried(x: Tensor, read: Tensor, column: Axis) -> Tensor:
-    """A map of the maker's size as the reader would get it: pooled by the mean, and flattened where the units are."""
+def _carried(x: Tensor, read: Tensor, column: Axis, *, tokens: bool) -> Tensor:
+    """What the maker is given as the reader would get it: a map is pooled by the mean, and flattened where the units are.
+
+    ``tokens``: of a linear layer, whose features come last; the reader has as many of them, or fewer dimensions for their mean.
+    """
+    if tokens:
+        return x.mean(tuple(range(1, 1 + x.dim() - read.dim()))) if x.dim() > read.dim() else x
     if x.dim() == 2 or x.shape[2:] == read.shape[2:]:
         return x
     dims = x.dim() - 2
