@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sensli.cli.main import main
-from sensli.paper.compare import costs, figure
+from sensli.paper.compare import costs, figure, work
 from sensli.paper.compare.methods import methods
 from sensli.paper.compare.presets import PRESETS, Size
 from sensli.paper.compare.run import Look, Run
@@ -31,6 +32,32 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     monkeypatch.setitem(TASKS, "spirals", SMALL)
     monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
     return lambda *words: main(["compare", *words])
+
+
+def test_a_method_that_fails_costs_no_other_run(
+    call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, broken = work.train, {"large"}
+
+    def sometimes(job: Any, *args: Any, **options: Any) -> Run:
+        if job.method.name in broken:
+            raise RuntimeError("mat1 and mat2 do\nnot fit")
+        return train(job, *args, **options)
+
+    monkeypatch.setattr(work, "train", sometimes)
+    assert call("run", "spirals", "--seeds", "1", "--methods", "large", "small") == 2
+    found = capsys.readouterr()
+    assert "spirals, large, seed 0: failed with RuntimeError: mat1 and mat2 do not fit" in found.out
+    assert "spirals, small, seed 0: done" in found.out and "test loss" in found.out, "the table of what there is"
+    assert (
+        "in sometimes" in found.err
+        and "1 of 2 runs failed, whose errors are above; the others are stored." in found.err
+    )
+    broken.add("small")  # which is stored
+    assert call("run", "spirals", "--seeds", "1", "--methods", "small") == 0
+    assert call("run", "spirals", "--seeds", "1", "--methods", "large") == 2
+    broken.clear()
+    assert call("run", "spirals", "--seeds", "1", "--methods", "large", "small") == 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sensli.paper.compare import report, work
-from sensli.paper.compare.errors import BadComparison
+from sensli.paper.compare.errors import FAILED, BadComparison, RunsFailed
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import Method, chosen, methods
 from sensli.paper.compare.on_ray import Ray
@@ -95,8 +95,15 @@ def _run(args: argparse.Namespace) -> None:
         if seed < one.size.seeds
         for method in wanted
     ]
-    work.compute(jobs, Store(args.out), args.data, args.jobs, ray)
-    _show(args)
+    left_out = work.compute(jobs, Store(args.out), args.data, args.jobs, ray)
+    failed = [line for line in left_out if f": {FAILED} " in line]
+    if len(failed) < len(jobs):
+        _show(args)
+    if failed:
+        raise RunsFailed(
+            f"{len(failed)} of {len(jobs)} runs failed, whose errors are above; the others are stored. {'; '.join(failed)}. Run the same "
+            "command again when the cause is mended, or choose other methods with --methods."
+        )
 
 
 def _ray(args: argparse.Namespace) -> Ray | None:

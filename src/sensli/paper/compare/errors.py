@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import traceback
+
 from sensli.paper.errors import PaperError
+
+FAILED = "failed with"  # how the word of a run begins that ended with an error nobody foresaw
 
 
 class BadComparison(PaperError):
     """An option of `sensli compare` does not describe a comparison; nothing was computed."""
+
+
+class RunsFailed(PaperError):
+    """Some runs ended with an error that nobody foresaw; all others are stored."""
+
+
+def failure(error: Exception) -> str:
+    """The word of such a run: what the error is in the first line, then where it comes from."""
+    first = " ".join(str(error).split())
+    return f"{FAILED} {type(error).__name__}: {first}\n{''.join(traceback.format_exception(error))}"

@@ -21,7 +21,7 @@ import torch
 from sensli import __version__
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.terminal import Reach
-from sensli.paper.compare.errors import BadComparison
+from sensli.paper.compare.errors import BadComparison, failure
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import methods
 from sensli.paper.compare.run import Run
@@ -118,6 +118,8 @@ def work(version: str, given: dict[str, Any]) -> Iterator[News]:
         yield from _train(Training(job, data), given["state"], given["save_every"])
     except SensliError as error:
         yield "refused", str(error)
+    except Exception as error:
+        yield "refused", failure(error)
 
 
 def _train(training: Training, state: bytes | None, save_every: float) -> Iterator[News]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.terminal import Reach, progress
 from sensli.paper.compare import on_ray
+from sensli.paper.compare.errors import FAILED, failure
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import methods
 from sensli.paper.compare.on_ray import Ray
@@ -26,7 +28,7 @@ from sensli.paper.engines.stacked import one_thread
 def compute(
     jobs: Sequence[Job], store: Store, folder: Path | None = None, processes: int = 1, ray: Ray | None = None
 ) -> list[str]:
-    """Compute the runs that the store lacks; what a method refuses to do is said and left out, and is returned.
+    """Compute the runs that the store lacks; what a method refuses to do, or fails at, is said and left out, and is returned.
 
     Data that cannot be had stop everything, before the first run.
     """
@@ -96,7 +98,10 @@ def _apart_one(task: str, method: str, seed: int, budget: float, root: Path, fol
 
 
 def one(job: Job, store: Store, folder: Path | None, tell: Tell | None = None) -> str:
-    """Train and store one run, from where it was interrupted; returns why it cannot be done, or nothing."""
+    """Train and store one run, from where it was interrupted; returns why it cannot be done, or nothing.
+
+    A fault of one method must not cost the other runs of a night: it is returned too, and the state stays, for whoever mends it.
+    """
     data = job.task.load(folder, job.seed)
     state = store.state(job)
     try:
@@ -108,10 +113,19 @@ def one(job: Job, store: Store, folder: Path | None, tell: Tell | None = None) -
     except SensliError as error:
         state.unlink(missing_ok=True)
         return str(error)
+    except (OSError, MemoryError):  # of the machine, which the next run would meet too
+        raise
+    except Exception as error:
+        return failure(error)
     store.save(job, run)
     return ""
 
 
 def _told(job: Job, refused: str) -> str:
-    print(f"{job}: {f'left out: {refused}' if refused else 'done'}", flush=True)
+    if refused.startswith(FAILED):
+        print(refused, file=sys.stderr)
+        refused = refused.splitlines()[0]
+        print(f"{job}: {refused}", flush=True)
+    else:
+        print(f"{job}: {f'left out: {refused}' if refused else 'done'}", flush=True)
     return f"{job}: {refused}" if refused else ""
