@@ -69,7 +69,7 @@ def expansion(seeds: Sequence[int], before: int, after: int) -> list[dict[str, o
 
 
 def _expanded(base: nn.Module, places: list[int], frozen: bool) -> nn.Module:
-    """A copy with twins at these places: 0 is before the first block, k behind block k."""
+    """A copy with twins at these places: 0 is before the first block, k after block k."""
     model = copy.deepcopy(base)
     sites = find_sites(model, torch.zeros(1, LENGTH, dtype=torch.long))
     growths = [insert(model, sites[place], freeze_rest=frozen) for place in reversed(places)]

@@ -1,6 +1,6 @@
 """Two checkouts side by side: `python -m benchmarks.versions OTHER_CHECKOUT` prints what this one costs in units of the other.
 
-Each version lives in a process of its own, which prepares everything once. Calls alternate, and processor seconds count, so a busy moment
+Each version lives in a separate process, which prepares everything once. Calls alternate, and processor seconds count, so a busy moment
 of the machine hits both alike. The allocator keeps what it has: where it may return memory to the system, a large object at the end of the
 heap decides whether the next call pays for thousands of pages, and the same code seems a tenth slower in one process than in the other.
 """

@@ -16,9 +16,8 @@ def train(width):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    grower = Grower(
-        model, optimizer, example=x[:1], trigger=triggers.Pays(), grow="units", units=0.5, tau=0, max_factor=None
-    )
+    trigger = triggers.Pays() & triggers.Budget(parameters=20_000)
+    grower = Grower(model, optimizer, example=x[:1], trigger=trigger, grow="units", units=0.5, tau=0, max_factor=None)
     for _ in range(30):
         for inputs, targets in batches:
             optimizer.zero_grad()
