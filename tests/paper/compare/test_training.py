@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -205,6 +208,38 @@ def test_another_process_gives_the_same_run(tmp_path: Path, monkeypatch: Any) ->
     one = Job(SPIRALS, methods(SPIRALS)["units"], 0, 0.01)
     assert work.compute([one], Store(tmp_path), processes=2) == []
     assert plain(Store(tmp_path).load(one)) == plain(train(one, DATA))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_no_worker_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sensli",
+        "compare",
+        "run",
+        "spirals",
+        "--methods",
+        "small",
+        "--seeds",
+        "900",
+        "--jobs",
+        "2",
+    ]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as first:
+        assert first.stdout is not None and b"seed 0: done" in first.stdout.readline() + first.stdout.readline()
+        children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        workers = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        first.kill()
+    assert len(workers) == 2
+    for _ in range(600):  # a minute at most, and mostly none
+        if not any(Path(f"/proc/{pid}").exists() for pid in workers):
+            return
+        time.sleep(0.1)
+    pytest.fail("the workers still run")
 
 
 # --- methods ---

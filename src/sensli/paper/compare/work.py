@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -86,9 +87,17 @@ def _apart(work: Sequence[Job], store: Store, folder: Path | None, reach: Reach,
 
 
 def _begin() -> None:
-    """In a new process: one thread, and an end without a traceback when the terminal sends Ctrl-C to all."""
+    """In a new process: one thread, and an end without a traceback when the terminal sends Ctrl-C to all or the first one is killed."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    first = multiprocessing.parent_process()
+    assert first is not None
+
+    def end_with_it() -> None:
+        first.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_it, daemon=True).start()
 
 
 def _apart_one(task: str, method: str, seed: int, budget: float, root: Path, folder: Path | None) -> str:
