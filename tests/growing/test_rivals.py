@@ -13,10 +13,11 @@ from rivals import convolutions, data, grown, mean_loss, mlp, seen, tokens
 from sensli import Grower
 from sensli.growing.strategies import STRATEGIES
 from sensli.growing.strategies.autogrow import AutoGrow
+from sensli.growing.strategies.moments import inverse_root, moment, pseudo_inverse
 from sensli.growing.strategies.nest import ALPHA, BETA, Nest
 from sensli.growing.strategies.netmorph import NetMorph
 from sensli.growing.strategies.north import North
-from sensli.growing.strategies.pairs import Pair, inverse_root, moment, pseudo_inverse
+from sensli.growing.strategies.pairs import Pair
 from sensli.growing.strategies.senn import DAMPING, Senn
 from sensli.growing.strategies.tiny import Tiny
 from sensli.growing.triggers import Every

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from sensli.growing.strategies.pairs import Pair, mean_norm
+from sensli.growing.strategies.moments import mean_norm
+from sensli.growing.strategies.pairs import Pair
 from sensli.growing.strategies.rival import Rival
 from sensli.moves.sites import Site
 

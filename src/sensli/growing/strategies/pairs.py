@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
+from sensli.growing.strategies.moments import moment, pseudo_inverse
 from sensli.merits.backward import LossFunction, scalar_loss, split
 from sensli.merits.measuring import EMPTY
 from sensli.modules.arguments import first_tensor
@@ -28,8 +29,6 @@ from sensli.moves.sites import Site
 from sensli.moves.width.entries import Entries, by_unit, existing, laid_out
 from sensli.moves.width.layers import column_gradient, unfolded, unfolds
 from sensli.moves.width.width import Axis, Width
-
-SMALLEST = 1e-6  # of the largest eigenvalue of a second moment: what is below is not a direction of the data
 
 
 @dataclass
@@ -213,34 +212,6 @@ def look(
     if not count:
         raise MeasurementError(EMPTY)
     return [pair for pair in pairs if pair.meets]
-
-
-def moment(x: Tensor) -> Tensor:
-    """The second moment of features: [samples, features] to [features, features]."""
-    return x.T @ x / len(x)
-
-
-def inverse_root(matrix: Tensor) -> Tensor:
-    """The inverse square root of a second moment, on the directions that the data have."""
-    return _by_eigenvalues(matrix, -0.5)
-
-
-def pseudo_inverse(matrix: Tensor) -> Tensor:
-    """The inverse of a second moment, on the directions that the data have."""
-    return _by_eigenvalues(matrix, -1.0)
-
-
-def mean_norm(vectors: Tensor) -> float:
-    """The mean length of rows or columns; 1 if all are zero."""
-    return float(vectors.norm(dim=1).mean()) or 1.0
-
-
-def _by_eigenvalues(matrix: Tensor, power: float) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    kept = values > SMALLEST * values.max().clamp_min(1e-300)
-    scaled = torch.where(kept, values.clamp_min(1e-300) ** power, values.new_zeros(()))
-    found: Tensor = (vectors * scaled) @ vectors.T
-    return found
 
 
 def _module(width: Width, fill: str) -> nn.Module:

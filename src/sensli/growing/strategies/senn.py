@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from sensli.growing.strategies.pairs import Pair, inverse_root, mean_norm, moment, pseudo_inverse
+from sensli.growing.strategies.moments import inverse_root, mean_norm, moment, pseudo_inverse
+from sensli.growing.strategies.pairs import Pair
 from sensli.growing.strategies.rival import Rival
 from sensli.moves.sites import Site
 

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 import torch
 
-from sensli.growing.strategies.pairs import Pair, inverse_root, moment
+from sensli.growing.strategies.moments import inverse_root, moment
+from sensli.growing.strategies.pairs import Pair
 from sensli.growing.strategies.rival import Rival
 from sensli.moves.sites import Site
 
