@@ -26,6 +26,7 @@ from sensli.paper.compare.front import Curve, front_ratios
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import methods
 from sensli.paper.compare.run import Run
+from sensli.paper.compare.summary import Front
 from sensli.paper.compare.task import Data, Task
 from sensli.paper.compare.tasks import find
 from sensli.paper.compare.training import Training, train
@@ -94,34 +95,20 @@ def table(runs: Sequence[dict[str, Record]]) -> str:
         row = [name, f"{sum(test) / len(test):.3f}"]
         row += [_shown([run[name]["test"] - run[other]["test"] for run in runs]) for other in ("small", "large")]
         if name in TRIGGERS:
-            ratios = [front_ratios(_curve(run[name]), [_curve(run[size]) for size in fixed]) for run in runs]
-            row += [_factor([getattr(one, what) for one in ratios]) for what in ("end", "worst", "mean")]
+            ratios = [[front_ratios(_curve(run[name]), [_curve(run[size]) for size in fixed])] for run in runs]
+            front = Front.of(ratios)
+            row += [str(factor) for factor in (front.end, front.most, front.mean, front.worst)]
             row.append(f"{sum(len(run[name]['growths']) for run in runs) / len(runs):.1f}")
-        rows.append(row + [""] * (8 - len(row)))
+        rows.append(row + [""] * (9 - len(row)))
     header = [
-        "arm",
-        "test loss",
-        "minus small",
-        "minus large",
-        "ratio at the end",
-        "at its worst",
-        "on average",
+        "arm", "test loss", "minus small", "minus large", "ratio at the end", "anywhere, at most", "on average", "worst of each run",
         "growths",
-    ]
+    ]  # fmt: skip
     return text_table(header, rows)
 
 
 def _curve(record: Record) -> Curve:
     return Curve(tuple(record["flops"]), tuple(record["losses"]))
-
-
-def _factor(values: Sequence[float]) -> str:
-    found = interval(torch.tensor(values, dtype=torch.float64).log())
-    return f"{_exp(found.mean)} [{_exp(found.low)}, {_exp(found.high)}]"
-
-
-def _exp(value: float) -> str:
-    return f"{torch.tensor(value).exp().item():.2f}"
 
 
 def _shown(values: Sequence[float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 
 from sensli.cli.main import main
 from sensli.paper.compare import costs, figure, work
+from sensli.paper.compare.front import front_ratios
 from sensli.paper.compare.methods import methods
 from sensli.paper.compare.presets import PRESETS, Size
 from sensli.paper.compare.run import Look, Run
-from sensli.paper.compare.summary import rows
+from sensli.paper.compare.summary import curve, rows
 from sensli.paper.compare.tables import table, verdict
 from sensli.paper.compare.tasks import TASKS
 from sensli.paper.compare.tasks.spirals import SPIRALS
@@ -80,7 +82,8 @@ def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.Capture
     assert "data:image/png" in (tmp_path / "page" / "report.html").read_text()
     (stored,) = json.loads((tmp_path / "page" / "summary.json").read_text())
     assert stored["task"] == "spirals" and stored["runs"].keys() == {"small", "large", "units"}
-    assert stored["front_ratios"].keys() == {"units"}
+    assert stored["front_ratios"].keys() == {"small", "large", "units"}
+    assert len(stored["front_ratios"]["units"]["levels"]) == 40 and "[" in stored["front_ratios"]["units"]["most"]
     assert stored["costs"]["units"]["looks"] == 2 and stored["costs"]["units"]["passes"] > 1
     assert "seconds of a look" in text
     assert call("run", "spirals", "--methods", "small", "--seeds", "1", "--budget", "0.5") == 0
@@ -208,15 +211,46 @@ def test_differences_and_ratios_are_paired_by_seed() -> None:
     assert both.to_small is not None and both.to_large is not None
     assert both.to_small.difference.mean == pytest.approx(-0.1) and both.to_small.difference.runs == 2
     assert both.to_large.difference.mean == pytest.approx(0.65)
-    assert small.to_small is None and large.to_large is None and small.end is None
-    assert both.decisions == pytest.approx(0.05) and both.end is not None and both.worst is not None
-    assert both.end.mean == pytest.approx(1.0) and both.worst.mean > 1.2
+    assert small.to_small is None and large.to_large is None
+    assert both.decisions == pytest.approx(0.05) and both.front is not None
+    assert both.front.end.mean == pytest.approx(1.0) and both.front.worst.mean > 1.2
     assert both.matches is not None and both.matches.shares == (1.0, 1.0) and large.matches is None
     shown = table([small, large, both])
     assert shown.rows[2][0] == "both" and shown.rows[2][-1] == "5.0%"
     said = verdict([small, large, both])
     assert said[0] == "Of the fixed sizes, `large` ended with the lowest test loss (0.750)."
     assert "better than `small`" in said[1] and "not clearly different from `large`" in said[1]
+
+
+def test_the_largest_ratio_of_all_levels_is_a_mean_over_the_seeds_and_that_of_each_run_is_not() -> None:
+    known = [method for name, method in methods(SPIRALS).items() if name in ("small", "both")]
+    runs = {
+        "small": {seed: made(1.0, (8, 4, 2, 1, 0.5)) for seed in range(2)},
+        # both fall behind once, at different losses
+        "both": {0: made(1.0, (8, 7, 2, 1, 0.5)), 1: made(1.0, (8, 4, 2, 1.9, 0.5))},
+    }
+    _, both = rows(known, runs)
+    assert both.front is not None
+    alone = [front_ratios(curve(runs["both"][seed]), [curve(runs["small"][seed])]).worst for seed in range(2)]
+    assert both.front.worst.mean == pytest.approx(math.sqrt(alone[0] * alone[1])) and min(alone) > 1.2
+    assert both.front.most.mean == pytest.approx(math.sqrt(max(alone))), "the other one is at the front there"
+    assert both.front.most.mean == max(
+        level.mean for level in both.front.levels
+    ) and both.front.end.mean == pytest.approx(1)
+
+
+def test_a_fixed_size_is_compared_with_the_fronts_of_other_seeds() -> None:
+    known = [method for name, method in methods(SPIRALS).items() if name in ("small", "large", "large-full")]
+    quick, slow = made(1.0, (8, 2, 1)), made(1.0, (8, 8, 1))
+    runs = {"small": {0: quick, 1: slow, 2: slow}, "large": {0: slow, 1: slow, 2: slow}, "large-full": {0: quick}}
+    small, large, full = rows(known, runs)
+    assert small.front is not None and large.front is not None
+    beside = front_ratios(curve(quick), [curve(slow)]).mean, front_ratios(curve(slow), [curve(quick)]).mean
+    # seed 0 meets two slow fronts, seeds 1 and 2 one quick and one slow one each
+    assert small.front.mean.mean == pytest.approx((beside[0] * math.sqrt(beside[1]) * math.sqrt(beside[1])) ** (1 / 3))
+    assert large.front.mean.mean == pytest.approx((beside[1] * beside[1]) ** (1 / 6)) and full.front is None
+    one = {name: {0: own[0]} for name, own in runs.items()}
+    assert all(row.front is None for row in rows(known, one)), "there is no other seed"
 
 
 def test_when_a_method_is_as_good_as_the_large_network() -> None:
@@ -254,5 +288,5 @@ def test_one_seed_gives_no_verdict_and_a_missing_size_no_front() -> None:
     known = [method for name, method in methods(SPIRALS).items() if name in ("small", "large", "both")]
     runs = {"small": {0: made(1.0, (8, 1))}, "large": {1: made(1.0, (8, 1))}, "both": {0: made(0.1, (8, 1))}}
     (_, _, both) = rows(known, runs)
-    assert both.end is None and both.to_large is None
+    assert both.front is None and both.to_large is None
     assert verdict([both]) == ["One seed, so nothing can be said of `both`."]

@@ -1,4 +1,5 @@
-"""The figure of a task: validation loss over FLOPs with the front of the fixed networks, and beside it where every method ended.
+"""The figure of a task: validation loss over FLOPs with the front of the fixed networks, below it how far the best methods are from the
+front on the way, and beside them where every method ended.
 
 The curves stay readable with any number of methods: the best few have a colour and a band, all others are thin lines. Every
 method has its line in the panel beside them.
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sensli.paper.compare.front import BEGIN, front_at
+from sensli.paper.compare.front import BEGIN, LEVELS, front_at
 from sensli.paper.compare.methods import Method
 from sensli.paper.compare.run import Run
-from sensli.paper.compare.summary import Runs, fixed_curves
+from sensli.paper.compare.summary import Runs, fixed_curves, front
 from sensli.paper.report.figures import COLOURS, DPI, check_available, save
 from sensli.paper.report.statistics import band
 
@@ -41,11 +42,14 @@ def draw(title: str, methods: Sequence[Method], runs: Runs, path: Path, command:
     from matplotlib.figure import Figure
 
     shown = [method for method in methods if method.name in runs]
-    height = max(4.6, 1.5 + 0.19 * len(shown))
+    height = max(6.4, 1.5 + 0.19 * len(shown))
     figure = Figure(figsize=(10.4, height), dpi=DPI, layout="constrained")
-    curves, ends = figure.subplots(1, 2, width_ratios=(1.45, 1))
-    _curves(curves, shown, runs)
-    _ends(ends, shown, runs)
+    axes = figure.subplot_mosaic(
+        [["curves", "ends"], ["ratios", "ends"]], width_ratios=(1.45, 1), height_ratios=(1.9, 1)
+    )
+    _curves(axes["curves"], shown, runs)
+    _ratios(axes["ratios"], shown, runs)
+    _ends(axes["ends"], shown, runs)
     seeds = len({seed for own in runs.values() for seed in own})
     figure.suptitle(f"{title}: {_seeds(seeds)}", fontsize=9.5, x=0.01, ha="left")
     figure.supxlabel(_folded(command), fontsize=6, family="monospace", color="0.4", x=0.01, ha="left")
@@ -59,14 +63,12 @@ def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
     within = [method for method in shown if not method.full]
     total = max(run.budget for method in within for run in runs[method.name].values())
     grid = torch.linspace(0, 1, POINTS)
-    named = best(within, runs)
-    colours, dashes = cycle(COLOURS), cycle(DASHES)
+    colours, dashes = _coloured(within, runs), cycle(DASHES)
     means: list[float] = []
     for method in within:
         mean, low, high = _band(torch.stack([_at(run, grid * total) for run in runs[method.name].values()]))
         means += mean[grid >= BEGIN / 2].tolist()  # what is left of it is not shown
-        if method in named:
-            colour = next(colours)
+        if colour := colours.get(method.name):
             axis.plot(grid.numpy(), mean.numpy(), color=colour, linewidth=1.6, label=method.name, zorder=3)
             axis.fill_between(grid.numpy(), low.numpy(), high.numpy(), color=colour, alpha=0.12, linewidth=0)
         elif method.grows:
@@ -82,7 +84,7 @@ def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
                 end, color=KIND_COLOURS["reference"], linewidth=0.8, label=f"{method.name}, at its end", zorder=2
             )
             means.append(end)
-    if len(named) < sum(method.grows for method in within):
+    if len(colours) < sum(method.grows for method in within):
         axis.plot([], [], color="0.85", linewidth=0.7, label="other growing methods")
     axis.set_yscale("log")
     axis.set_ylim(*limits(means, 2))  # bands of few seeds may be wider than all curves together
@@ -93,6 +95,12 @@ def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
     axis.tick_params(labelsize=7)
     axis.legend(frameon=False, fontsize=7, ncols=2, loc="lower left")
     axis.grid(alpha=0.25, linewidth=0.5)
+
+
+def _coloured(methods: Sequence[Method], runs: Runs) -> dict[str, str]:
+    """The colours of those that have one."""
+    named = best(methods, runs)
+    return dict(zip((method.name for method in methods if method in named), cycle(COLOURS), strict=False))
 
 
 def best(methods: Sequence[Method], runs: Runs) -> list[Method]:
@@ -111,6 +119,47 @@ def _front(axis: Axes, methods: Sequence[Method], runs: Runs, grid: Tensor, tota
         axis.plot(
             grid.numpy(), _band(lowest)[0].numpy(), color="black", linewidth=1.1, label="front of the fixed sizes", zorder=4
         )  # fmt: skip
+
+
+# --- on the way ---
+
+
+def _ratios(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
+    """The front ratio of the methods with a colour at every level, and of the fixed size that is closest to the fronts of other seeds."""
+    within = [method for method in shown if not method.full]
+    colours = _coloured(within, runs)
+    fronts = {method.name: found for method in within if (found := front(method, within, runs)) is not None}
+    share = torch.linspace(0, 1, LEVELS).numpy()
+    fixed = [method.name for method in within if method.in_front and method.name in fronts]
+    if fixed:
+        closest = min(fixed, key=lambda name: fronts[name].mean.mean)
+        means = [level.mean for level in fronts[closest].levels]
+        axis.plot(share, means, color="0.45", linewidth=1.1, linestyle=DASHES[0], label=f"{closest}, other seeds")
+    for name, colour in colours.items():
+        if name in fronts:
+            logs = [level.log for level in fronts[name].levels]
+            axis.plot(share, [math.exp(one.mean) for one in logs], color=colour, linewidth=1.6)
+            if logs[0].runs > 1:
+                low, high = (
+                    [math.exp(value) for value in ends] for ends in zip(*((o.low, o.high) for o in logs), strict=True)
+                )
+                axis.fill_between(share, low, high, color=colour, alpha=0.12, linewidth=0)
+    axis.axhline(1, color="black", linewidth=1.1)
+    axis.set_yscale("log")
+    axis.set_ylim(
+        *limits([1.0, *(level.mean for name in colours if name in fronts for level in fronts[name].levels)], 1.5)
+    )
+    _plain_ticks(axis.yaxis, axis.get_ylim())
+    axis.set_xlim(0, 1)
+    axis.set_xticks([0, 1], ["loss of the front at 5 %", "lowest loss of both"])
+    first, last = axis.get_xticklabels()
+    first.set_horizontalalignment("left")
+    last.set_horizontalalignment("right")
+    axis.set_ylabel("front ratio", fontsize=8)
+    axis.tick_params(labelsize=7)
+    if fixed:
+        axis.legend(frameon=False, fontsize=7, loc="lower left")
+    axis.grid(alpha=0.25, linewidth=0.5)
 
 
 # --- at the end ---

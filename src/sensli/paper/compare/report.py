@@ -11,7 +11,7 @@ from sensli.paper.compare import costs, figure, summary
 from sensli.paper.compare.methods import Method, methods
 from sensli.paper.compare.run import Run
 from sensli.paper.compare.store import Store
-from sensli.paper.compare.summary import Row, Runs
+from sensli.paper.compare.summary import Front, Row, Runs
 from sensli.paper.compare.tables import table, verdict
 from sensli.paper.compare.task import Task
 from sensli.paper.errors import NoResults, StoreError
@@ -31,12 +31,15 @@ _OPENING = (
     "FLOPs; `large-full` alone spends more, as many steps as `small` takes.",
     "**minus small**, **minus large**: the test loss of the method minus that of the small and of the large network, seed by seed, with a "
     "95 % interval; below 0 the method is better. **front ratio**: FLOPs that the growing run needs to reach a validation loss, divided by "
-    "those of the best fixed network of the same seed; *at the end* for the lowest loss that both reached, *at its worst* and *on average* "
-    "over the losses on the way there. Below 1 growing was faster than knowing the best size in advance. **as good as large after**: the "
-    "share of the FLOPs after which the validation loss was as low as that of the large network at its end. **decisions**: the share of "
-    "the FLOPs that looks took.",
-    "The front is the best of several runs at each moment, which favours it where curves are noisy. With few seeds the intervals are wide, "
-    "and a difference that an interval does not separate from 0 is called unclear, not equal.",
+    "those of the best fixed network of the same seed, at 40 losses from that of the front after 5 % of the FLOPs to the lowest one that "
+    "both reached, the *end*. Means are geometric and over the seeds. *Anywhere, at most*: at the loss where this mean is largest. *On "
+    "average*: over all losses. *Worst of each run*: the mean of the largest ratio of each run, wherever that was. Below 1 growing was "
+    "faster than knowing the best size in advance. **as good as large after**: the share of the FLOPs after which the validation loss "
+    "was as low as that of the large network at its end. **decisions**: the share of the FLOPs that looks took.",
+    "Curves are noisy, the front is the best of several of them at each moment, and the worst of a run is that of 40 moments: chance alone "
+    "makes ratios above 1. The rows of the fixed sizes show by how much: their ratios are to the fronts of all *other* seeds, as if "
+    "somebody had known the size in advance and trained it once. With few seeds the intervals are wide, and a difference that an interval "
+    "does not separate from 0 is called unclear, not equal.",
 )
 
 
@@ -159,7 +162,7 @@ def _record(one: Told) -> dict[str, Any]:
 
     runs = {name: {str(seed): plain(run) for seed, run in own.items()} for name, own in one.runs.items()}
     spent = {name: asdict(cost) for name, cost in costs.costs(one.methods, one.runs).items()}
-    ratios = {row.method.name: _factors(row) for row in one.rows if row.end is not None}
+    ratios = {row.method.name: _factors(row.front) for row in one.rows if row.front is not None}
     return {
         "task": one.task.name,
         "budget": one.budget,
@@ -170,5 +173,9 @@ def _record(one: Told) -> dict[str, Any]:
     }
 
 
-def _factors(row: Row) -> dict[str, str]:
-    return {"end": str(row.end), "worst": str(row.worst), "mean": str(row.mean)}
+def _factors(front: Front) -> dict[str, Any]:
+    named = {"end": front.end, "most": front.most, "mean": front.mean, "worst": front.worst}
+    return {
+        **{name: str(factor) for name, factor in named.items()},
+        "levels": [round(one.mean, 3) for one in front.levels],
+    }

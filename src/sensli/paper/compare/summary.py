@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sensli.paper.compare.front import BEGIN, Curve, Ratios, front_ratios
+from sensli.paper.compare.front import BEGIN, LEVELS, Curve, Ratios, front_ratios
 from sensli.paper.compare.job import Job
 from sensli.paper.compare.methods import Method
 from sensli.paper.compare.run import Run
@@ -50,6 +50,40 @@ class Matches:
 
 
 @dataclass(frozen=True)
+class Front:
+    """The front ratio of a method over its seeds: at each level from the first losses that count to the lowest one that was reached.
+
+    A growing run is compared with the fixed networks of its own seed. A fixed network is one of those, so it is compared with the
+    fronts of the other seeds: what is left above 1 is chance, and a size that is not the best.
+    """
+
+    levels: tuple[Factor, ...]
+    worst: Factor  # the largest ratio of each run, wherever it was
+    mean: Factor  # over all levels
+
+    @classmethod
+    def of(cls, found: Sequence[Sequence[Ratios]]) -> Front:
+        """From the ratios of each seed: one for a growing run, one for every other seed for a fixed network."""
+
+        def over_seeds(of: Callable[[Ratios], float]) -> Factor:
+            return _factor([math.exp(sum(math.log(of(one)) for one in ratios) / len(ratios)) for ratios in found])
+
+        def at(level: int) -> Factor:
+            return over_seeds(lambda one: one.levels[level])
+
+        return cls(tuple(map(at, range(LEVELS))), over_seeds(lambda one: one.worst), over_seeds(lambda one: one.mean))
+
+    @property
+    def end(self) -> Factor:
+        return self.levels[-1]
+
+    @property
+    def most(self) -> Factor:
+        """At the level where the mean over the seeds is largest."""
+        return max(self.levels, key=lambda one: one.mean)
+
+
+@dataclass(frozen=True)
 class Row:
     """One method: means over its seeds, differences to others over the seeds that both have."""
 
@@ -60,9 +94,7 @@ class Row:
     error: Interval | None
     to_small: Paired | None  # test loss, this method minus the other one
     to_large: Paired | None
-    end: Factor | None  # front ratios; of growing methods only
-    worst: Factor | None
-    mean: Factor | None
+    front: Front | None
     matches: Matches | None  # the large network; not of itself
     decisions: float  # share of all FLOPs
     parameters: float
@@ -105,7 +137,6 @@ def rows(methods: Sequence[Method], runs: Runs) -> list[Row]:
 def _row(method: Method, methods: Sequence[Method], runs: Runs) -> Row:
     own = runs[method.name]
     errors = [run.test_error for run in own.values() if run.test_error is not None]
-    ratios = _ratios(method, methods, runs)
     return Row(
         method=method,
         seeds=len(own),
@@ -114,20 +145,24 @@ def _row(method: Method, methods: Sequence[Method], runs: Runs) -> Row:
         error=_interval(errors) if errors else None,
         to_small=_difference(own, runs.get("small")) if method.name != "small" else None,
         to_large=_difference(own, runs.get("large")) if method.name != "large" else None,
-        end=_factor([one.end for one in ratios]),
-        worst=_factor([one.worst for one in ratios]),
-        mean=_factor([one.mean for one in ratios]),
+        front=front(method, methods, runs),
         matches=_matches(own, runs.get("large")) if method.name != "large" else None,
         decisions=sum(run.decisions / run.budget for run in own.values()) / len(own),
         parameters=sum(run.parameters for run in own.values()) / len(own),
     )
 
 
-def _ratios(method: Method, methods: Sequence[Method], runs: Runs) -> list[Ratios]:
-    if not method.grows:
-        return []
-    fronts = {seed: fixed_curves(runs, methods, seed) for seed in runs[method.name]}
-    return [front_ratios(curve(runs[method.name][seed]), fixed) for seed, fixed in fronts.items() if fixed is not None]
+def front(method: Method, methods: Sequence[Method], runs: Runs) -> Front | None:
+    """The front ratios of a method; None of one that has nothing to be compared with."""
+    own = runs[method.name]
+    fronts = {seed: fixed for seed in own if (fixed := fixed_curves(runs, methods, seed)) is not None}
+    found = []
+    for seed in own:
+        beside = [seed] if method.grows else [other for other in fronts if method.in_front and other != seed]
+        ratios = [front_ratios(curve(own[seed]), fronts[other]) for other in beside if other in fronts]
+        if ratios:
+            found.append(ratios)
+    return Front.of(found) if found else None
 
 
 def _difference(own: Mapping[int, Run], other: Mapping[int, Run] | None) -> Paired | None:
@@ -149,5 +184,5 @@ def _interval(values: Sequence[float]) -> Interval:
     return interval(torch.tensor(values, dtype=torch.float64))
 
 
-def _factor(values: Sequence[float]) -> Factor | None:
-    return Factor(_interval([math.log(value) for value in values])) if values else None
+def _factor(values: Sequence[float]) -> Factor:
+    return Factor(_interval([math.log(value) for value in values]))

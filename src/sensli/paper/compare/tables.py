@@ -14,7 +14,7 @@ def table(rows: Sequence[Row]) -> Table:
     """Final losses at equal FLOPs, paired differences, front ratios, costs."""
     header: tuple[str, ...] = (
         "method", "seeds", "parameters", "validation loss", "test loss", "test error", "minus small", "minus large",
-        "as good as large after", "front ratio at the end", "at its worst", "on average", "decisions",
+        "as good as large after", "front ratio at the end", "anywhere, at most", "on average", "worst of each run", "decisions",
     )  # fmt: skip
     errors = any(row.error is not None for row in rows)
     lines = tuple(_line(row) for row in rows)
@@ -34,7 +34,12 @@ def _line(row: Row) -> tuple[str, ...]:
         _mean(row.error),
         _difference(row.to_small),
         _difference(row.to_large),
-        *("" if value is None else str(value) for value in (row.matches, row.end, row.worst, row.mean)),
+        "" if row.matches is None else str(row.matches),
+        *(
+            [""] * 4
+            if row.front is None
+            else map(str, (row.front.end, row.front.most, row.front.mean, row.front.worst))
+        ),
         f"{row.decisions:.1%}" if row.method.grows else "",
     )
 
@@ -96,6 +101,8 @@ def _against(name: str, difference: Paired | None) -> str:
 
 
 def _against_front(row: Row) -> str:
-    if row.end is None or row.worst is None:
+    if row.front is None:
         return ""
-    return f"needs {row.end} times the FLOPs of the best fixed network at the end, {row.worst} at its worst"
+    return (
+        f"needs {row.front.end} times the FLOPs of the best fixed network at the end, {row.front.most} at most anywhere"
+    )
