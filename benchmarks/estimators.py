@@ -79,7 +79,7 @@ class Outcome:
         )
 
 
-def outcomes(tables: Sequence[Table], folder: Path | None) -> Iterator[Outcome]:
+def outcomes(tables: Sequence[Table], folder: Path | None, rows: int = MOST) -> Iterator[Outcome]:
     """One table after another; on each fold ours and all of the grid, so that both meet the same load of the machine."""
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
@@ -87,19 +87,18 @@ def outcomes(tables: Sequence[Table], folder: Path | None) -> Iterator[Outcome]:
     torch.set_num_threads(1)  # both on one thread: small matrices gain nothing from more
     try:
         with threadpool_limits(1), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # scikit-learn's networks often do not converge in their default number of epochs
+            # scikit-learn's networks often do not converge in their default number of epochs
+            warnings.simplefilter("ignore")
             for table in tables:
-                yield _outcome(table, folder)
+                yield _outcome(table, folder, rows)
     finally:
         torch.set_num_threads(threads)
 
 
-def _outcome(table: Table, folder: Path | None) -> Outcome:
+def _outcome(table: Table, folder: Path | None, rows: int) -> Outcome:
     from sklearn.model_selection import KFold, StratifiedKFold
 
-    x, y = table.load(folder, MOST)
+    x, y = table.load(folder, rows)
     ours, ours_one, seconds = list[float](), list[float](), [0.0, 0.0]
     grid: dict[tuple[int, int], list[float]] = {(depth, width): [] for depth in DEPTHS for width in WIDTHS}
     folds = (StratifiedKFold if table.classify else KFold)(FOLDS, shuffle=True, random_state=0)
@@ -163,7 +162,7 @@ def growing_estimators() -> list[Figure]:
                 "tables: score below the grid, in errors", None, 1.0, "needs SENSLI_TABLES, see benchmarks/tables.py"
             )
         ]
-    return figures(list(_printed(outcomes(REPORTED, Path(folder)))))
+    return figures(list(printed(outcomes(REPORTED, Path(folder)))))
 
 
 def figures(found: Sequence[Outcome]) -> list[Figure]:
@@ -181,7 +180,7 @@ def figures(found: Sequence[Outcome]) -> list[Figure]:
     ]  # fmt: skip
 
 
-def _printed(found: Iterator[Outcome]) -> Iterator[Outcome]:
+def printed(found: Iterator[Outcome]) -> Iterator[Outcome]:
     for outcome in found:
         print(outcome, flush=True)
         yield outcome

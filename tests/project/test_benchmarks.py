@@ -74,12 +74,15 @@ def test_tables_are_read_with_their_words_and_without_their_head(tmp_path: Path)
 
 def test_the_figures_of_the_estimators_are_of_the_best_of_the_grid() -> None:
     grid = {(1, 100): [0.5, 0.7, 0.6], (2, 50): [0.8, 0.9, 0.7]}
-    found = Outcome("one", [0.7, 0.8, 0.75], [0.7, 0.7, 0.7], grid, (2.0, 10.0), "9 x 2")
+    found = Outcome("one", [0.7, 0.8, 0.75], [0.7, 0.7, 0.7], grid, [0.8, 0.7], (2.0, 10.0), "9 x 2")
     error = 0.1 / 3**0.5
     assert found.best == (2, 50) and found.error == pytest.approx(error) and found.difference == pytest.approx(-0.05)
     values = [figure.value for figure in figures([found])]
     assert values == pytest.approx([0.05 / error, -0.05, 0.2, 0.1, 0.1])
-    assert "(2 x 50)" in str(found) and "time 0.20" in str(found)
-    lucky = Outcome("two", [0.5] * 3, [0.5] * 3, {(1, 50): [0.9, 0.4, 0.4], (1, 100): [0.5] * 3}, (1.0, 1.0), "9 x 2")
+    assert found.difference_again == pytest.approx(-0.05), "the best of the grid, trained again"
+    assert "(2 x 50)" in str(found) and "time 0.20" in str(found) and "again -0.0500 (-0.87 errors)" in str(found)
+    lucky = Outcome(
+        "two", [0.5] * 3, [0.5] * 3, {(1, 50): [0.9, 0.4, 0.4], (1, 100): [0.5] * 3}, [0.5], (1.0, 1.0), "9 x 2"
+    )
     assert lucky.difference == pytest.approx(0.5 - 1.7 / 3)
     assert lucky.difference_chosen == pytest.approx((0.0 + 0.1 + 0.1) / 3)  # without a fold, its luck does not choose
