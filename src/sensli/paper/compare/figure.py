@@ -218,11 +218,11 @@ def limits(losses: Sequence[float], factor: float) -> tuple[float, float]:
 
 
 def _plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
-    """Where an axis spans less than a power of ten, a few plain numbers: powers would leave it without, or crowd it."""
-    from matplotlib.ticker import FormatStrFormatter, MaxNLocator, NullLocator
+    """Where an axis spans little more than a power of ten, a few plain numbers: powers would leave it without, or crowd it."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullLocator
 
-    if limits[1] < 10 * limits[0]:
-        axis.set_major_locator(MaxNLocator(6))
+    if limits[1] < 100 * limits[0]:
+        axis.set_major_locator(MaxNLocator(6) if limits[1] < 5 * limits[0] else LogLocator(subs=(1, 2, 5)))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FormatStrFormatter("%g"))
 
