@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import sensli
+from oracle import gradients
 from sensli import Probe, find_sites, measure
 from sensli.errors import UnknownSite, ZeroMerits
 from sensli.moves.sites import Site
@@ -206,6 +207,26 @@ def test_what_is_overwritten_after_a_reader_is_measured_all_the_same(act: Any, r
             wider, edit = widened(model, merit.site)
             F.cross_entropy(wider(x), y).backward()
             assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU])
+def test_an_activation_in_place_on_tokens_hides_nothing(act: Any) -> None:
+    """A linear layer gives a view for more than two dimensions, and what is done in place to a view rewrites its graph."""
+    layers = [nn.Linear(3, 5), act(inplace=True), nn.Dropout(0.0), nn.Linear(5, 4), act(inplace=True), nn.Linear(4, 2)]
+    model = nn.Sequential(*layers).double()
+    x, y = torch.randn(4, 6, 3, dtype=torch.float64), torch.randn(4, 6, 2, dtype=torch.float64)
+    sites = find_sites(model, x, grow="both", units=2)
+    apart = nn.Sequential(*(act() if isinstance(layer, act) else layer for layer in layers))
+    assert [str(site) for site in sites] == [str(site) for site in find_sites(apart, x, grow="both", units=2)]
+    assert [site.kind for site in sites].count("units") == 2 and len(sites) == 4
+    for merit in measure(model, sites, [(x, y)], F.mse_loss, norm="frobenius"):
+        if merit.site.kind == "units":
+            wider, edit = widened(model, merit.site)
+            F.mse_loss(wider(x), y).backward()
+            assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
+        else:
+            (expected,), _ = gradients(model, [merit.site], [(x, y)], F.mse_loss)
+            assert merit.value == pytest.approx(expected.square().sum().item(), rel=1e-10)
 
 
 def test_a_reader_that_no_gradient_reaches_counts_for_nothing() -> None:

@@ -78,7 +78,7 @@ def test_the_figures_of_the_estimators_are_of_the_best_of_the_grid() -> None:
     error = 0.1 / 3**0.5
     assert found.best == (2, 50) and found.error == pytest.approx(error) and found.difference == pytest.approx(-0.05)
     values = [figure.value for figure in figures([found])]
-    assert values == pytest.approx([0.05 / error, -0.05, 0.2, 0.1, 0.1])
+    assert values == pytest.approx([0.05 / error, 0.05 / error, -0.05, 0.2, 0.1, 0.1])
     assert found.difference_again == pytest.approx(-0.05), "the best of the grid, trained again"
     assert "(2 x 50)" in str(found) and "time 0.20" in str(found) and "again -0.0500 (-0.87 errors)" in str(found)
     lucky = Outcome(

@@ -173,12 +173,14 @@ def _watched(flow: Flow) -> Iterator[None]:
 
         return hook
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
         call = open_calls.pop()
         while call.module is not module:  # that one raised, and the model's own code went on without it
             call = open_calls.pop()
         call.ended = next(clock)
+        output = _with_its_own_memory(module, call, output)
         _note_output(call, output)
+        return output
 
     handles: list[Any] = []
     flow.calls.clear()
@@ -195,6 +197,21 @@ def _watched(flow: Flow) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _with_its_own_memory(module: nn.Module, call: Call, output: Any) -> Any:
+    """A copy of what a layer computed, if it is a view of something that nobody else sees.
+
+    `nn.Linear` gives a view of its product for more than two dimensions. Where somebody works in place on a view, autograd writes its
+    graph again: the nodes that were there are gone, and so is the name of what was done.
+    """
+    if not isinstance(output, Tensor) or output._base is None or not module._parameters or module._modules:
+        return output
+    memory = output.untyped_storage().data_ptr()
+    given = [seen.tensor for seen in call.inputs]
+    held = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    seen_by_others = any(tensor.untyped_storage().data_ptr() == memory for tensor in (*given, *held))
+    return output if seen_by_others else output.clone()
 
 
 def _note_output(call: Call, output: Any) -> None:
