@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 import sensli
 from oracle import gradients
 from sensli import Probe, find_sites, measure
-from sensli.errors import UnknownSite, ZeroMerits
+from sensli.errors import MeasurementError, UnknownSite, ZeroMerits
 from sensli.moves.sites import Site
 from sensli.moves.width.widening import Widening
 from widening import column_gradients, redrawn, widened
@@ -227,6 +228,87 @@ def test_an_activation_in_place_on_tokens_hides_nothing(act: Any) -> None:
         else:
             (expected,), _ = gradients(model, [merit.site], [(x, y)], F.mse_loss)
             assert merit.value == pytest.approx(expected.square().sum().item(), rel=1e-10)
+
+
+class _Loop(nn.Module):
+    """Blocks whose results the loop adds; ``skipped`` says which are left out in a pass."""
+
+    def __init__(self, skipped: Callable[[], bool] = lambda: False) -> None:
+        super().__init__()
+        self.embed, self.head, self.skipped = nn.Linear(3, 6), nn.Linear(6, 2), skipped
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            if not (self.training and self.skipped()):
+                x = x + block(x)
+        return self.head(x)
+
+
+def test_units_and_blocks_of_a_loop_that_adds_are_measured_in_one_pass() -> None:
+    """Such a block is put into the list while the pass runs, which moves the paths of all that come after it."""
+    model, x, y = _Loop().double(), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
+    sites = find_sites(model, x, grow="both", units=2)
+    assert [site.kind for site in sites].count("units") == 4 and [site.kind for site in sites].count("block") == 3
+    merits = measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius")
+    for merit in merits:
+        if merit.site.kind == "units":
+            wider, edit = widened(model, merit.site)
+            F.cross_entropy(wider(x), y).backward()
+            assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
+        else:
+            (expected,), _ = gradients(model, [merit.site], [(x, y)], F.cross_entropy)
+            assert merit.value == pytest.approx(expected.square().sum().item(), rel=1e-10)
+    with Probe(model, merits, norm="frobenius") as probe:
+        F.cross_entropy(model(x), y).backward()
+    assert {str(m.site): m.value for m in probe.merits()} == pytest.approx(
+        {str(m.site): m.value for m in merits}, rel=1e-10
+    )
+
+
+def test_blocks_that_are_left_out_at_random_are_left_out_with_the_candidates_too() -> None:
+    model, x, y = (
+        _Loop(lambda: bool(torch.rand(()) < 0.5)).double(),
+        torch.randn(5, 3, dtype=torch.float64),
+        torch.arange(5) % 2,
+    )
+    sites = find_sites(model, x, grow="units", units=2)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        for merit in measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius"):
+            wider, edit = widened(model, merit.site)
+            torch.manual_seed(seed)
+            F.cross_entropy(wider(x), y).backward()
+            assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
+
+
+def test_a_model_that_takes_another_way_with_the_candidates_is_refused() -> None:
+    ways = itertools.repeat(False)
+    model, x = _Loop(lambda: next(ways)).double(), torch.randn(5, 3, dtype=torch.float64)
+    sites = [site for site in find_sites(model, x, grow="units", units=2) if site.path == "blocks.0.0"]
+    ways = itertools.cycle([False] * 3 + [True] * 3)  # all blocks in one run, none in the next
+    expected = r"'blocks.0.\d' was called \d times in the pass, and \d times when the model's code ran once more .* Measure in eval mode"
+    with pytest.raises(MeasurementError, match=expected):
+        measure(model, sites, [(x, torch.arange(5) % 2)], F.cross_entropy)
+
+
+def test_a_part_that_the_model_runs_without_gradients_hinders_no_measurement() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.body(x).relu()
+            return self.last(self.first(x).relu())
+
+    model, x, y = Frozen().double(), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
+    (merit,) = measure(model, find_sites(model, x, grow="units", units=2), [(x, y)], F.cross_entropy, norm="frobenius")
+    wider, edit = widened(model, merit.site)
+    F.cross_entropy(wider(x), y).backward()
+    assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
 
 
 def test_a_reader_that_no_gradient_reaches_counts_for_nothing() -> None:

@@ -196,8 +196,10 @@ class Catch:
             self.active = True
             with ExitStack() as stack:
                 stack.enter_context(eager())
-                for catch in reversed(self.sites):  # from the end, so that what comes before keeps its number in a list
-                    stack.enter_context(catch.gauge.inside(self.model))
+                # From the end, so that what comes before keeps its number in a list; and after those that take the model as it is.
+                gauges = [catch.gauge for catch in reversed(self.sites)]
+                for gauge in (*(one for one in gauges if not one.enters), *(one for one in gauges if one.enters)):
+                    stack.enter_context(gauge.inside(self.model))
                 yield self
         finally:
             self.active = False

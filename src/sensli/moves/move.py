@@ -129,6 +129,9 @@ class Gauge:
     """
 
     factors: ClassVar[bool] = False  # whether it can catch the moments of the natural merit
+    enters: ClassVar[bool] = (
+        False  # whether `inside` puts something into the model, which moves what comes after it in a list
+    )
 
     points: Sequence[tuple[Point, nn.Module]] = ()  # where an activation and its cotangent are caught
     weights: Sequence[nn.Parameter] = ()  # parameters put into the model for the time of the measurement
@@ -157,7 +160,7 @@ class Gauge:
         return None
 
     def inside(self, model: nn.Module) -> AbstractContextManager[None]:
-        """What is put into the model for the time of the measurement."""
+        """What the measurement needs around its passes; those that put something into the model come after all others."""
         return nullcontext()
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> Iterable[tuple[Tensor, Geometry]]:

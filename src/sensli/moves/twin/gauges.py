@@ -106,6 +106,8 @@ class AddedTwin(_TwinGauge):
     but the time that a pass takes: what it gives is zero, and the random numbers that it draws are given back.
     """
 
+    enters: ClassVar[bool] = True
+
     def __init__(self, point: Point, block: nn.Module, module: nn.Module, measured: Sequence[str]) -> None:
         super().__init__(point, block, module, measured)
         for weight in self._maps:

@@ -7,6 +7,7 @@ the model does between two layers is done to the candidates too, and hardly anyt
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
+from sensli.modules import random_state
 from sensli.modules.arguments import first_tensor
 from sensli.modules.attention import WideAttention, holder_of
 from sensli.modules.copies import copied_block
@@ -35,11 +37,19 @@ class Replica:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._widths: list[tuple[Any, Width, Entries | float]] = []  # who asks, and the candidates
+        # By the paths of when watching began: what is measured beside widths may put blocks into the model, which moves paths.
+        self._modules: dict[str, nn.Module] = {}
+        self._givers: dict[str, nn.Module] = {}  # layers that make units: the module whose call gives what they make
         self._copy: nn.Module | None = None
-        self._whole: nn.Module | None = None  # of a sharded model: what the copy is made from
+        self._made = False  # whether the copy runs the candidates
+        self._readers: tuple[str, ...] = ()
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # parts of the copy and of the model
+        self._sharded = False
         self._changed: set[tuple[str, str]] = set()  # tensors of the copy that are not the model's
         # inputs and outputs of layers in the pass that was made last, and the versions of the outputs
         self._calls: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
+        self._again: Counter[str] = Counter()  # how often the copy has called them
+        self._random: dict[str, Any] = {}  # the random states with which that pass began
         # of layers whose units are zero: those, and what rows multiply
         self._zeros: dict[str, tuple[Tensor, Tensor]] = {}
         self._depth = 0  # of calls of the model in progress: what stands in for its forward may call the model itself
@@ -56,26 +66,28 @@ class Replica:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Watch the model's passes as long as the context lasts."""
+        self._modules = dict(self._model.named_modules(remove_duplicate=False))
+        self._givers = dict(self._giving())
         handles = [
-            module.register_forward_hook(self._record(path), with_kwargs=True) for path, module in self._giving()
+            module.register_forward_hook(self._record(path), with_kwargs=True) for path, module in self._givers.items()
         ]
         handles.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
         # always: a pass that fails, and that the user catches, has ended too
         handles.append(self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True))
         self._depth = 0
         try:
-            if is_sharded(self._model):
-                self._whole = unsharded(self._model)
+            self._sharded = is_sharded(self._model)
+            self._copy = copied_block(unsharded(self._model) if self._sharded else self._model, share=True)
+            self._pairs = list(zip(self._copy.modules(), self._model.modules(), strict=True))
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            self._copy = self._whole = None
-            self._calls.clear()
-            self.read.clear()
+            self._copy, self._made = None, False
+            for held in (self._modules, self._givers, self._pairs, self._calls, self._random, self.read):
+                held.clear()
 
     def _giving(self) -> Iterator[tuple[str, nn.Module]]:
-        """The layers that make units, each with the module whose call gives what it makes."""
         for path, module in self._model.named_modules():
             role, held = role_of(module), holder_of(self._model, path)
             if role is not None and role.makes:
@@ -83,11 +95,11 @@ class Replica:
 
     def _record(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch.is_grad_enabled():
+            if self._random:
                 given, made = first_tensor(args) if args else first_tensor(tuple(kwargs.values())), first_tensor(output)
                 assert given is not None and made is not None
                 # A copy where the layer could not make it once more: its weights are sharded, or torch reads them elsewhere.
-                apart = self._whole is not None or isinstance(module, nn.MultiheadAttention)
+                apart = self._sharded or isinstance(module, nn.MultiheadAttention)
                 made = made.detach().clone() if apart else made.detach()
                 self._calls.setdefault(path, []).append((given.detach(), made, made._version))
 
@@ -96,33 +108,44 @@ class Replica:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._depth == 0:
             self._calls.clear()
+            # A pass without gradients is not measured, but a part of one that is may be without.
+            self._random = random_state.capture() if torch.is_grad_enabled() else {}
             for held in self.read.values():
                 del held[:-_WAITING]
-            if self._whole is not None:
-                self._gather(self._whole if self._copy is None else self._copy)
+            if self._sharded:
+                self._gather()
         self._depth += 1
 
-    def _gather(self, copy: nn.Module) -> None:
+    def _gather(self) -> None:
         """Give the copy of a sharded model the values of today of all that it really runs: layers that make units do not."""
-        for path, module in self._model.named_modules():
+        assert self._copy is not None
+        for path, module in self._modules.items():
             role = role_of(module)
             for name, parameter in module._parameters.items() if role is None or not role.makes else ():
                 if parameter is not None and (path, name) not in self._changed:
-                    copy.get_submodule(path)._parameters[name].data.copy_(whole(parameter))  # type: ignore[union-attr]
+                    self._copy.get_submodule(path)._parameters[name].data.copy_(whole(parameter))  # type: ignore[union-attr]
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._depth -= 1
-        if self._depth or output is None or not torch.is_grad_enabled():
+        if self._depth:
             return
-        if self._copy is None:
-            self._copy = self._made()
-        self._copy.train(self._model.training)
-        for mine, its in zip(self._copy.modules(), self._model.modules(), strict=True):
-            mine.training = its.training  # parts of a model may be in different modes
+        drawn, self._random = self._random, {}
+        if output is None or not drawn:
+            return
+        assert self._copy is not None
+        if not self._made:
+            self._make(self._copy)
+            self._made = True
+        for mine, its in self._pairs:
+            mine.training = its.training
         try:
             # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
             with forked_random_state(self._model), torch.enable_grad():
+                random_state.restore(drawn)  # what is drawn once more is the same, such as which blocks are left out
                 self._copy(*args, **kwargs)
+            self._check_calls()
+        except MeasurementError:
+            raise
         except Exception as error:
             raise MeasurementError(
                 f"the model's code fails with candidates for new units ({type(error).__name__}: {error}), although it did not for "
@@ -130,12 +153,27 @@ class Replica:
             ) from error
         finally:
             self._calls.clear()
+            self._again.clear()
             self._zeros.clear()
+
+    def _check_calls(self) -> None:
+        """What candidates gave belongs to the cotangents of the pass only if the copy has called all readers that the pass had called."""
+        for path in self._readers:
+            before = len(self._calls.get(path, ()))
+            if self._again[path] != before:
+                raise self._went_astray(path, before)
+
+    def _went_astray(self, path: str, before: int) -> MeasurementError:
+        return MeasurementError(
+            f"'{path}' was called {before} times in the pass, and {self._again[path]} times when the model's code ran once more with "
+            "candidates for new units: it draws at random, or decides by the values, which layers run. Measure in eval mode, or only "
+            "layers (grow='layers')."
+        )
 
     # --- the copy ---
 
-    def _made(self) -> nn.Module:
-        copy = copied_block(self._model if self._whole is None else self._whole, share=True)
+    def _make(self, copy: nn.Module) -> None:
+        """Have the copy run the candidates."""
         makers: dict[str, list[Tensor | None] | float] = {}
         # along the axis of a reader: which asker's candidates lie where, -1 for old units
         readers: dict[str, Tensor] = {}
@@ -143,7 +181,7 @@ class Replica:
             count = _count(width, candidates)
             for index, axis in enumerate(width.axes):
                 module = copy.get_submodule(axis.module.path)
-                role = role_of(self._model.get_submodule(axis.module.path))
+                role = role_of(self._modules[axis.module.path])
                 new = candidates.values[index] if isinstance(candidates, Entries) else None
                 if axis.fill == "column":
                     held = readers.setdefault(axis.module.path, torch.full((axis.length,), -1))
@@ -160,15 +198,15 @@ class Replica:
                     makers[axis.module.path] = candidates
             for size in width.sizes:
                 self._set_size(copy, size, width, count)
-        for path, _ in self._giving():
-            mine, role = copy.get_submodule(path), role_of(self._model.get_submodule(path))
+        self._readers = tuple(readers)
+        for path in self._givers:
+            mine, role = copy.get_submodule(path), role_of(self._modules[path])
             assert role is not None
             mine.forward = self._forward(path, mine, role, makers.get(path), readers.get(path))
             attention = holder_of(copy, path)
             if attention is not None and path in readers:
                 attention[1].__class__ = WideAttention
                 attention[1].project = mine.forward  # type: ignore[assignment]
-        return copy
 
     def _ordered(self) -> list[tuple[int, tuple[Any, Width, Entries | float]]]:
         """From the end of shared axes: what comes before keeps its positions."""
@@ -176,7 +214,7 @@ class Replica:
         return sorted(numbered, key=lambda each: max(axis.start for axis in each[1][1].axes), reverse=True)
 
     def _set_size(self, copy: nn.Module, size: Size, width: Width, count: int) -> None:
-        role = role_of(self._model.get_submodule(size.module.path))
+        role = role_of(self._modules[size.module.path])
         if (
             role is None or role.passes
         ):  # the others do not look at theirs: they give back what they gave, or make candidates
@@ -191,8 +229,11 @@ class Replica:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             x = first_tensor(args) if args else first_tensor(tuple(kwargs.values()))
             assert x is not None
-            calls = self._calls[path]
-            given, output, version = calls.pop(0) if len(calls) > 1 else calls[0]
+            calls, number = self._calls.get(path, []), self._again[path]
+            self._again[path] += 1
+            if number >= len(calls):
+                raise self._went_astray(path, len(calls))
+            given, output, version = calls[number]
             if labels is not None:
                 for index, (asker, width, candidates) in enumerate(self._widths):
                     places = (labels == index).nonzero().flatten()
