@@ -123,7 +123,8 @@ def locally_wrong(new: list[New], mode: str) -> dict[int, str]:
     for index, each in enumerate(new):
         if each.calls == 0:
             wrong[index] = (
-                "a layer there would never run: the forward pass uses the module under another name or without calling it"
+                "a layer there did not run when it was tried: the forward pass uses the module under another name, without calling it, or "
+                "only for some inputs"
             )
         elif each.calls > 1:
             wrong[index] = f"a layer there would run {each.calls} times in one forward pass"
