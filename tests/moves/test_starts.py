@@ -73,13 +73,14 @@ def convolutions() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (6, 4)),
     "tanh": (lambda: mlp(nn.Tanh, bias=False), (6, 4)),
+    "in place": (lambda: mlp(lambda: nn.ReLU(inplace=True)), (6, 4)),
     "convolutions": (convolutions, (6, 2, 4, 4)),
     "depthwise": (Depthwise, (6, 2, 4, 4)),
     "gated": (Gated, (6, 4)),
     "stream": (Stream, (6, 4)),
     "encoder": (lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), nn.Linear(4, 3)), (6, 3, 4)),
 }  # fmt: skip
-ABLE = {"gradmax": ("mlp", "tanh", "convolutions", "encoder"), "net2net": tuple(MODELS)}
+ABLE = {"gradmax": ("mlp", "tanh", "in place", "convolutions", "encoder"), "net2net": tuple(MODELS)}
 CASES = [(start, name) for start, names in ABLE.items() for name in names]
 
 

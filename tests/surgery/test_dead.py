@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW, Optimizer, Rprop
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
 import sensli
@@ -330,6 +331,20 @@ class Late(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x).relu()
         return self.b(h) + (self.c(h) if len(x) > 2 else 0)
+
+
+def test_a_unit_that_only_dropout_brings_to_life_is_not_dead() -> None:
+    """Its value is the difference of two inputs that are always equal, unless one of them is dropped."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).double()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[1.0, -1.0], [-1.0, -1.0], [1.0, 1.0]]))
+        model[1].bias.zero_()
+    x = torch.ones(20, 2, dtype=torch.float64)
+    for batches in (None, DataLoader(TensorDataset(x, x[:, :1]), 20, shuffle=True)):
+        other = copy.deepcopy(model)
+        (growth,) = recycle(other, x, batches)
+        assert growth.site.move.which == (1,)
+        assert recycle(other.eval(), x)[0].site.move.which == (0,), "without dropout it is dead"
 
 
 def test_a_reader_that_is_not_seen_may_read_a_living_unit() -> None:

@@ -32,10 +32,10 @@ def recycle(
 ) -> list[Growth]:
     """Give dead units a new start: random rows as large as those of the living units, and zero in everything that reads them.
 
-    A unit is dead if it is exactly zero wherever it is read, on all the data, in the mode the model is in and without dropout (for
-    example after a ReLU). The output on the data stays to the bit. What the optimizer keeps of these units starts again too. All
-    widths that ``find_sites(model, example, grow="units")`` offers are looked at. Rows that would give a dead unit again, as seen on
-    the first batch, are replaced by their opposite. A refused or failed call changes nothing.
+    A unit is dead if it is exactly zero wherever it is read, on all the data, in the mode the model is in, without dropout (for
+    example after a ReLU) and, on the first batch, with it. The output on the data stays to the bit. What the optimizer keeps of these
+    units starts again too. All widths that ``find_sites(model, example, grow="units")`` offers are looked at. Rows that would give a
+    dead unit again, as seen on the first batch, are replaced by their opposite. A refused or failed call changes nothing.
 
     Args:
         model: The network, or its DistributedDataParallel wrapper.
@@ -96,6 +96,7 @@ def find_dead(
     """What to do with the units of these widths that are zero on all data; with several processes, on those of all of them."""
     network, ordered = bare(model), in_order(list(widths))
     spotting, first = Spotting(network, ordered), None
+    start = random_state.capture()
     with untouched(network), random_state.kept_of_loader(batches):
         pairs = (
             (split(batch, index, network) for index, batch in enumerate(batches))
@@ -103,8 +104,11 @@ def find_dead(
             else [(example, None)]
         )
         for given, _ in pairs:
-            first = (given, None) if first is None else first
             spotting.watch(given)
+            if first is None:
+                first = given, None
+                random_state.restore(start)  # the masks with which the output will be compared
+                spotting.watch(given, dropout=True)
     if first is None:
         raise MeasurementError(EMPTY)
     told = [[set(units) for units in each] for each in together.agree(spotting.dead(), last=False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from sensli.moves.width.width import Axis, Width, found
 
 
 class Spotting:
-    """Watches the readers of widths, in the mode the model is in and without dropout, which would make every unit look dead at times."""
+    """Watches the readers of widths, in the mode the model is in. Without dropout, since that would make every unit look dead at times."""
 
     def __init__(self, model: nn.Module, sites: Sequence[Site]) -> None:
         self._model = model
@@ -26,8 +27,11 @@ class Spotting:
         # By width, and by its readers in their order: whether each unit was ever alive; None for a reader that was never called.
         self._alive: list[list[Tensor | None]] = [[None] * len(_readers(width)) for width in self._widths]
 
-    def watch(self, given: Any) -> None:
-        """Run an input through the model. Buffers and random numbers are the caller's to keep."""
+    def watch(self, given: Any, *, dropout: bool = False) -> None:
+        """Run an input through the model. Buffers and random numbers are the caller's to keep.
+
+        With ``dropout`` some units may come to life that are dead without: those are not dead either.
+        """
         handles = []
         try:
             for number, width in enumerate(self._widths):
@@ -35,7 +39,7 @@ class Spotting:
                     module = found(self._model, axis.module)[1]
                     hook = self._hook(number, place, axis, width.units)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            with torch.no_grad(), eager(), NoDropout():
+            with torch.no_grad(), eager(), nullcontext() if dropout else NoDropout():
                 run(self._model, to_device(given, device_of(self._model)))
         finally:
             for handle in handles:

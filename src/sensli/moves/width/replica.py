@@ -252,7 +252,7 @@ class Replica:
                 inputs = unfolded(module, given)
                 zero = torch.full_like(inputs, rows).requires_grad_()
                 self._zeros[path] = zero, inputs
-                return zero
+                return zero.clone()  # somebody may work in place on it
             weight, bias = rows
             assert weight is not None
             return applied(module, given, weight, bias)
