@@ -99,7 +99,8 @@ class Site:
         if found is None:
             raise UnknownSite(
                 f"'{self}' is not a site of this {type(model).__name__}: the module that names it is not part of the model. "
-                "It belongs to another model or was removed or replaced since. Call find_sites on this model again."
+                "It belongs to another model or was removed or replaced since. Call find_sites on this model again; if this is a copy of "
+                "the model that the site was found in, site.on(model) is the same place in it."
             )
         return found
 
