@@ -22,10 +22,11 @@ from benchmarks.cifar10 import training_data
 from benchmarks.figure import Figure
 from benchmarks.networks import deep_network, densenet, extended, paper_cnn, wide_cnn
 from sensli.merits import sensitivity
+from sensli.merits.caught import SiteCatch, WeightCatch
 from sensli.merits.measuring import measure
 from sensli.merits.norms import squared_norm
 from sensli.merits.probe import Probe
-from sensli.merits.sensitivity import Catch, SiteCatch, WeightCatch
+from sensli.merits.sensitivity import Catch
 from sensli.moves.finding import find_sites
 from sensli.moves.geometry import Geometry
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from sensli.merits.caught import SiteCatch, WeightCatch
 from sensli.merits.norms import operator_work
-from sensli.merits.sensitivity import SiteCatch, WeightCatch
 
 _FREE = 2**28  # operations, less than a tenth of a second: not worth another norm
 # With groups of batches: norms of all sites for every batch, over the looks after 4, 6, 8, 12 and 16 batches.

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from sensli.errors import UnsupportedSite
 from sensli.merits.backward import LossFunction, backward
-from sensli.merits.sensitivity import Catch, SiteCatch
+from sensli.merits.caught import SiteCatch
+from sensli.merits.sensitivity import Catch
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.running import device_of, mapped, run, tensors, to_device, untouched

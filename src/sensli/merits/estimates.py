@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sensli.errors import MeasurementError
+from sensli.merits.caught import SiteCatch, WeightCatch
 from sensli.merits.confidence import Estimate, estimate
 from sensli.merits.merits import Merit, Merits
 from sensli.merits.natural import NATURAL
-from sensli.merits.sensitivity import SiteCatch, WeightCatch
 from sensli.moves.sites import Site
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sensli.merits.sensitivity import SiteCatch, WeightCatch
+from sensli.merits.caught import SiteCatch, WeightCatch
 from sensli.merits.sums import Moment, Sum
 from sensli.modules.engines.distributed import Together
 from sensli.moves.factors import power_of
