@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 POINTS = 80
 DASHES = ((0, (5, 2)), (0, (1, 1)), (0, (1, 3)), (0, (3, 1, 1, 1)), (0, (7, 2, 1, 2)))
 NAMED = 5  # curves with a colour
+CURVES = (*COLOURS[:4], "#c0392b")  # no grey one, which the fixed sizes have
 KIND_COLOURS = {
     "fixed": "0.35", "reference": "0.6", "sensli": COLOURS[0], "control": COLOURS[1], "rival": COLOURS[2], "own": COLOURS[3]
 }  # fmt: skip
@@ -100,7 +101,7 @@ def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
 def _coloured(methods: Sequence[Method], runs: Runs) -> dict[str, str]:
     """The colours of those that have one."""
     named = best(methods, runs)
-    return dict(zip((method.name for method in methods if method in named), cycle(COLOURS), strict=False))
+    return dict(zip((method.name for method in methods if method in named), CURVES, strict=False))
 
 
 def best(methods: Sequence[Method], runs: Runs) -> list[Method]:
