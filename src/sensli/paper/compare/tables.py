@@ -77,7 +77,8 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     for row in growing:
         if row.seeds > 1:
             parts = [_against("small", row.to_small), _against("large", row.to_large), _against_front(row)]
-            lines.append(f"`{row.method.name}`: {'; '.join(part for part in parts if part)}.")
+            if any(parts):
+                lines.append(f"`{row.method.name}`: {'; '.join(filter(None, parts))}.")
     return lines
 
 
