@@ -123,7 +123,37 @@ for _ in range(6):
     losses.append(loss.item())
 assert len(grower.history) == 3 and losses[-1] < losses[0], losses
 assert all(p.dtype == torch.float32 for p in model.parameters())
+
+blocks = Blocks()
+sites = find_sites(blocks, X, grow="both", units=2)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    same = find_sites(blocks, X, grow="both", units=2)  # in half precision hardly anything is exact
+    merits = measure(blocks, same, [(X, Y)], cross_entropy)
+assert [str(site) for site in same] == [str(site) for site in sites] and {site.kind for site in sites} == {"block", "units"}
+torch.testing.assert_close(values(merits), values(measure(blocks, [m.site for m in merits], [(X, Y)], cross_entropy)), rtol=0.1, atol=0)
+grower = Grower(blocks, torch.optim.AdamW(blocks.parameters()), example=X, trigger=triggers.Every(1), tau=0.0, grow="both", recycle=True)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert grower.step([(X, Y)], cross_entropy) is not None
 """
+
+
+class Blocks(nn.Module):
+    """A loop that adds what its blocks give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(X.shape[1], 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        y: Tensor = self.last(x)
+        return y
 
 
 @pytest.mark.process

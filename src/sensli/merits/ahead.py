@@ -58,7 +58,7 @@ def _seen(
     look = Catch(
         model, [catch.sites[index].site for index, _ in wanting], weights=False, gauges=[gauge for _, gauge in wanting]
     )
-    look.keeps_activations = True
+    look.keeps_activations, look.around = True, catch.around
     passed = False
     # What fails for another reason than that they are few fails again in the measurement, and is reported there.
     with suppress(Exception), untouched(model), look.hooked():

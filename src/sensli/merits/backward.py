@@ -25,8 +25,9 @@ def backward(
     given, target = to_device(given, device), to_device(target, device)
     size = _size(given, batch)
     # A dict is keyword arguments; a tuple inside a batch is several arguments.
-    output = run(model, given)
-    loss = _loss(output, target, loss_fn, index)
+    with catch.around():
+        output = run(model, given)
+        loss = _loss(output, target, loss_fn, index)
     virtual = catch.virtual
     own = {id(weight) for weight in virtual}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in own] if catch.weights else []

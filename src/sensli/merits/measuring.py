@@ -22,6 +22,7 @@ from sensli.merits.natural import NATURAL
 from sensli.merits.norms import choose
 from sensli.merits.sensitivity import Catch
 from sensli.modules import checks, random_state
+from sensli.modules.autocast import autocast_of_now, without_autocast
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import is_sharded, unsharded
 from sensli.modules.running import device_of, untouched
@@ -71,8 +72,8 @@ def measure(
         MeasurementError: If there are no data, no gradient reaches the sites, or the loss is not a finite number.
         ZeroMerits: If all merits are zero.
     """
-    together = Together(model, "measure the merits")
-    with together:
+    together, around = Together(model, "measure the merits"), autocast_of_now()
+    with together, without_autocast():
         model = bare(model)
         sites = as_sites("sites", sites)
         if not sites:
@@ -91,7 +92,7 @@ def measure(
         groups = 1 if confidence is None else GROUPS
         catch = Catch(model, places, weights=ratio, groups=groups, natural=norm == NATURAL)
         # Without weights that train, only the activations at the sites are asked for.
-        catch.keeps_activations = not catch.weights
+        catch.keeps_activations, catch.around = not catch.weights, around
         clear, remaining = None, 0.0
         kept = random_state.kept_of_loader(batches)
         with untouched(model), kept, torch.inference_mode(False), torch.enable_grad():
@@ -111,11 +112,11 @@ def measure(
         values = [value_of(site, norm, sizes, remaining) for site in caught.sites]
         mean = mean_of_weights(caught.weights, norm, sizes, remaining)
         values, mean = same_values(together, values, mean)
-    return as_merits(
-        sites, caught.sites, values, mean, len(compared(caught.weights, norm)),
-        norm=norm, batches=caught.count, samples=round(sum(sizes) * caught.unit),
-        loss=caught.loss / sum(sizes), confidence=confidence, tolerance=tolerance, clear=clear,
-    )  # fmt: skip
+        return as_merits(
+            sites, caught.sites, values, mean, len(compared(caught.weights, norm)),
+            norm=norm, batches=caught.count, samples=round(sum(sizes) * caught.unit),
+            loss=caught.loss / sum(sizes), confidence=confidence, tolerance=tolerance, clear=clear,
+        )  # fmt: skip
 
 
 class _Taken:

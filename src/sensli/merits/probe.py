@@ -20,6 +20,7 @@ from sensli.merits.natural import NATURAL
 from sensli.merits.norms import choose
 from sensli.merits.sensitivity import Catch
 from sensli.modules import checks
+from sensli.modules.autocast import without_autocast
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.running import device_of
@@ -112,6 +113,7 @@ class Probe:
 
         return hook
 
+    @without_autocast()
     def merits(self) -> Merits:
         """The merits of all backward passes since the probe was made; with several processes, all of them must call this.
 

@@ -8,7 +8,7 @@ at its place and the cotangent g that comes back to it: a forward hook catches x
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,6 +57,9 @@ class Catch:
         self.others = False  # whether tensors that are not parameters ask for a gradient
         self.caught = 0
         self.active = False
+        self.around: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # the user's code: autocast, where it is on
+        )
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
         # Activations whose gradient has not come back yet, and their versions.
         self._waiting: dict[int, tuple[Site, Tensor, int]] = {}

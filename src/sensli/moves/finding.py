@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sensli.modules import checks
+from sensli.modules.autocast import without_autocast
 from sensli.modules.wrappers import bare
 from sensli.moves.choosing import Where, check_where, chosen
 from sensli.moves.kinds import asked_for
@@ -46,6 +47,7 @@ def check_units(units: int | float) -> int | float:
     return checks.whole("units", units, 8)
 
 
+@without_autocast()
 def find_sites(
     model: nn.Module,
     example: Any,

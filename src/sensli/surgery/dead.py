@@ -12,6 +12,7 @@ from sensli.errors import MeasurementError
 from sensli.merits.backward import split
 from sensli.merits.measuring import EMPTY
 from sensli.modules import checks, random_state
+from sensli.modules.autocast import without_autocast
 from sensli.modules.engines.distributed import Together
 from sensli.modules.running import untouched
 from sensli.modules.wrappers import bare
@@ -85,6 +86,7 @@ class Found:
     check: Any
 
 
+@without_autocast()
 def find_dead(
     model: nn.Module,
     widths: Iterable[Site],

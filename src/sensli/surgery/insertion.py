@@ -11,6 +11,7 @@ from sensli.errors import OptimizerError, UnsupportedSite
 from sensli.merits.ahead import made_for
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
+from sensli.modules.autocast import without_autocast
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.marks import grown, mark, tell, unmark
 from sensli.modules.wrappers import bare
@@ -25,6 +26,7 @@ from sensli.surgery.state.rates import RateScaling, Schedulers, check_factor, pl
 from sensli.surgery.state.resizing import Resizing, plan_resizing
 
 
+@without_autocast()
 def grow(
     model: nn.Module,
     site: Site | Merit | str,
