@@ -58,6 +58,7 @@ class Call:
     slot: Slot | None = None
     given: Seen | None = None
     result: Seen | None = None
+    hidden: bool = False  # its output is a view that nobody else sees
 
 
 @dataclass
@@ -71,6 +72,9 @@ class Flow:
     nodes: set[Any] = field(default_factory=set)  # all graph nodes that the model's output depends on
     output: Any = None
     takes_gradients: bool = True  # whether the model takes an example that asks for a gradient
+    # Layers whose output is copied, because it is a view that somebody works in place on: autograd then writes its graph again, without
+    # the nodes that were there and without the name of what was done.
+    apart: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._by_path: dict[str, list[Call]] = {}
@@ -112,7 +116,11 @@ def record(model: nn.Module, example: Any) -> Flow:
                 )
         else:
             if put_back is None or all_finite(output):
-                break
+                hidden = {call.path for call in flow.calls if call.hidden and call.output and call.output.overwritten}
+                if not hidden:
+                    break
+                flow.apart |= hidden
+                continue
         if put_back is not None:  # once more with the weights as they are: not every model can take others
             put_back()
             put_back = None
@@ -178,8 +186,10 @@ def _watched(flow: Flow) -> Iterator[None]:
         while call.module is not module:  # that one raised, and the model's own code went on without it
             call = open_calls.pop()
         call.ended = next(clock)
-        output = _with_its_own_memory(module, call, output)
+        if apart := call.path in flow.apart:
+            output = output.clone()
         _note_output(call, output)
+        call.hidden = not apart and _is_own_view(module, call, output)
         return output
 
     handles: list[Any] = []
@@ -199,19 +209,14 @@ def _watched(flow: Flow) -> Iterator[None]:
             handle.remove()
 
 
-def _with_its_own_memory(module: nn.Module, call: Call, output: Any) -> Any:
-    """A copy of what a layer computed, if it is a view of something that nobody else sees.
-
-    `nn.Linear` gives a view of its product for more than two dimensions. Where somebody works in place on a view, autograd writes its
-    graph again: the nodes that were there are gone, and so is the name of what was done.
-    """
+def _is_own_view(module: nn.Module, call: Call, output: Any) -> bool:
+    """Whether a layer gave a view of something that nobody else sees, as `nn.Linear` does for more than two dimensions."""
     if not isinstance(output, Tensor) or output._base is None or not module._parameters or module._modules:
-        return output
+        return False
     memory = output.untyped_storage().data_ptr()
     given = [seen.tensor for seen in call.inputs]
     held = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
-    seen_by_others = any(tensor.untyped_storage().data_ptr() == memory for tensor in (*given, *held))
-    return output if seen_by_others else output.clone()
+    return all(tensor.untyped_storage().data_ptr() != memory for tensor in (*given, *held))
 
 
 def _note_output(call: Call, output: Any) -> None:
