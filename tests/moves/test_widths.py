@@ -210,6 +210,16 @@ def test_what_is_overwritten_after_a_reader_is_measured_all_the_same(act: Any, r
             assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
 
 
+def really(model: nn.Module, site: Site, x: Tensor, y: Tensor, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """The squared norm of the gradient of what is new in the network that has really grown."""
+    if site.kind == "units":
+        wider, edit = widened(model, site)
+        loss_fn(wider(x), y).backward()
+        return column_gradients(edit)
+    (gradient,), _ = gradients(model, [site], [(x, y)], loss_fn)
+    return gradient.square().sum().item()
+
+
 @pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU])
 def test_an_activation_in_place_on_tokens_hides_nothing(act: Any) -> None:
     """A linear layer gives a view for more than two dimensions, and what is done in place to a view rewrites its graph."""
@@ -221,13 +231,7 @@ def test_an_activation_in_place_on_tokens_hides_nothing(act: Any) -> None:
     assert [str(site) for site in sites] == [str(site) for site in find_sites(apart, x, grow="both", units=2)]
     assert [site.kind for site in sites].count("units") == 2 and len(sites) == 4
     for merit in measure(model, sites, [(x, y)], F.mse_loss, norm="frobenius"):
-        if merit.site.kind == "units":
-            wider, edit = widened(model, merit.site)
-            F.mse_loss(wider(x), y).backward()
-            assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
-        else:
-            (expected,), _ = gradients(model, [merit.site], [(x, y)], F.mse_loss)
-            assert merit.value == pytest.approx(expected.square().sum().item(), rel=1e-10)
+        assert merit.value == pytest.approx(really(model, merit.site, x, y, F.mse_loss), rel=1e-10)
 
 
 class _Loop(nn.Module):
@@ -253,13 +257,7 @@ def test_units_and_blocks_of_a_loop_that_adds_are_measured_in_one_pass() -> None
     assert [site.kind for site in sites].count("units") == 4 and [site.kind for site in sites].count("block") == 3
     merits = measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius")
     for merit in merits:
-        if merit.site.kind == "units":
-            wider, edit = widened(model, merit.site)
-            F.cross_entropy(wider(x), y).backward()
-            assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
-        else:
-            (expected,), _ = gradients(model, [merit.site], [(x, y)], F.cross_entropy)
-            assert merit.value == pytest.approx(expected.square().sum().item(), rel=1e-10)
+        assert merit.value == pytest.approx(really(model, merit.site, x, y, F.cross_entropy), rel=1e-10)
     with Probe(model, merits, norm="frobenius") as probe:
         F.cross_entropy(model(x), y).backward()
     assert {str(m.site): m.value for m in probe.merits()} == pytest.approx(
@@ -277,10 +275,8 @@ def test_blocks_that_are_left_out_at_random_are_left_out_with_the_candidates_too
     for seed in range(4):
         torch.manual_seed(seed)
         for merit in measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius"):
-            wider, edit = widened(model, merit.site)
             torch.manual_seed(seed)
-            F.cross_entropy(wider(x), y).backward()
-            assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
+            assert merit.value == pytest.approx(really(model, merit.site, x, y, F.cross_entropy), rel=1e-10)
 
 
 def test_a_model_that_takes_another_way_with_the_candidates_is_refused() -> None:
@@ -306,9 +302,7 @@ def test_a_part_that_the_model_runs_without_gradients_hinders_no_measurement() -
 
     model, x, y = Frozen().double(), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
     (merit,) = measure(model, find_sites(model, x, grow="units", units=2), [(x, y)], F.cross_entropy, norm="frobenius")
-    wider, edit = widened(model, merit.site)
-    F.cross_entropy(wider(x), y).backward()
-    assert merit.value == pytest.approx(column_gradients(edit), rel=1e-10)
+    assert merit.value == pytest.approx(really(model, merit.site, x, y, F.cross_entropy), rel=1e-10)
 
 
 def test_a_reader_that_no_gradient_reaches_counts_for_nothing() -> None:
