@@ -95,6 +95,7 @@ def test_a_scaled_run_goes_on_after_a_growth() -> None:
 IN_BF16 = """
 import torch
 from torch.nn.functional import cross_entropy
+from sensli import Trial
 from test_precision import *
 torch.set_num_threads(1)
 model = make_model()
@@ -134,6 +135,32 @@ torch.testing.assert_close(values(merits), values(measure(blocks, [m.site for m 
 grower = Grower(blocks, torch.optim.AdamW(blocks.parameters()), example=X, trigger=triggers.Every(1), tau=0.0, grow="both", recycle=True)
 with torch.autocast("cpu", dtype=torch.bfloat16):
     assert grower.step([(X, Y)], cross_entropy) is not None
+    blocks(X)  # with weights of another shape than those that autocast has cast before
+
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def tried(trial, around):
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    grower = Grower(model, optimizer, example=X, trigger=triggers.Every(1), tau=0.0, grow="both", trial=trial)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
+        grower.step([(X, Y)] * 6, cross_entropy)
+    return torch.tensor([arm.score for arm in grower.history.record.looks[-1].tried.arms])
+
+
+inside, outside = tried(Trial(steps=6), True), tried(Trial(steps=6, step=step), False)
+torch.testing.assert_close(inside, outside, rtol=0.02, atol=0)
+stack = Grower(Blocks(), None, example=X, trigger=triggers.Every(1), strategy="g-stack")
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert stack.sites()
 """
 
 

@@ -9,12 +9,14 @@ from torch import nn
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing.options import Options
 from sensli.growing.strategies.strategy import Strategy
+from sensli.modules.autocast import without_autocast
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Sites, Skipped
 from sensli.surgery.insertion import check_joining
 from sensli.surgery.state.optim import Optimizers
 
 
+@without_autocast()
 def proposed(strategy: Strategy, model: nn.Module, example: Any, optimizer: Optimizers, options: Options) -> Sites:
     """The sites that a strategy proposes and that something would train; an error with the reasons if there are none."""
     sites = trained(bare(model), strategy.propose(model, example), optimizer, options.group)

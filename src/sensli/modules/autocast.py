@@ -15,12 +15,19 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "privateuseone")
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """No autocast as long as the context lasts, even inside of somebody's `torch.autocast`; also a decorator."""
-    with ExitStack() as stack:
-        for device in _DEVICES:
-            if torch.is_autocast_enabled(device):
+    """No autocast as long as the context lasts, even inside of somebody's `torch.autocast`; also a decorator.
+
+    Weights may have changed meanwhile, so what was cast of them before is forgotten.
+    """
+    devices = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    try:
+        with ExitStack() as stack:
+            for device in devices:
                 stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+            yield
+    finally:
+        if devices:
+            torch.clear_autocast_cache()
 
 
 def autocast_of_now() -> Callable[[], AbstractContextManager[None]]:

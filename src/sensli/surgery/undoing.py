@@ -6,6 +6,7 @@ from torch import nn
 
 from sensli.errors import HistoryError
 from sensli.modules import checks
+from sensli.modules.autocast import without_autocast
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.marks import grown, told, unmark
 from sensli.modules.wrappers import bare
@@ -15,6 +16,7 @@ from sensli.surgery.state.rates import Schedulers, as_schedulers
 from sensli.surgery.state.resizing import plan_shrinking
 
 
+@without_autocast()
 def undo(
     model: nn.Module, growth: Growth | None = None, *, optimizer: Optimizers = None, scheduler: Schedulers = None
 ) -> Growth:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from sensli.errors import MeasurementError
@@ -25,6 +26,8 @@ class Steps:
             model.train()  # a loop that has just evaluated would do so before its next step
 
     def __call__(self, batch: Any, index: int) -> float:
+        # What autocast has cast of the weights it keeps until its context ends, which may be around all of the trial.
+        torch.clear_autocast_cache()
         if self._trial.step is None:
             return self._plain(batch, index)
         loss = self._trial.step(self._model, self._followers.optimizer, batch, **self._extras)
