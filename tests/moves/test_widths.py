@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -277,6 +278,18 @@ def test_blocks_that_are_left_out_at_random_are_left_out_with_the_candidates_too
         for merit in measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius"):
             torch.manual_seed(seed)
             assert merit.value == pytest.approx(really(model, merit.site, x, y, F.cross_entropy), rel=1e-10)
+
+
+def test_a_step_with_a_probe_of_units_draws_what_it_would_draw_without() -> None:
+    model, x = _Loop(lambda: bool(torch.rand(()) < 0.5)).double(), torch.randn(5, 3, dtype=torch.float64)
+    sites = find_sites(model, x, grow="units", units=2)
+    drawn = []
+    for probe in (nullcontext(), Probe(model, sites)):
+        torch.manual_seed(0)
+        with probe:
+            model(x).sum().backward()
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
 
 
 def test_a_model_that_takes_another_way_with_the_candidates_is_refused() -> None:

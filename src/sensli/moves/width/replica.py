@@ -21,7 +21,6 @@ from sensli.modules.arguments import first_tensor
 from sensli.modules.attention import WideAttention, holder_of
 from sensli.modules.copies import copied_block
 from sensli.modules.engines.fsdp import is_sharded, unsharded, whole
-from sensli.modules.running import forked_random_state
 from sensli.moves.roles import Role, role_of
 from sensli.moves.stretching import Stretch, like_layout
 from sensli.moves.width.entries import Entries, filled
@@ -138,10 +137,11 @@ class Replica:
             self._made = True
         for mine, its in self._pairs:
             mine.training = its.training
+        now = random_state.capture()  # on all devices: a model may draw on several
         try:
+            random_state.restore(drawn)  # what is drawn once more is the same, such as which blocks are left out
             # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
-            with forked_random_state(self._model), torch.enable_grad():
-                random_state.restore(drawn)  # what is drawn once more is the same, such as which blocks are left out
+            with torch.enable_grad():
                 self._copy(*args, **kwargs)
             self._check_calls()
         except MeasurementError:
@@ -152,6 +152,7 @@ class Replica:
                 "find_sites. Find the sites with an example like the training data."
             ) from error
         finally:
+            random_state.restore(now)
             self._calls.clear()
             self._again.clear()
             self._zeros.clear()
