@@ -281,7 +281,8 @@ def test_blocks_that_are_left_out_at_random_are_left_out_with_the_candidates_too
 
 
 def test_a_step_with_a_probe_of_units_draws_what_it_would_draw_without() -> None:
-    model, x = _Loop(lambda: bool(torch.rand(()) < 0.5)).double(), torch.randn(5, 3, dtype=torch.float64)
+    """Dropout draws more of them for the candidates than for the units."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2)), torch.randn(5, 3)
     sites = find_sites(model, x, grow="units", units=2)
     drawn = []
     for probe in (nullcontext(), Probe(model, sites)):
