@@ -145,6 +145,29 @@ def test_files_of_the_user(tmp_path):
         catalog.find(str(path))
 
 
+def test_an_exported_experiment_is_the_same_under_another_name(tmp_path):
+    for name in ("13", "where"):
+        path = tmp_path / "mine.json"
+        path.write_text(catalog.exported(name))
+        mine, known = catalog.find(str(path)), catalog.find(name)
+        assert mine == dataclasses.replace(known, name=f"my-{name}")
+    assert json.loads(catalog.exported("13", "deep"))["name"] == "deep"
+    for name, new, text in (
+        ("99", None, "unknown experiment"),
+        ("13", "2", "--name must not be"),
+        ("13", "../x", "becomes a folder"),
+    ):
+        with pytest.raises(BadExperiment, match=text):
+            catalog.exported(name, new)
+
+
+def test_one_experiment_is_read_to_run_one(monkeypatch):
+    read: list[str] = []
+    monkeypatch.setattr(catalog, "parse", lambda data, file: read.append(file) or parse(data, file))
+    catalog._read.cache_clear()
+    assert catalog.find("2").name == "2" and catalog.paper_names()[1] == "2" and read == ["exp02.json"]
+
+
 def test_toml_files_of_the_user(tmp_path):
     pytest.importorskip("tomllib")
     path = tmp_path / "mine.toml"

@@ -127,6 +127,16 @@ def test_the_log_is_told_every_decision() -> None:
     assert told == grower.history.record.looks
     with pytest.raises(TypeError, match="log must be a function that takes one Look"):
         grow(log=3)
+    with pytest.raises(TypeError, match="or a list of these, got 3"):
+        grow(log=[print, 3])
+
+
+def test_several_logs_are_told_and_one_that_fails_does_not_silence_the_others() -> None:
+    first: list[Look] = []
+    second: list[Look] = []
+    with pytest.warns(UserWarning, match="the log of the Grower failed: ZeroDivisionError"):
+        grower = grow(log=[first.append, lambda look: 1 / 0, second.append])
+    assert first == second == grower.history.record.looks
 
 
 def test_tensorboard_gets_merits_sizes_and_decisions(tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ class Grower:
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
         averaged: A `torch.optim.swa_utils.AveragedModel` of the model, or several, that grow with it.
         seed: The random seed of ``select="random"`` (default: 0).
-        log: Receives every decision, including those not to insert: a function of a `Look` (``print`` gives one line each), or a
-            TensorBoard writer.
+        log: Receives every decision, including those not to insert: a function of a `Look` (``print`` gives one line each), a
+            TensorBoard writer, or a list of these.
         unit: What one call of `step` is called in the log, the history and the page: ``"epoch"`` or ``"step"`` (default: "epoch").
 
     Raises:

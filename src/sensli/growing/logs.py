@@ -1,9 +1,9 @@
-"""Where decisions go while a training runs: any callable, or a writer of TensorBoard scalars."""
+"""Where decisions go while a training runs: any callable, a writer of TensorBoard scalars, or several of them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from sensli.errors import WrongType
@@ -19,30 +19,35 @@ class ScalarWriter(Protocol):
     def add_text(self, tag: str, text_string: str, global_step: int) -> Any: ...
 
 
-Log = Callable[[Look], Any] | ScalarWriter | None
+OneLog = Callable[[Look], Any] | ScalarWriter
+Log = OneLog | Sequence[OneLog] | None
 
 
 def check_log(log: Log) -> None:
     """Refuse what is neither, before any training."""
-    writer = isinstance(log, ScalarWriter)
-    if log is not None and (
-        isinstance(log, type) if writer else not callable(log)
-    ):  # the class of a writer can be called too
-        what = "a function that takes one Look (for example print), or a writer with add_scalar and add_text"
-        checks.refuse("log", what, log, WrongType)
+    for one in _each(log):
+        writer = isinstance(one, ScalarWriter)
+        if isinstance(one, type) if writer else not callable(one):  # the class of a writer can be called too
+            what = "a function that takes one Look (for example print), a writer with add_scalar and add_text, or a list of these"
+            checks.refuse("log", what, one, WrongType)
 
 
 def tell(log: Log, look: Look) -> None:
     """Hand a decision on. A log that fails warns: the model has grown already, and training must go on."""
+    for one in _each(log):
+        try:
+            if isinstance(one, ScalarWriter):
+                _write(one, look)
+            else:
+                one(look)
+        except Exception as error:
+            warnings.warn(f"the log of the Grower failed: {type(error).__name__}: {error}", stacklevel=5)
+
+
+def _each(log: Log) -> Sequence[Any]:
     if log is None:
-        return
-    try:
-        if isinstance(log, ScalarWriter):
-            _write(log, look)
-        else:
-            log(look)
-    except Exception as error:
-        warnings.warn(f"the log of the Grower failed: {type(error).__name__}: {error}", stacklevel=5)
+        return ()
+    return log if isinstance(log, (list, tuple)) else (log,)
 
 
 def _write(writer: ScalarWriter, look: Look) -> None:

@@ -1,4 +1,4 @@
-"""`sensli paper list | run | show | report`: what the command line takes. What it does is in `commands`, which needs torch."""
+"""`sensli paper list | run | show | report | export`: what the command line takes. What it does is in `commands`, which needs torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=execute)
-    commands = parser.add_subparsers(dest="paper_command", required=True, metavar="list|run|show|report")
+    commands = parser.add_subparsers(dest="paper_command", required=True, metavar="list|run|show|report|export")
 
     def command(name: str, text: str, example: str) -> argparse.ArgumentParser:
         epilog = f"example: sensli paper {name}{example}"
@@ -78,6 +78,14 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             one.add_argument("--ray-cpus", type=int, metavar="N", help=cpus)
     report = command("report", "Write the claims, each with its verdict, as Markdown and HTML.", " --to page")
     report.add_argument("--to", type=Path, metavar="DIR", help="folder for the report (default: report in the results)")
+    export = commands.add_parser(
+        "export",
+        help="Print an experiment as a file to change and run.",
+        description="Print an experiment as JSON, under a name of its own. Change it, and run it by its path.",
+        epilog="example: sensli paper export 13 > mine.json, then sensli paper run mine.json",
+    )
+    export.add_argument("experiment", metavar="EXPERIMENT", help="a number or a name, as `sensli paper list` shows it")
+    export.add_argument("--name", help="the name of the copy (default: my-EXPERIMENT)")
 
 
 def execute(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""What `sensli paper list | run | show | report` do."""
+"""What `sensli paper list | run | show | report | export` do."""
 
 from __future__ import annotations
 
@@ -163,4 +163,8 @@ def _report(args: argparse.Namespace) -> None:
         print(path)
 
 
-COMMANDS = {"list": _list, "run": _run, "show": _show, "report": _report}
+def _export(args: argparse.Namespace) -> None:
+    print(catalog.exported(args.experiment, args.name), end="")
+
+
+COMMANDS = {"list": _list, "run": _run, "show": _show, "report": _report, "export": _export}

@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sensli.paper.errors import BadExperiment
 from sensli.paper.plans.config import Experiment, parse
 from sensli.paper.plans.reading import unknown
 
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
 PAPER = tuple(str(number) for number in range(1, 15))
 
 
 @lru_cache
+def _files() -> dict[str, Traversable]:
+    """The experiments that come with the package, by name, the paper's first. None of them is read."""
+    entries = {
+        entry.name.removesuffix(".json"): entry for entry in (resources.files("sensli.paper") / "experiments").iterdir()
+    }
+    names = {
+        re.sub(r"^exp0*(\d+)$", r"\1", stem): entry for stem, entry in entries.items() if entry.name.endswith(".json")
+    }
+    return {
+        name: names[name]
+        for name in sorted(names, key=lambda name: (0, int(name), "") if name in PAPER else (1, 0, name))
+    }
+
+
+@lru_cache
+def _read(name: str) -> Experiment:
+    entry = _files()[name]
+    return parse(json.loads(entry.read_text("utf-8")), entry.name)
+
+
 def bundled() -> dict[str, Experiment]:
-    """All experiments that come with the package, the paper's first, in the order of their numbers."""
-    folder = resources.files("sensli.paper") / "experiments"
-    texts = {entry.name: entry.read_text("utf-8") for entry in folder.iterdir() if entry.name.endswith(".json")}
-    found = [parse(json.loads(text), name) for name, text in texts.items()]
-    return {one.name: one for one in sorted(found, key=_position)}
+    """All experiments that come with the package, in that order."""
+    return {name: _read(name) for name in _files()}
 
 
 def paper_names() -> list[str]:
-    return [name for name in bundled() if name in PAPER]
+    return [name for name in _files() if name in PAPER]
 
 
 def further_names() -> list[str]:
-    return [name for name in bundled() if name not in PAPER]
+    return [name for name in _files() if name not in PAPER]
 
 
 def _of_engine(engine: str, names: list[str]) -> list[str]:
-    return [name for name in names if bundled()[name].settings.get("engine", "stacked") == engine]
+    return [name for name in names if _read(name).settings.get("engine", "stacked") == engine]
 
 
 GROUPS: dict[str, Callable[[], list[str]]] = {
@@ -50,10 +71,23 @@ def find(name: str) -> Experiment:
     """An experiment by number or name, or from a user's file."""
     if name.endswith((".json", ".toml")):
         return load(Path(name))
-    known = bundled()
-    if name in known:
-        return known[name]
-    raise BadExperiment(unknown("experiment", name, [*known, *GROUPS]))
+    if name in _files():
+        return _read(name)
+    raise BadExperiment(unknown("experiment", name, [*_files(), *GROUPS]))
+
+
+def exported(name: str, new: str | None = None) -> str:
+    """The file of an experiment of the package under another name, to be changed and run: ``my-13`` unless one is given."""
+    if name not in _files():
+        raise BadExperiment(unknown("experiment", name, _files()))
+    new = new or f"my-{name}"
+    if new in _files():
+        raise BadExperiment(
+            f"--name must not be that of an experiment of the package, got {new!r}. Choose another name."
+        )
+    text = _files()[name].read_text("utf-8").replace(f'"name": {json.dumps(name)}', f'"name": {json.dumps(new)}', 1)
+    parse(json.loads(text), f"{new}.json")  # which also checks the name
+    return text
 
 
 def load(path: Path) -> Experiment:
@@ -67,7 +101,7 @@ def load(path: Path) -> Experiment:
     except ValueError as error:
         raise BadExperiment(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
     experiment = parse(data, path.name)
-    if experiment.name in bundled():
+    if experiment.name in _files():
         raise BadExperiment(
             f"{path.name}: the name {experiment.name!r} belongs to an experiment of the package, and their results would "
             "be mixed up. Choose another name."
@@ -81,10 +115,6 @@ def _toml(text: str) -> dict[str, Any]:
 
         return tomllib.loads(text)
     raise BadExperiment("TOML files need Python 3.11 or newer. Write the experiment as JSON.")
-
-
-def _position(experiment: Experiment) -> tuple[int, int, str]:
-    return (0, int(experiment.name), "") if experiment.name in PAPER else (1, 0, experiment.name)
 
 
 def _reason(error: Exception) -> str:
