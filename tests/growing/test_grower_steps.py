@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points, residual, snapshot, untouched
@@ -563,3 +563,42 @@ def test_it_searches_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) 
     growing.step(DATA, loss_fn)
     growing.step(DATA, loss_fn)  # the model has grown
     assert len(searches) == before + 1
+
+
+class _Failing(nn.Module):
+    """An activation whose code fails on what is not a number, as long as somebody has set an error."""
+
+    error: Exception | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _Failing.error is not None and x.isnan().any():
+            raise _Failing.error
+        return x.relu()
+
+
+def test_a_search_that_failed_in_the_models_code_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+    real = searching_module.find_sites
+
+    def counted(*args: Any, **options: Any) -> Any:
+        searches.append(1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(searching_module, "find_sites", counted)
+    model = nn.Sequential(nn.Linear(3, 4), _Failing(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    growing = grower(model, trained(model), tau=1e9, grow="units")
+    monkeypatch.setattr(_Failing, "error", torch.OutOfMemoryError("no memory"))
+    with pytest.raises(torch.OutOfMemoryError), nothing_changes(growing):  # not: nowhere to grow
+        growing.step(DATA, loss_fn)
+    monkeypatch.setattr(_Failing, "error", OSError("the disk is away"))
+    for _ in range(2):
+        with pytest.raises(SensliError, match="nowhere to grow"):
+            growing.step(DATA, loss_fn)
+    monkeypatch.setattr(_Failing, "error", None)
+    assert len(growing.sites()) == len(growing.sites()) == 2 and len(searches) == 4
+    # What fails in the same way again is how the model is, and what was found is kept.
+    growing = grower(model, trained(model), tau=1e9, grow="both")
+    monkeypatch.setattr(_Failing, "error", OSError("always"))
+    for _ in range(4):
+        assert len(growing.sites()) == 2
+    assert len(searches) == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import oracle
 from models import Block, alive, untouched
 from sensli import Sites, find_sites, insert, measure, undo
 from sensli.modules.running import run, tensors, undrawn
+from sensli.moves.stack.finding import find_stacks
 
 
 def module(forward: Callable[..., Any], **parts: Any) -> nn.Module:
@@ -639,3 +641,210 @@ def test_a_list_whose_gradients_depend_on_the_position_takes_no_block() -> None:
     torch.manual_seed(0)
     sites = find_sites(Model(), torch.randn(4, 8))
     assert sites and all(site.point.place is None for site in sites)
+
+
+# --- what fails is said, and memory that runs out is an error ---
+
+
+def frozen_before_in_place(trained: bool = False) -> nn.Module:
+    """Trains, because nothing is saved for the frozen part; a ReLU that is trained saves what the one in place overwrites."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.head(self.again(self.mid(self.act(self.first(x)))))
+
+    first = nn.Linear(6, 6).requires_grad_(trained)
+    parts = {"act": nn.ReLU(), "mid": nn.Dropout(0.0), "again": nn.ReLU(inplace=True), "head": nn.Linear(6, 3)}
+    return module(forward, first=first, **parts)
+
+
+def test_a_layer_between_a_frozen_part_and_an_operation_in_place_can_be_trained() -> None:
+    x = points(4, 6)
+    places = find_sites(frozen_before_in_place(), x)
+    assert [str(site) for site in places] == [
+        "Residual(Linear(6, 6), ReLU) after act",
+        "Linear(6, 6) + ReLU after again",
+    ]
+    for index in range(len(places)):
+        model = frozen_before_in_place()
+        before = model(x)
+        insert(model, find_sites(model, x)[index])
+        assert torch.equal(model(x), before)
+        model(x).square().sum().backward()
+    (refusal,) = find_sites(frozen_before_in_place(), x, layer="relu").skipped
+    assert refusal.path == "act" and refusal.reason.startswith(
+        "the backward pass fails with a layer there (RuntimeError: one of the variables needed for gradient"
+    )
+    # Where nothing is frozen, the model itself fails.
+    (note,) = find_sites(frozen_before_in_place(trained=True), x).notes
+    assert "was not tried: autograd fails on the model itself (RuntimeError: one of the variables" in note
+
+
+def test_a_layer_that_sends_gradients_through_an_operation_in_place_is_tried_alone() -> None:
+    """With all layers at once the one behind the sigmoid stands between it and the hardtanh that overwrites it."""
+    parts = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Sigmoid(), nn.Hardtanh(inplace=True), nn.Linear(4, 2)]
+    model, x = nn.Sequential(*parts).double(), points(3, 4)
+    model[:3].requires_grad_(False)
+    model(x).sum().backward()
+    sites = find_sites(model, x)
+    assert [site.path for site in sites] == ["3", "4"]
+    assert dict(sites.skipped)["1"].startswith("the backward pass fails with a layer there")
+    for site in sites:
+        grown = copy.deepcopy(model)
+        insert(grown, site.on(grown))
+        grown(x).sum().backward()
+
+
+def test_a_layer_before_a_frozen_one_whose_input_is_overwritten_later() -> None:
+    """A frozen map saves no input; a new one before it does."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        hidden = F.gelu(self.first(x))
+        out = self.frozen(hidden)
+        hidden.mul_(2)
+        return self.head(out + hidden)
+
+    parts = {"first": nn.Linear(4, 4), "frozen": nn.Linear(4, 4).requires_grad_(False), "head": nn.Linear(4, 2)}
+    x, model = points(3, 4), module(forward, **parts)
+    model(x).sum().backward()
+    for site in find_sites(model, x):
+        grown = copy.deepcopy(model)
+        insert(grown, site.on(grown))
+        grown(x).sum().backward()
+
+
+def test_twins_of_frozen_blocks_that_work_in_place_can_be_trained() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.act(self.up(x))).add_(x)
+
+    x = points(3, 4)
+    model = nn.Sequential(nn.Linear(4, 4), InPlace(), InPlace(), nn.Linear(4, 2)).double()
+    model[1].requires_grad_(False)
+    sites = find_sites(model, x)
+    assert {site.kind for site in sites} == {"block"} and len(sites) == 3
+    for site in sites:
+        grown = copy.deepcopy(model)
+        insert(grown, site.on(grown))
+        grown(x).sum().backward()
+        assert torch.equal(grown(x), model(x))
+
+
+def test_it_is_said_that_training_mode_or_gradients_were_not_tried() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        if self.training:
+            raise ValueError("wants labels")
+        return self.head(torch.tanh(self.first(x)))
+
+    model = module(forward, first=nn.Linear(4, 4), head=nn.Linear(4, 2))
+    for grow in ("layers", "units"):
+        for samples in (1, 2, 3):
+            (note,) = find_sites(model, points(samples, 4), grow=grow).notes
+            assert note.startswith(
+                "training mode was not tried: the model does not run its example in training mode (ValueError: wants labels)."
+            )
+    shown = find_sites(model, points(1, 4))
+    assert shown.explain().endswith(f"note: {note}") and note in shown._repr_html_()
+    assert shown.to_dict()["notes"] == [note]
+
+    class NoWayBack(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            raise KeyError("nothing")
+
+    parts = {"first": nn.Linear(4, 4), "act": nn.ReLU(), "head": nn.Linear(4, 2)}
+    found = find_sites(
+        module(lambda self, x: self.head(NoWayBack.apply(self.act(self.first(x)))), **parts), points(2, 4)
+    )
+    assert len(found) == 1
+    assert found.notes == (
+        "whether layers get the gradients that are measured was not tried: autograd fails on the model itself (KeyError: 'nothing')",
+    )
+
+
+@pytest.mark.parametrize("grow", ["layers", "units"])
+def test_training_mode_is_tried_also_where_one_sample_is_too_few_for_a_norm(grow: str) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        x = torch.tanh(self.norm(self.first(x)))
+        size = len(list(self.modules())) * len(self.first.weight) if self.training and self.counts else 1
+        return self.head(x * size)
+
+    model = module(forward, first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 2), counts=False)
+    found = find_sites(model, points(1, 4), grow=grow)
+    assert len(found) == 1 and not found.notes
+    model.counts = True
+    found = find_sites(model, points(1, 4), grow=grow)
+    assert not found and not found.notes
+    assert any("in training mode" in reason or "changes with more" in reason for _, reason in found.skipped)
+
+
+class _Counted(nn.Module):
+    """Runs out of memory at one of its calls, in the forward or in the backward pass."""
+
+    calls, at, way, error = 0, -1, "forward", torch.OutOfMemoryError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _Counted.way == "backward":
+            return _CountedBack.apply(x)
+        _Counted.count()
+        return x * 1
+
+    @staticmethod
+    def count() -> None:
+        _Counted.calls += 1
+        if _Counted.calls == _Counted.at:
+            raise _Counted.error("memory ran out")
+
+
+class _CountedBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        _Counted.count()
+        return gradients[0]
+
+
+class _Numbered(nn.Module):
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.inner, self.counted, self.out = layer_idx, nn.Linear(4, 6), _Counted(), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.tanh(self.counted(self.inner(x))))
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("grow", ["layers", "units", "stacks"])
+def test_memory_that_runs_out_is_never_taken_for_a_place_that_does_not_fit(grow: str, way: str) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(F.relu(self.counted(self.before(x))))
+
+    blocks = nn.ModuleList(_Numbered(number) for number in range(2))
+    model = module(forward, blocks=blocks, before=nn.Linear(4, 4), counted=_Counted(), head=nn.Linear(4, 2))
+    model.before.requires_grad_(False)  # so that there is a real backward pass too
+    search: Any = find_stacks if grow == "stacks" else partial(find_sites, grow=grow)
+    x = points(2, 4)
+    _Counted.calls, _Counted.at, _Counted.way = 0, -1, way
+    found = search(model, x)
+    assert len(found)
+    calls = _Counted.calls
+    assert calls or way == "backward"
+    for at in range(1, calls + 1):
+        _Counted.calls, _Counted.at = 0, at
+        _Counted.error = MemoryError if at % 2 else torch.OutOfMemoryError
+        with pytest.raises((MemoryError, torch.OutOfMemoryError), match="memory ran out"):
+            search(model, x)
+    _Counted.at = -1
+    assert [str(site) for site in search(model, x)] == [str(site) for site in found]

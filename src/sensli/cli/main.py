@@ -251,6 +251,8 @@ def _sites(args: argparse.Namespace) -> None:
     print(merits, compare_choices(merits, count), sep="\n\n")
     for path, reason in sites.skipped:
         print(f"skipped {path or 'the model'}: {reason}")
+    for note in sites.notes:
+        print(f"note: {note}")
 
 
 def _report(args: argparse.Namespace) -> None:

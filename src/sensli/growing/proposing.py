@@ -36,4 +36,4 @@ def trained(network: nn.Module, sites: Sites, optimizer: Optimizers, group: int 
             skipped.append(Skipped(site.path, f"nothing would train a layer there: {error}"))
         else:
             kept.append(site)
-    return Sites(kept, skipped, model_name=type(network).__name__)
+    return Sites(kept, skipped, notes=sites.notes, model_name=type(network).__name__)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import is_sharded
+from sensli.modules.failing import noting
 from sensli.modules.wrappers import bare
 from sensli.moves.choosing import Where, chosen
 from sensli.moves.finding import find_sites
@@ -28,6 +29,7 @@ class Search:
         self._where = where
         self._seen: list[Any] | None = None
         self._found = Sites(())
+        self._failures: list[str] = []  # of the model's code, in the last search
 
     def sites(self, model: nn.Module, example: Any) -> Sites:
         """All sites of the model. All ranks search, or none."""
@@ -39,10 +41,15 @@ class Search:
                 known = all(together.agree(known))
         if not known:
             self._seen = None
-            self._found = (self._find or find_sites)(model, example, **self._request)
-            self._seen = now
+            with noting() as failures:
+                self._found = (self._find or find_sites)(model, example, **self._request)
+            # What the model's code failed at may pass at the next look, unless it fails there again.
+            if not failures or (self._found and failures == self._failures):
+                self._seen = now
+            self._failures = failures
         # Asked at every look: what a function says may depend on more than the model.
-        return Sites(chosen(self._found, self._where), self._found.skipped, model_name=type(network).__name__)
+        sites, found = chosen(self._found, self._where), self._found
+        return Sites(sites, found.skipped, notes=found.notes, model_name=type(network).__name__)
 
 
 def fingerprint(model: nn.Module) -> list[Any]:

@@ -8,7 +8,7 @@ that all measure the same to the bit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from sensli.merits.caught import SiteCatch
 from sensli.merits.sensitivity import Catch
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import is_sharded
+from sensli.modules.failing import forgiven
 from sensli.modules.running import device_of, mapped, run, tensors, to_device, untouched
 from sensli.moves.move import Ahead
 from sensli.moves.sites import Site
@@ -61,7 +62,7 @@ def _seen(
     look.keeps_activations, look.around = True, catch.around
     passed = False
     # What fails for another reason than that they are few fails again in the measurement, and is reported there.
-    with suppress(Exception), untouched(model), look.hooked():
+    with forgiven(), untouched(model), look.hooked():
         backward(model, look, batch, loss_fn, 0, 0.0)
         passed = True
     with torch.no_grad():
@@ -82,7 +83,7 @@ def made_for(together: Together, model: nn.Module, site: Site, batch: Any) -> Si
     found = None
     if batch is not None:
         # A batch that does not pass is reported where the outputs are compared.
-        with suppress(Exception), untouched(model), _hooked(gauge):
+        with forgiven(), untouched(model), _hooked(gauge):
             with torch.enable_grad():
                 run(model, to_device(few(batch, MANY), device_of(model)))
             with torch.no_grad():

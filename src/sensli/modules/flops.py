@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules import checks
+from sensli.modules.failing import let_memory_through
 from sensli.modules.running import describe, device_of, run, tensors, to_device, untouched
 from sensli.modules.wrappers import eager
 
@@ -86,6 +87,7 @@ def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False
             with eager(), counter:  # a compiler would run into the counter and give the model up
                 run(model, to_device(example, device_of(model)))
         except Exception as error:
+            let_memory_through(error)
             raise BadExample(
                 f"the example does not run through {type(model).__name__}. Example: {describe(example)}. "
                 f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sensli.modules.running import mapped, tensors
@@ -22,3 +23,14 @@ def first_samples(value: Any, few: int, count: int) -> Any:
         return tensor[:few] if tensor.dim() and tensor.shape[0] == count else tensor
 
     return mapped(value, cut)
+
+
+def with_another(value: Any) -> Any:
+    """A nest of one sample, and one more like it: statistics of a batch need two. Unlike it too, or their spread would be zero."""
+
+    def twice(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != 1:
+            return tensor
+        return torch.cat([tensor, tensor / 2 if tensor.is_floating_point() else tensor])
+
+    return mapped(value, twice) if count_samples(value) == 1 else value

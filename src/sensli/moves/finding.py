@@ -98,13 +98,13 @@ def find_sites(
     check_where(where, model)
     checks.example("example", example)
     with torch.inference_mode(False):
-        found, skipped = _search(model, example, Request(layer, kernel_size, init, grow, units, start))
+        found, skipped, notes = _search(model, example, Request(layer, kernel_size, init, grow, units, start))
     sites = [replace(site, _root=Ref.to("", model)) for site in found]
     remember(model, sites)
-    return Sites(chosen(sites, where), skipped, model_name=type(model).__name__)
+    return Sites(chosen(sites, where), skipped, notes=notes, model_name=type(model).__name__)
 
 
-def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped]]:
+def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped], list[str]]:
     flow = record(model, example)
     trial = Trial(flow, example)
     kinds = asked_for(request.grow)
@@ -116,4 +116,4 @@ def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site
         within = Search(model, example, flow, request, kinds, added=False, learned=search.learned)
         sites, others = within.find(trial)
         skipped = [*skipped, *(each for each in others if each not in skipped)]
-    return sites, skipped
+    return sites, skipped, flow.notes

@@ -194,12 +194,21 @@ class Sites(Sequence[Site]):
 
     Attributes:
         skipped: The places where no layer can go, each with its path and the reason.
+        notes: What could not be tried, in sentences; nearly always there is none.
         model_name: The name of the model's class.
     """
 
-    def __init__(self, sites: Sequence[Site], skipped: Sequence[Skipped] = (), *, model_name: str = "model") -> None:
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        skipped: Sequence[Skipped] = (),
+        *,
+        notes: Sequence[str] = (),
+        model_name: str = "model",
+    ) -> None:
         self._sites = tuple(sites)
         self.skipped = tuple(skipped)
+        self.notes = tuple(notes)
         self._model_name = model_name
 
     @overload
@@ -227,12 +236,14 @@ class Sites(Sequence[Site]):
                 for s in self
             ],
             "skipped": [{"path": path, "reason": reason} for path, reason in self.skipped],
+            "notes": list(self.notes),
         }  # fmt: skip
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
         rows = [[str(site), f"{site.parameters:,}", f"{site.flops:,}"] for site in self]
         rows += [[f"{path or 'the model'}: skipped, {reason}", "", ""] for path, reason in self.skipped]
+        rows += [[f"note: {note}", "", ""] for note in self.notes]
         return html_table(["site", "+parameters", "+FLOPs"], rows, caption=repr(self))
 
     def explain(self) -> str:
@@ -242,6 +253,7 @@ class Sites(Sequence[Site]):
         if self.skipped:
             lines.append("skipped:")
             lines += [f"  {path or 'the model'}: {reason}" for path, reason in self.skipped]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 

@@ -11,14 +11,16 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from sensli.modules.failing import brief_error, let_memory_through, note
 from sensli.modules.running import device_of, run, tensors, to_device, untouched
-from sensli.modules.samples import count_samples, first_samples
+from sensli.modules.samples import count_samples, first_samples, with_another
 from sensli.modules.wrappers import eager
 from sensli.moves.comparing import alike, difference
 from sensli.moves.sites import Site
@@ -43,10 +45,11 @@ class Trial:
     """The copy of the model that the example ran through, to be grown and put back again and again."""
 
     def __init__(self, flow: Flow, example: Any) -> None:
-        self.model = flow.model
+        self.model, self._flow = flow.model, flow
         whole = to_device(example, device_of(self.model))
         # In training both runs are ours, so that a few samples tell the same; more than one, for statistics of a batch.
         self._examples = {False: whole, True: first_samples(whole, 2, count_samples(whole))}
+        self._more: Any = with_another(whole)  # for a model that needs all of them, or one more than there is
         self._takes_gradients = flow.takes_gradients
         self._output = flow.output  # in eval mode, as it came out when the run was recorded
         self._seen: dict[tuple[str, str], Seen | None] = {}
@@ -57,12 +60,18 @@ class Trial:
         self._numbers = {id(module): number for number, module in enumerate(self.model.modules())}
         self._base: dict[bool, Any] = {}  # outputs in eval and in training mode, with numbered random numbers
         self._random: dict[bool, bool] = {}  # whether they differ when nothing does
+        self._ungraded: str | None = None  # why gradients could not be asked for
         self._layers = Layers(self.model, {call.path for call in flow.calls if call.output is not None})
 
     def attempt(self, sites: Sequence[Site]) -> Verdict:
         """Put a layer at every site, run the example in both modes, and take them out again."""
+        self._ungraded = None
         verdict = self._evaluate(sites)
-        return self._train(sites) if verdict.good else verdict
+        if verdict.good:
+            verdict = self._train(sites)
+        if verdict.good and (self._flow.frozen or self._ungraded):
+            verdict = self._backward(sites)
+        return verdict
 
     # --- the two modes ---
 
@@ -71,10 +80,11 @@ class Trial:
             try:
                 output = self._run(False, new, graph=True)
             except Exception as error:
+                note(error)
                 return Verdict(together=_raised(error))
             wrong = locally_wrong(new, "eval")
             outputs = [each.output for each in new]
-            gradients = None if wrong else _gradients(output, [*outputs, *(each.given for each in new)])
+            gradients = None if wrong else self._gradients(output, [*outputs, *(each.given for each in new)])
         verdict = Verdict(wrong) if wrong else self._compared(False, output, new)
         if verdict.good and gradients is not None:
             # Units that a ReLU turned off are left out: another new layer after them, with its own ReLU, gives them nothing back.
@@ -84,16 +94,61 @@ class Trial:
 
     def _train(self, sites: Sequence[Site]) -> Verdict:
         if self._baseline(True) is None:
-            return (
-                Verdict()
-            )  # a batch too small for its norms, or a loss that wants labels: it cannot train on the example
+            return Verdict()  # it cannot train on the example
         with self._layers.inserted(sites) as new:
             try:
                 output = self._run(True, new)
             except Exception as error:
+                note(error)
                 return Verdict(together=_raised(error))
         wrong = locally_wrong(new, "training")
         return Verdict(wrong) if wrong else self._compared(True, output, new)
+
+    def _backward(self, sites: Sequence[Site]) -> Verdict:
+        """One backward pass as the model trains, with what is frozen and the layers themselves.
+
+        What an operation in place overwrites nobody may have needed before: a part without gradients saves nothing.
+        """
+        own = self._own_failure
+        if own is None:
+            error = self._failure(sites)
+            if error is not None:
+                return Verdict(together=_BACKWARD.format(error))
+            # Behind the first one everything gets gradients; alone, because another layer may stand between a value and who overwrites it.
+            error = self._failure(sites[:1]) if len(sites) > 1 else None
+            if error is not None:
+                return Verdict({0: _BACKWARD.format(error)})
+        unknown = own or self._ungraded
+        if unknown is not None:
+            where = "the model itself" if own is not None else "a copy in which nothing is frozen"
+            self._flow.note(
+                f"whether layers get the gradients that are measured was not tried: autograd fails on {where} ({unknown})"
+            )
+        return Verdict()
+
+    @cached_property
+    def _own_failure(self) -> str | None:
+        return self._failure(())
+
+    def _failure(self, sites: Sequence[Site]) -> str | None:
+        """What a backward pass of the copy with these layers raises."""
+        training = self._baseline(True) is not None
+        frozen = [self.model.get_parameter(name) for name in self._flow.frozen]
+        frozen = [parameter for parameter in frozen if parameter.requires_grad]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            with self._layers.inserted(sites, themselves=True) as new:
+                output = self._run(training, new, graph=True, nodes=False)
+                asked = [p for p in self.model.parameters() if p.requires_grad]
+                _gradients(output, asked)
+        except Exception as error:
+            note(error)
+            return brief_error(error)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+        return None
 
     def _compared(self, training: bool, output: Any, new: list[New]) -> Verdict:
         """The output with the layers against the one without; they have been taken out again."""
@@ -112,12 +167,15 @@ class Trial:
         if training not in self._base:
             try:
                 self._base[training] = self._run(training, [])
-            except Exception:
-                self._base[training] = None
-                if training and self._examples[True] is not self._examples[False]:
-                    self._examples[True] = self._examples[False]  # perhaps it needs all of them
-                    del self._base[True]
+            except Exception as error:
+                let_memory_through(error)
+                if training and self._examples[True] is not self._more:
+                    self._examples[True] = self._more
                     return self._baseline(True)
+                note(error)
+                self._base[training] = None
+                if training:
+                    self._flow.note_untrained(error)
         return self._base[training]
 
     def _is_random(self, training: bool) -> bool:
@@ -125,7 +183,7 @@ class Trial:
             self._random[training] = bool(difference(self._base[training], self._run(training, []), False))
         return self._random[training]
 
-    def _run(self, training: bool, new: list[New], *, graph: bool = False) -> Any:
+    def _run(self, training: bool, new: list[New], *, graph: bool = False, nodes: bool = True) -> Any:
         model = self.model
         # Never chained: somebody's train() returns None.
         model.train(training)
@@ -141,7 +199,7 @@ class Trial:
                 _seed(0)
                 if "numpy" in sys.modules:
                     sys.modules["numpy"].random.seed(0)
-                return run(model, fresh(self._examples[training], nodes=graph and self._takes_gradients))
+                return run(model, fresh(self._examples[training], nodes=graph and nodes and self._takes_gradients))
             finally:
                 for handle in handles:
                     handle.remove()
@@ -192,7 +250,7 @@ class Trial:
         values = [None if s is None or s.overwritten else s.tensor for s in seen]
         unknown = {id(v): v for v in values if v is not None and id(v) not in self._cotangents}
         if unknown:
-            found = _gradients(self._output, list(unknown.values()), again=True)
+            found = self._gradients(self._output, list(unknown.values()), again=True)
             self._cotangents.update(zip(unknown, found or [None] * len(unknown), strict=True))
         return [None if v is None else self._cotangents[id(v)] for v in values]
 
@@ -210,15 +268,29 @@ class Trial:
         handles = [tap(s.point, self.model.get_submodule(s.path), watcher(i)) for i, s in enumerate(sites)]
         try:
             output = self._run(False, [], graph=True)
-        except Exception:
+        except Exception as error:
+            note(error)
+            self._ungraded = brief_error(error)
             return None
         finally:
             for handle in handles:
                 handle.remove()
-        return _gradients(output, caught)
+        return self._gradients(output, caught)
+
+    def _gradients(
+        self, output: Any, wanted: Sequence[Tensor | GradientEdge | None], *, again: bool = False
+    ) -> list[Tensor | None] | None:
+        """None where there are none or autograd fails, which a real backward pass then has to tell more of."""
+        try:
+            return _gradients(output, wanted, again=again)
+        except Exception as error:
+            note(error)
+            self._ungraded = brief_error(error)
+            return None
 
 
 _WHY = "the forward pass counts, indexes or slices its modules, or checks their class"
+_BACKWARD = "the backward pass fails with a layer there ({})"
 _NO_GRADIENT = "a layer there would get no gradient"
 _OTHER_GRADIENT = (
     "its values are read elsewhere too: the gradient that could be measured is not the one that a layer there would get"
@@ -237,18 +309,14 @@ def _gradients(
         return None
     generator = torch.Generator().manual_seed(1)
     weights = [(torch.rand(t.shape, generator=generator) + 0.5).to(t.device, t.dtype) for t in results]
-    try:
-        # Asked for one by one they are the same; what a checkpoint computes again is not seen by the hooks.
-        found = torch.autograd.grad(results, asked, weights, allow_unused=True, retain_graph=again)
-    except Exception:
-        return None
+    # Asked for one by one they are the same; what a checkpoint computes again is not seen by the hooks.
+    found = torch.autograd.grad(results, asked, weights, allow_unused=True, retain_graph=again)
     by_id = {id(w): g for w, g in zip(asked, found, strict=True)}
     return [None if w is None else by_id.get(id(w)) for w in wanted]
 
 
 def _raised(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"the forward pass fails with a layer there ({type(error).__name__}: {text[:120]})"
+    return f"the forward pass fails with a layer there ({brief_error(error)})"
 
 
 def _seed(number: int) -> None:

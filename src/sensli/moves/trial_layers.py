@@ -17,6 +17,7 @@ from sensli.modules.nearness import equal
 from sensli.modules.running import undrawn
 from sensli.moves.cutting import Cut, apply_cut, plan_cut, take_out
 from sensli.moves.inserting import Inserts
+from sensli.moves.layer.stand_in import StandIn
 from sensli.moves.sites import Site
 from sensli.moves.trace.stacks import manner
 
@@ -42,14 +43,15 @@ class Layers:
         self._layers: dict[tuple[Site, bool, int], nn.Module] = {}
 
     @contextmanager
-    def inserted(self, sites: Sequence[Site]) -> Iterator[list[New]]:
-        """The copy with a layer at every site, in their order."""
+    def inserted(self, sites: Sequence[Site], *, themselves: bool = False) -> Iterator[list[New]]:
+        """The copy with a layer at every site, in their order: with what stands in for it, or with the layers ``themselves``."""
         bound = [replace(site, point=site.point.on(self.model)) for site in sites]
         real = _shown(self.model, sites)
         standing: Counter[Site] = Counter()
         layers: list[nn.Module] = []
         for index, site in enumerate(bound):  # before the first goes in: a block is copied as it is
-            layers.append(self._layer(site, site.find(self.model)[1], index in real, standing[site]))
+            layer = self._layer(site, site.find(self.model)[1], index in real, standing[site])
+            layers.append(layer.layer if themselves and isinstance(layer, StandIn) else layer)
             standing[site] += 1
         new: list[New] = []
         try:

@@ -9,6 +9,7 @@ from torch import nn
 from sensli.errors import HistoryError, SensliError
 from sensli.modules.copies import copied_model
 from sensli.modules.engines.distributed import Changing
+from sensli.modules.failing import let_memory_through
 from sensli.modules.marks import grown, tell
 from sensli.modules.wrappers import bare
 from sensli.moves.cutting import nested
@@ -56,6 +57,7 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
         own = growth.own_rate.factor if growth.own_rate is not None and optimizer is not None else None
         again = grow(model, growth.site.by_path(), optimizer=optimizer, scheduler=scheduler, own_rate=own)
     except (SensliError, ValueError, TypeError, RuntimeError) as error:
+        let_memory_through(error)
         raise HistoryError(
             f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
             "The factory must build the architecture that the history began with."

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sensli.errors import BadExample, FunctionChanged
 from sensli.modules import random_state
 from sensli.modules.dropout import NoDropout
+from sensli.modules.failing import let_memory_through
 from sensli.modules.nearness import moved
 from sensli.modules.running import describe, device_of, run, taken_by, tensors, to_device, undrawn, untouched
 from sensli.moves.sites import Site
@@ -51,6 +52,7 @@ class Outputs:
             random = not random_state.same(plain.drawn, start)
             return cls(given, plain, _run(model, given, dropout=False) if random else None)
         except Exception as error:
+            let_memory_through(error)
             raise BadExample(
                 f"check does not run through {type(model).__name__}: {type(error).__name__}: {error}. It must be an input, an (input, "
                 f"target) pair or a dict of keyword arguments, and the model was called with {describe(given)}. For several arguments give "
@@ -69,6 +71,7 @@ class Outputs:
             if distance and other_masks and self.without_dropout is not None:
                 distance = _moved(self.without_dropout, _run(model, self.given, layers, dropout=False), allowed)
         except Exception as error:
+            let_memory_through(error)
             raise FunctionChanged(
                 f"after inserting {site} the model fails on check ({type(error).__name__}: {error}), so everything was put back. "
                 "Choose another site."

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sensli.errors import SensliError
+from sensli.modules.failing import note
 from sensli.modules.running import device_of, forked_random_state, run, tensors, to_device
 from sensli.modules.wrappers import bare
 from sensli.moves.lists import ListPlace
@@ -94,6 +95,7 @@ def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:
     except SensliError:
         raise
     except Exception as error:
+        note(error)
         raise Refused(
             f"the forward pass fails with a copy of the stack after it ({type(error).__name__}: {error})"
         ) from error

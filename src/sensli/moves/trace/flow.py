@@ -15,6 +15,7 @@ from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules.arguments import Slot, first_tensor, value_at, value_slot
 from sensli.modules.copies import copied_model, made_general
 from sensli.modules.engines.fsdp import is_sharded, unsharded
+from sensli.modules.failing import brief_error, let_memory_through
 from sensli.modules.running import describe, device_of, forked_random_state, mapped, run, tensors, to_device
 from sensli.modules.wrappers import eager
 from sensli.moves.trace.graph import all_before
@@ -75,6 +76,20 @@ class Flow:
     # Layers whose output is copied, because it is a view that somebody works in place on: autograd then writes its graph again, without
     # the nodes that were there and without the name of what was done.
     apart: set[str] = field(default_factory=set)
+    frozen: frozenset[str] = frozenset()  # names of the parameters that the model itself does not train
+    notes: list[str] = field(default_factory=list)  # what could not be tried, for `Sites.explain`
+
+    def note(self, text: str) -> None:
+        """Something that a user should know of the search as a whole, said once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def note_untrained(self, error: Exception) -> None:
+        """The model does not run its example in training mode: a batch too small for its norms, or a loss that wants labels."""
+        self.note(
+            f"training mode was not tried: the model does not run its example in training mode ({brief_error(error)}). "
+            "Give an example like a batch of the training data, of two samples or more"
+        )
 
     def __post_init__(self) -> None:
         self._by_path: dict[str, list[Call]] = {}
@@ -98,6 +113,7 @@ def record(model: nn.Module, example: Any) -> Flow:
     """Run the example once, in eval mode, through a copy whose weights are a little moved; the model itself is only read."""
     _check(model)
     flow = Flow(_copied(model))
+    flow.frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     flow.parameter_names = {id(p): name for name, p in flow.model.named_parameters()}
     given = to_device(example, device_of(model))
     put_back: Callable[[], None] | None = made_general(flow.model)
@@ -105,6 +121,7 @@ def record(model: nn.Module, example: Any) -> Flow:
         try:
             output = _run(flow, given, flow.takes_gradients)
         except Exception as error:
+            let_memory_through(error)
             if not flow.takes_gradients and put_back is None:
                 raise BadExample(
                     f"the example ({describe(example)}) does not run through {type(model).__name__}: {type(error).__name__}: {error}. "
@@ -147,6 +164,7 @@ def _copied(model: nn.Module) -> nn.Module:
     except UnsupportedModel:
         raise
     except Exception as error:
+        let_memory_through(error)
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and sites are looked for on a copy so "
             "that the model stays as it is. Remove what cannot be copied (open files, locks, handles of other processes)."

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sensli.errors import SensliError
 from sensli.modules.arguments import Slot, first_tensor, is_plain, with_value, without_memory
 from sensli.modules.copies import copied_block
+from sensli.modules.failing import note
 from sensli.modules.samples import first_samples
 from sensli.moves.trace.flow import Call, Seen
 from sensli.moves.trace.surroundings import never_negative
@@ -76,7 +77,8 @@ class BlockTrial:
         try:
             with torch.set_grad_enabled(graph):
                 output = first_tensor(self.block(*args, **kwargs))
-        except Exception:
+        except Exception as error:
+            note(error)
             return None
         if output is None or output.shape != value.shape or not torch.isfinite(output).all():
             return None

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
+from sensli.modules.failing import note
 from sensli.moves.lists import Fact, Index, ListPlace, grown_list
 from sensli.moves.twin.around import ancestors, counts, held_objects, is_object
 from sensli.moves.twin.known import Known
@@ -120,7 +121,8 @@ class Rebuilt:
                 if self._owner:
                     self._trial.get_submodule(parent)._modules[key] = built
                 return known.is_given_by(self._trial if self._owner else built)
-            except Exception:
+            except Exception as error:
+                note(error)
                 return False
             finally:
                 if self._owner:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from sensli.modules.chain import Chain
+from sensli.modules.failing import note
 from sensli.modules.running import device_of, forked_random_state, run, to_device
 from sensli.moves.lists import ListPlace, grown_list, unwrapped
 from sensli.moves.trace.flow import Flow
@@ -88,7 +89,8 @@ def _beside(flow: Flow, container: str, source: int, layer: nn.Module, example: 
     try:
         with forked_random_state(trial), torch.no_grad():
             return run(trial, copy.deepcopy(to_device(example, device_of(trial))))
-    except Exception:
+    except Exception as error:
+        note(error)
         return None
     finally:
         blocks._modules[key] = anchor

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.modules.failing import note
 from sensli.modules.nearness import moved
 from sensli.modules.running import device_of, forked_random_state, run, tensors, to_device
 from sensli.modules.samples import count_samples, first_samples
@@ -35,7 +36,8 @@ class Known:
             with forked_random_state(model), torch.no_grad():
                 given = copy.deepcopy(first_samples(self._example, few, self._count))
                 after = list(_comparable(run(model, given)))
-        except Exception:
+        except Exception as error:
+            note(error)
             return False
         finally:
             if handle is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sensli.modules.chain import Chain
+from sensli.modules.failing import let_memory_through
 from sensli.modules.running import forked_random_state
 from sensli.moves.twin.numbering import is_number
 from sensli.moves.twin.twins import Bypass
@@ -38,7 +39,8 @@ def build_again(like: nn.Module, configuration: Any, *, values: bool = False) ->
             with warnings.catch_warnings(), forked_random_state(like), torch.device(device), _Undrawn():
                 warnings.simplefilter("ignore")
                 built: nn.Module = type(like)(copy.deepcopy(configuration))
-        except Exception:
+        except Exception as error:
+            let_memory_through(error)
             continue
         return built
     return None

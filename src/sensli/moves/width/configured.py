@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from sensli.modules.failing import let_memory_through
 from sensli.moves.point import Ref
 from sensli.moves.sites import Site
 from sensli.moves.twin.rebuilding import build_again, differences, shapes
@@ -188,7 +189,8 @@ def _is_valid(configuration: Any) -> bool:
         return True
     try:
         type(configuration).from_dict(configuration.to_dict())
-    except Exception:
+    except Exception as error:
+        let_memory_through(error)
         return False
     return True
 

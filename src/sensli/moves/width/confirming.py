@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from sensli.modules.dropout import NoDropout
+from sensli.modules.failing import let_memory_through, note
 from sensli.modules.flops import count_flops
 from sensli.modules.nearness import moved
 from sensli.modules.running import device_of, run, tensors, to_device, untouched
+from sensli.modules.samples import with_another
 from sensli.modules.wrappers import eager
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
@@ -73,6 +75,7 @@ class Trial:
     def __init__(self, search: Search) -> None:
         self.model = search.flow.model
         self.example = to_device(search.example, device_of(self.model))
+        self._flow, self._training = search.flow, self.example
         self._base: dict[bool, list[Tensor] | None] = {}
 
     def of(self, sites: Sequence[Site], modes: Sequence[bool] = (False, True)) -> str:
@@ -86,6 +89,7 @@ class Trial:
             try:
                 first, second = (self._outputs(sites, training, seed) for seed in (0, 1))
             except Exception as error:
+                note(error)
                 text = str(error).strip().split("\n")[0][:120]
                 return f"the model fails with more of them ({type(error).__name__}: {text})"
             if [t.shape for t in first] != [t.shape for t in base]:
@@ -100,7 +104,15 @@ class Trial:
         if training not in self._base:
             try:
                 self._base[training] = self._run(training)
-            except Exception:
+            except Exception as error:
+                let_memory_through(error)
+                more = with_another(self.example) if training and self._training is self.example else self.example
+                if more is not self.example:
+                    self._training = more
+                    return self._baseline(True)
+                note(error)
+                if training:
+                    self._flow.note_untrained(error)
                 self._base[training] = None
         return self._base[training]
 
@@ -148,7 +160,7 @@ class Trial:
         self.model.train(training)
         with untouched(self.model), torch.no_grad(), eager(), NoDropout():
             torch.default_generator.manual_seed(0)
-            output: Any = run(self.model, self.example)
+            output: Any = run(self.model, self._training if training else self.example)
         self.model.eval()
         return [t.detach().clone() for t in tensors(output)]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 
 from torch import nn
 
 from sensli.modules.attention import holder_of
+from sensli.modules.failing import note
 from sensli.moves.roles import role_of, why_unknown
 from sensli.moves.search import Search
 from sensli.moves.width.group import Group
@@ -61,6 +61,7 @@ class Grouping:
         try:
             seen = watch(self.copy, self.search.example, makers)
         except Exception as error:
+            note(error)
             self.refuse((path for path, _ in makers), f"the model fails on marked values ({type(error).__name__})")
             return []
         plain: dict[str, Group] = {}
@@ -75,8 +76,10 @@ class Grouping:
         heads = []
         clusters = [each for each in _read_together(list(seen.values())) if not _is_plain(each, plain)]
         fused = [cluster[0] for cluster in clusters if len(cluster) == 1 and may_be_fused(cluster[0])]
-        with suppress(Exception):  # what marks do not tell the trial will
+        try:
             watch_fused(self.copy, self.search.example, fused)
+        except Exception as error:
+            note(error)  # what marks do not tell the trial will
         for cluster in clusters:
             group = self._heads(cluster)
             if group is not None:

@@ -21,6 +21,7 @@ from sensli.modules.arguments import first_tensor
 from sensli.modules.attention import WideAttention, holder_of
 from sensli.modules.copies import copied_block
 from sensli.modules.engines.fsdp import is_sharded, unsharded, whole
+from sensli.modules.failing import let_memory_through
 from sensli.moves.roles import Role, role_of
 from sensli.moves.stretching import Stretch, like_layout
 from sensli.moves.width.entries import Entries, filled
@@ -147,6 +148,7 @@ class Replica:
         except MeasurementError:
             raise
         except Exception as error:
+            let_memory_through(error)
             raise MeasurementError(
                 f"the model's code fails with candidates for new units ({type(error).__name__}: {error}), although it did not for "
                 "find_sites. Find the sites with an example like the training data."
