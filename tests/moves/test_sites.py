@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -378,3 +379,24 @@ def test_a_batch_with_labels_can_be_the_example():
     assert count_flops(model, batch) == count_flops(model, points())
     with pytest.raises(BadExample, match="unexpected keyword argument 'inputs'"):
         find_sites(model, {"inputs": points()})
+
+
+@pytest.mark.parametrize("layer", ["auto", "residual", "parametric"])
+@pytest.mark.parametrize("bend", [F.gelu, torch.tanh, F.relu])
+@pytest.mark.parametrize("act", [nn.GELU, nn.Tanh, nn.ReLU])
+def test_two_activations_before_a_flattening_are_one_place(act: Any, bend: Any, layer: str) -> None:
+    """Only a ReLU after values that may be negative has a layer of its own behind it, which begins with a ReLU."""
+
+    class Bent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.act, self.head = nn.Conv2d(1, 2, 3, padding=1), act(), nn.Linear(32, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(bend(self.act(self.conv(x))).flatten(1))
+
+    torch.manual_seed(0)
+    sites = find_sites(Bent(), torch.randn(2, 1, 4, 4), layer=layer)
+    behind = layer == "auto" and bend is F.relu and act is not nn.ReLU
+    assert [site.place for site in sites] == ["after act"] * (1 + behind)
+    assert len({str(site) for site in sites}) == len(sites)

@@ -17,7 +17,7 @@ from sensli.moves.sites import Site
 from sensli.moves.trace.activations import Activation, functional
 from sensli.moves.trace.flow import Call, Seen
 from sensli.moves.trace.graph import nearest_parameters, origin
-from sensli.moves.trace.surroundings import LAYERS
+from sensli.moves.trace.surroundings import LAYERS, never_negative
 
 
 class LayerKind:
@@ -108,12 +108,20 @@ class _Visit:
                 )
                 continue
             maker = self._maker_before(source, call)
+            if maker is not None and self._is_taken(maker, activation, source):
+                continue
             sites = self.placing.sites(call, "before", call.inputs[0], activation)
             if maker is not None:
                 sites = _first_that_goes(self.placing.before_activation(maker, activation, source), sites)
             elif (other := self._nameless_before(call)) is not None and other.output is not None:
                 sites = _first_that_goes(self.placing.sites(other, "after", other.output, activation), sites)
             self.search.offer(call, "before", call.inputs[0], sites)
+
+    def _is_taken(self, maker: Call, activation: Activation, source: Any) -> bool:
+        """Whether a layer goes there already, because the module is an activation too: one place is one site."""
+        assert maker.output is not None
+        after = self.placing.leads(activation, source) and not never_negative(maker.output)
+        return maker.output.node in self.search.taken and not after
 
     def _maker_before(self, source: Any, call: Call) -> Call | None:
         """The module whose map goes into a functional activation and is then flattened: the layer belongs to the map, not to its pixels."""

@@ -53,7 +53,7 @@ class Placing:
         self.search.check(call, "after", call.output, block=False)
         near = self.around.neighbours(call, call.output)
         normed = after_batch_norm(inner)
-        if activation == RELU and not normed and self.layer in ("auto", "relu"):
+        if self.leads(activation, inner):
             layer = replace(self._plan("relu", call, call.output, near, activation), leading=True)
         elif self.layer == "relu":
             raise Refused(f"its output goes into {activation.name}, which is not a ReLU")
@@ -62,6 +62,10 @@ class Placing:
             layer = self._plan(form, call, call.output, near, activation)
             layer = replace(layer, norm=len(layer.kernel) if normed and form == "residual" else 0)
         yield from layer.ways(Site(self.search.point(call, "after", call.output), layer))
+
+    def leads(self, activation: Activation, inner: Any) -> bool:
+        """Whether the layer before this activation begins with one like it, and so is a layer after it."""
+        return activation == RELU and not after_batch_norm(inner) and self.layer in ("auto", "relu")
 
     def _form(self, seen: Seen, activation: Activation | None) -> str:
         from_relu = never_negative(seen)
