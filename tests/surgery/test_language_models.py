@@ -309,3 +309,24 @@ def test_a_block_that_depends_on_its_number_is_not_renumbered() -> None:
     assert {site.move.form for site in sites} == {"residual"}
     reasons = [reason for _, reason in find_sites(model, {"input_ids": ids}, layer="twin").skipped]
     assert reasons and all("attn.layer_idx" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["olmo2", "tied llama"])
+def test_weights_in_half_precision_beside_precise_frequencies_have_twins_whatever_the_example(tied: bool) -> None:
+    """As `from_pretrained` loads them: cast to half precision too, the frequencies of the rebuilt model would differ."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
+
+    options: dict[str, Any] = {"vocab_size": 29, "num_hidden_layers": 2, "pad_token_id": 0, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    if tied:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3, "tie_word_embeddings": True}
+        model: Any = LlamaForCausalLM(LlamaConfig(**options, **sizes))
+    else:
+        model = Olmo2ForCausalLM(Olmo2Config(**options, hidden_size=16, intermediate_size=24, num_key_value_heads=2))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    for seed in (0, 6, 9):
+        torch.manual_seed(seed)
+        sites = find_sites(model, {"input_ids": torch.randint(0, 29, (2, 16))}, layer="twin")
+        assert len(sites) == 3 and all(site.point.place is not None for site in sites), sites.explain()

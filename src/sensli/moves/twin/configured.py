@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 
 from sensli.modules.failing import note
@@ -113,9 +114,7 @@ class Rebuilt:
             if shapes(built) != shapes(module):
                 return None
             try:
-                built.to(
-                    like.device, like.dtype
-                )  # before the weights, or those of double precision would lose some of it
+                _cast_alike(built, module, like.device)
                 built.load_state_dict(module.state_dict(), assign=True)
                 built.eval()
                 if self._owner:
@@ -161,6 +160,17 @@ class Rebuilt:
                         known = {id(holder) for _, holder in holders}
                         copies = _copies(self._trial, self._owner, self._module, found, self._container, known)
                         yield (*guess, *copies), found
+
+
+def _cast_alike(built: nn.Module, like: nn.Module, device: torch.device) -> None:
+    """Buffers that are not saved as the other module has them: a table of frequencies may be more precise than the weights."""
+    built.to(device)
+    kept = dict(like.named_buffers())
+    for path, part in built.named_modules():
+        for name, buffer in part._buffers.items():
+            other = kept.get(f"{path}.{name}" if path else name)
+            if buffer is not None and other is not None:
+                part._buffers[name] = buffer.to(other.dtype)
 
 
 def _per_block(owner: str, through: tuple[str, ...], holder: Any, count: int) -> Iterator[Fact]:
