@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sensli import find_sites, insert, undo
+import oracle
+from sensli import History, find_sites, insert, load_checkpoint, measure, replay, save_checkpoint, undo
 
 
 class Block(nn.Module):
@@ -175,3 +178,102 @@ def test_where_the_last_block_is_built_differently_the_list_takes_none_after_it(
             built.load_state_dict(model.state_dict())
             assert torch.equal(built(x), before)
         undo(model, growth)
+
+
+# --- a dict of numbered blocks is a list too ---
+
+
+@dataclass
+class Arguments:
+    n_layers: int = 3
+    dim: int = 8
+
+
+class Numbered(nn.Module):
+    def __init__(self, layer_id: int, arguments: Arguments) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.norm, self.up, self.down = nn.LayerNorm(arguments.dim), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x + table))))
+
+
+class Dicted(nn.Module):
+    """As torchtitan writes its models: blocks in a dict by their number, run in its order."""
+
+    def __init__(self, arguments: Arguments, keys: str = "") -> None:
+        super().__init__()
+        self.model_args, self.n_layers = arguments, arguments.n_layers
+        self.register_buffer("table", torch.linspace(0, 1, arguments.dim), persistent=False)
+        blocks = {f"{keys}{number}": Numbered(number, arguments) for number in range(arguments.n_layers)}
+        self.layers, self.output = nn.ModuleDict(blocks), nn.Linear(arguments.dim, 3)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from self.layers.values()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.blocks():
+            x = layer(x, self.table)
+        return self.output(x)
+
+
+class ByKey(Dicted):
+    def blocks(self) -> Iterator[nn.Module]:
+        return (self.layers[str(number)] for number in range(self.n_layers))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [Dicted, ByKey])
+def test_a_dict_of_numbered_blocks_takes_twins_and_stays_numbered(kind: Any, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = kind(Arguments()).double(), torch.randn(4, 8, dtype=torch.float64)
+    names, before = list(model.state_dict()), model(x).detach()
+    sites = find_sites(model, x)
+    assert [site.place for site in sites] == ["before layers.0", *(f"after layers.{number}" for number in range(3))]
+    assert {site.kind for site in sites} == {"block"} and {site.stack for site in sites} == {("layers", (8,))}
+    merits = measure(model, sites, [(x, x[:, :3])], F.mse_loss, norm="frobenius")
+    truth, _ = oracle.gradients(model, sites, [(x, x[:, :3])], F.mse_loss)
+    for merit, gradient in zip(merits, truth, strict=True):
+        assert merit.value == pytest.approx(gradient.square().sum().item(), rel=1e-9)
+    old = model.layers["1"]
+    optimizer, history = make_optimizer(model), History()
+    for place in ("after layers.0", "before layers.0"):
+        history.append(insert(model, next(s for s in find_sites(model, x) if s.place == place), optimizer=optimizer))
+        assert torch.equal(model(x), before)
+    # The order of the dict is the order of the blocks, whatever their names were.
+    assert list(model.layers) == list("01234") and model.layers["3"] is old
+    assert [block.layer_id for block in model.blocks()] == list(range(5))
+    assert model.n_layers == model.model_args.n_layers == 5
+    assert history[0].name == "layers.1" and history[0].renames["layers.1.up.weight"] == "layers.2.up.weight"
+    F.mse_loss(model(x), x[:, :3]).backward()
+    optimizer.step()
+    # The class built with more blocks loads it, and so does a checkpoint.
+    deeper = kind(Arguments(n_layers=5)).double()
+    deeper.load_state_dict(model.state_dict())
+    assert torch.equal(deeper(x), model(x))
+    again = replay(kind(Arguments()).double(), history)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), model(x)) and list(again.layers) == list(model.layers)
+    save_checkpoint(tmp_path / "dict.ckpt", model, optimizer=optimizer, history=history)
+    loaded = load_checkpoint(tmp_path / "dict.ckpt", lambda: kind(Arguments()).double(), make_optimizer)
+    for one, its in ((model, optimizer), (loaded.model, loaded.optimizer)):
+        its.zero_grad()
+        F.mse_loss(one(x), x[:, :3]).backward()
+        its.step()
+    assert torch.equal(loaded.model(x), model(x))
+    for growth in reversed(history):
+        undo(model, growth, optimizer=optimizer)
+    assert list(model.state_dict()) == names and model.layers["1"] is old
+    assert model.n_layers == model.model_args.n_layers == 3
+    assert [block.layer_id for block in model.blocks()] == [0, 1, 2]
+
+
+def test_a_dict_with_other_keys_is_not_renumbered() -> None:
+    model, x = Dicted(Arguments(), keys="block").double(), torch.randn(4, 8, dtype=torch.float64)
+    sites = find_sites(model, x)
+    assert sites and {site.kind for site in sites} == {"linear"}
+    assert "has its own number (layer_id)" in find_sites(model, x, layer="twin").explain()

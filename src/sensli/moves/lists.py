@@ -1,4 +1,6 @@
-"""Insertion into an nn.ModuleList: the blocks after it are renumbered, and what counts or numbers the blocks stays true.
+"""Insertion into a list of blocks: the blocks after it are renumbered, and what counts or numbers the blocks stays true.
+
+A list is an nn.ModuleList, or an nn.ModuleDict with the keys "0", "1" and so on.
 
 Which attributes those are is found by trial in `counting`; here they are plain data, so that `undo` and `replay` need no trial.
 """
@@ -92,6 +94,13 @@ class ListPlace:
         """The inverse of `to_dict`."""
         facts = tuple(Fact(**{**fact, "through": tuple(fact["through"])}) for fact in data["facts"])
         return cls(facts, tuple(Index(**index) for index in data["indices"]))
+
+
+def is_list(container: nn.Module | None) -> bool:
+    """Whether a container has its blocks by number and leaves it to the model to call them."""
+    if isinstance(container, nn.ModuleDict):
+        return len(container) > 0 and list(container._modules) == [str(number) for number in range(len(container))]
+    return isinstance(container, nn.ModuleList)
 
 
 def put_into_list(

@@ -93,7 +93,7 @@ class Point:
         overwritten: Whether a later operation overwrites the activation in place, so that a measurement must copy it.
         slot: Which argument of the anchor the value is, for a point before it and for twins.
         first_part: Whether the value is the first element of a tuple that the anchor returns.
-        place: Where in an ``nn.ModuleList`` a layer goes, and what must follow; None elsewhere.
+        place: Where in a list of blocks (``nn.ModuleList``, or a numbered dict) a layer goes, and what must follow; None elsewhere.
         makes: How many units each neighbour made when the point was found, 0 if that is not known.
     """
 

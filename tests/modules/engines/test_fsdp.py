@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import resource
@@ -128,10 +129,56 @@ def refused() -> None:
     assert "one-dimensional" in raised(lambda: find_sites(hybrid, batches[0][0]))
 
 
+class Numbered(Block):
+    """A block that knows its number."""
+
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+
+
+class ByNumber(nn.Module):
+    """Numbered blocks in a dict, as torchtitan has them; by other names nothing tells which number a new one should have."""
+
+    def __init__(self, names: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"{names}{number}": Numbered(number) for number in range(2)})
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x)
+
+
+def numbered() -> None:
+    """Sharded blocks are of a class of torch's, and are numbered all the same."""
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+    for names in ("", "block"):
+        torch.manual_seed(1)
+        plain = ByNumber(names).double()
+        model = shard(copy.deepcopy(plain))
+        sites = find_sites(model, x)
+        assert [str(site) for site in sites] == [str(site) for site in find_sites(plain, x)]
+        assert {site.kind for site in sites} == ({"linear"} if names else {"block"})
+        with torch.no_grad():
+            before = model(x)
+        growth = insert(model, sites[1])
+        with torch.no_grad():
+            assert torch.equal(model(x), before)
+        if not names:
+            assert list(model.layers) == list("012") and [b.layer_id for b in model.layers.values()] == [0, 1, 2]
+            assert isinstance(model.layers["1"], FSDPModule)
+        model(x).sum().backward()
+        undo(model, growth)
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
 def all_at_once() -> Any:
     found = grow()
     resumed()
     refused()
+    numbered()
     steps_that_fail(shard, make_model)
     return found
 

@@ -32,7 +32,7 @@ def find_stacks(model: nn.Module, example: Any) -> Sites:
     with torch.inference_mode(False):
         flow = record(model, example)
         search = Search(model, example, flow, Request(layer="twin"), [])
-        finder = TwinFinder(model, example, "copy")
+        finder = TwinFinder(example, "copy")
         found, skipped = list[Site](), list[Skipped]()
         for row in sorted(search.stacks, key=lambda row: row.blocks[0].began):
             last = row.blocks[-1]

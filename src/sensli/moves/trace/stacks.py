@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.chain import Chain
+from sensli.moves.lists import is_list
 from sensli.moves.trace.activations import functional
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.graph import operation, reaches
@@ -26,7 +27,9 @@ _ELEMENTWISE = frozenset({
     "LeakyRelu", "Hardswish", "Hardtanh", "Softsign", "Sigmoid", "Softplus", "Sin", "PreluKernel",
 })  # fmt: skip
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, Chain)
+
+def _is_container(module: nn.Module | None) -> bool:
+    return isinstance(module, (nn.Sequential, Chain)) or is_list(module)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Stack:
 
 
 def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
-    """Runs of equal blocks in `nn.Sequential` and `nn.ModuleList`; a single block counts if it has a skip connection.
+    """Runs of equal blocks in `nn.Sequential` and in lists; a single block counts if it has a skip connection.
 
     ``added``: also runs whose loop adds the skip.
 
@@ -61,9 +64,9 @@ def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
     found: list[Stack] = _find_added(flow) if added else []
     modules = dict(flow.model.named_modules())
     for path, container in modules.items():
-        inner = path != "" and isinstance(modules.get(parent_of(path)), _CONTAINERS)
+        inner = path != "" and _is_container(modules.get(parent_of(path)))
         # The parts of a chain in a container were seen as members of that one.
-        if isinstance(container, _CONTAINERS) and not (inner and isinstance(container, Chain)):
+        if _is_container(container) and not (inner and isinstance(container, Chain)):
             calls = [_as_block(flow, member) for member in members(path, container)]
             for row in _runs(calls, lambda module: type(module)):
                 for run in _runs(row, signature):
@@ -73,11 +76,7 @@ def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
     blocks = Paths(block.path for stack in stacks for block in stack.blocks)
     # The smallest first: what contains a block is not one.
     for path, module in reversed(modules.items()):
-        if (
-            path == ""
-            or isinstance(modules.get(parent_of(path)), _CONTAINERS)
-            or not any(True for _ in module.children())
-        ):
+        if path == "" or _is_container(modules.get(parent_of(path))) or not any(True for _ in module.children()):
             continue
         call = _as_block(flow, path) if not blocks.around(path) and not blocks.below(path) else None
         if call is not None and call.given is not None and _has_skip(call):
@@ -91,7 +90,7 @@ def _find_added(flow: Flow) -> list[Stack]:
     sums = Sums(flow.nodes)
     stacks: list[Stack] = []
     for path, container in flow.model.named_modules():
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)) or flow.calls_of(path):
+        if not (isinstance(container, nn.Sequential) or is_list(container)) or flow.calls_of(path):
             continue
         run: list[Call] = []
         for name, child in container.named_children():

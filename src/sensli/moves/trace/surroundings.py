@@ -8,6 +8,7 @@ from itertools import chain
 
 from torch import nn
 
+from sensli.moves.lists import is_list
 from sensli.moves.trace.activations import CONVOLUTIONS, Activation, functional
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.graph import nearest_parameters, operation, origin
@@ -25,7 +26,7 @@ class Surroundings:
         # What is among blocks is a block too, if not an equal one: a stage begins with one that changes the size.
         for stack in stacks:
             container = flow.model.get_submodule(stack.container)
-            if stack.residual and stack.container and isinstance(container, (nn.Sequential, nn.ModuleList)):
+            if stack.residual and stack.container and (isinstance(container, nn.Sequential) or is_list(container)):
                 for name, child in container.named_children():
                     path = f"{stack.container}.{name}"
                     if len(list(child.children())) > 1 and not self.blocks.below(path):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from sensli.modules.chain import Chain
 from sensli.moves.layer.modules import ParametricLayer, ResidualLayer
-from sensli.moves.lists import ListPlace
+from sensli.moves.lists import ListPlace, is_list
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.stacks import likeness, manner, signature
 from sensli.moves.trace.surroundings import never_negative
@@ -23,8 +21,8 @@ from sensli.moves.twin.zeroing import find_null, find_twin, plain_copy, twin_lik
 class TwinFinder:
     """Finds twins in one model; what was learned on a block is tried first on its equals."""
 
-    def __init__(self, model: nn.Module, example: Any, init: str) -> None:
-        self._model, self._example, self._init = model, example, init
+    def __init__(self, example: Any, init: str) -> None:
+        self._example, self._init = example, init
         self._plans: dict[object, Twin] = {}  # by what is alike
         self._sized: dict[object, Twin] = {}  # by what is equal
         self._refused: dict[object, str] = {}
@@ -41,7 +39,7 @@ class TwinFinder:
         twin = self._twin(flow, call, seen, kind)
         place = None if chained else self._place(flow, call, twin)
         if place is None:
-            self._check_unnumbered(call, twin)
+            self._check_unnumbered(flow, call, twin)
         return replace(twin, init=self._init), place
 
     def find_null(self, flow: Flow, call: Call, *, chained: bool) -> tuple[Twin, ListPlace | None]:
@@ -53,7 +51,7 @@ class TwinFinder:
             twin = self._plans.get(kind) or find_null(call)
             place = None if chained else self._place(flow, call, twin)
             if place is None:
-                self._check_unnumbered(call, twin)
+                self._check_unnumbered(flow, call, twin)
             if place is None and not chained:
                 raise NoTwin("is in a list that cannot take another block: a trial with one more changed the output")
         except NoTwin as refusal:
@@ -67,7 +65,7 @@ class TwinFinder:
         plain = plain_copy(call)
         place = None if chained else self._place(flow, call, plain)
         if place is None:
-            self._check_unnumbered(call, plain)
+            self._check_unnumbered(flow, call, plain)
         return place
 
     def _twin(self, flow: Flow, call: Call, seen: Seen, kind: object) -> Twin:
@@ -87,13 +85,13 @@ class TwinFinder:
         self._plans[alike] = self._sized[kind, sign] = twin
         return twin
 
-    def _check_unnumbered(self, call: Call, twin: Twin) -> None:
+    def _check_unnumbered(self, flow: Flow, call: Call, twin: Twin) -> None:
         """A twin beside its neighbour would have the neighbour's number, and with it the neighbour's entry in every cache."""
         parent, _, key = call.path.rpartition(".")
-        while isinstance(self._model.get_submodule(parent), Chain):
+        while isinstance(flow.model.get_submodule(parent), Chain):
             parent, _, key = parent.rpartition(".")
         if parent not in self._numbers:
-            siblings = {name: m for name, m in self._model.get_submodule(parent)._modules.items() if m is not None}
+            siblings = {name: m for name, m in flow.model.get_submodule(parent)._modules.items() if m is not None}
             own = own_numbers(list(siblings.values()))
             self._numbers[parent] = dict(zip(siblings, own, strict=True))
         numbers = self._numbers[parent][key]
@@ -110,8 +108,8 @@ class TwinFinder:
 
     def _place(self, flow: Flow, call: Call, twin: Twin) -> ListPlace | None:
         container, _, key = call.path.rpartition(".")
-        parent = self._model.get_submodule(container)
-        if not isinstance(parent, nn.ModuleList) or isinstance(self._model.get_submodule(call.path), Chain):
+        parent = flow.model.get_submodule(container)
+        if not is_list(parent) or isinstance(flow.model.get_submodule(call.path), Chain):
             return None
         if container not in self._equals:
             self._equals[container] = equal_blocks(list(parent.children()))

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from sensli.moves.lists import is_list
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call, Seen
@@ -48,15 +49,16 @@ class TwinKind:
     def _say_uncalled(self, search: Search) -> None:
         """Lists of blocks that are only holders of their parts: what a person takes for a stack has no block to copy."""
         for path, module in search.flow.model.named_modules():
-            if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            if not is_list(module) or len(module._modules) < 2:
                 continue
             blocks = dict(module.named_children())
+            holder = type(next(iter(blocks.values()))).__name__
             holders = all(isinstance(block, (nn.ModuleList, nn.ModuleDict)) for block in blocks.values())
             called = any(search.flow.calls_of(f"{path}.{name}") for name in blocks)
             kinds = {signature(block) for block in blocks.values()} if holders and not called else ()
             if len(kinds) == 1 and any(True for _ in module.parameters()):
                 search.skipped[path] = (
-                    f"holds {len(blocks)} blocks that are each a {type(module[0]).__name__}, of which only the parts are called, so "
+                    f"holds {len(blocks)} blocks that are each a {holder}, of which only the parts are called, so "
                     "nothing can be copied. Give the blocks a class with a forward"
                 )
 
@@ -87,7 +89,5 @@ class TwinKind:
 
     def _finder(self, search: Search) -> TwinFinder:
         """What was learned on one block is tried first on its equals, also in the next search of the same run."""
-        finder: TwinFinder = search.learned.setdefault(
-            self, TwinFinder(search.model, search.example, search.request.init)
-        )
+        finder: TwinFinder = search.learned.setdefault(self, TwinFinder(search.example, search.request.init))
         return finder
