@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import inspect
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 
+from optimizers import KEEPING_COPIES, ranger
 from sensli import find_sites, grow, insert, undo
 from sensli.errors import FunctionChanged, OptimizerError, UnsupportedSite
 from sensli.moves.copying import is_own
@@ -100,7 +103,10 @@ def everything(model: nn.Module, optimizers: list[Optimizer]) -> Any:
         for name, p in model.named_parameters()
     ]
     groups = [[{**g, "params": [id(p) for p in g["params"]]} for g in each.param_groups] for each in optimizers]
-    states = [{id(p): copy.deepcopy(dict(state)) for p, state in each.state.items()} for each in optimizers]
+    states = [
+        {str(p) if isinstance(p, str) else id(p): copy.deepcopy(dict(state)) for p, state in each.state.items()}
+        for each in optimizers
+    ]
     return tensors, str(model), [sorted(m.__dict__.keys()) for m in model.modules()], groups, states
 
 
@@ -109,7 +115,9 @@ def same(a: Any, b: Any) -> bool:
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
         return isinstance(b, dict) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
+    if isinstance(a, types.SimpleNamespace):
+        return same(vars(a), vars(b))
+    if isinstance(a, (list, tuple, collections.deque)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and bool(a == b)
 
@@ -308,17 +316,108 @@ def test_the_adafactor_of_transformers_keeps_factors_without_their_axis() -> Non
     step(model, [optimizer], 1)
 
 
-def test_copies_of_the_parameter_get_its_new_entries() -> None:
-    class ScheduleFree(SGD):
-        """Keeps the point from which it steps, as schedule-free optimizers do."""
+@pytest.mark.parametrize("steps", [1, 2, 7])
+@pytest.mark.parametrize("name", [name for name in KEEPING_COPIES if name != "ASGD"])  # its mean is not read by a step
+def test_copies_of_the_parameter_do_not_pull_new_entries_to_zero(name: str, steps: int) -> None:
+    """At a rate of zero the new rows stay where they are, whatever is synchronised; the old ones go on as in the small network."""
+    plain, model = network(), network()
+    small, optimizer = (KEEPING_COPIES[name](net.parameters()) for net in (plain, model))
+    for number in range(steps):
+        step(plain, [small], number)
+        step(model, [optimizer], number)
+    grow(model, wider(model), optimizer=optimizer, check=normal(5, 9))
+    for each in (small, optimizer):
+        each.param_groups[0].update(lr=0.0, momentum=0.0, dampening=1.0)
+    for number in range(6):
+        step(plain, [small], number)
+        step(model, [optimizer], number)
+        torch.testing.assert_close(model[0].weight[4:], rows()[0], rtol=1e-14, atol=1e-15)
+        torch.testing.assert_close(model[0].bias[4:], rows()[1], rtol=1e-14, atol=1e-15)
+        assert not model[2].weight[:, 4:].any()
+        for ours, theirs in zip(old_part(model), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
+
+def test_new_parameters_join_a_wrapper_that_keeps_copies_of_all() -> None:
     model = network()
-    optimizer = ScheduleFree(model.parameters(), lr=0.1)
-    for parameter in model.parameters():
-        optimizer.state[parameter]["z"] = parameter.detach() + 1
+    optimizer = KEEPING_COPIES["Lookahead"](model.parameters())
+    step(model, [optimizer], 0)
+    before = everything(model, [optimizer, optimizer.base])
+    growth = insert(model, find_sites(model, normal(2, 9))[0], optimizer=optimizer)
+    for name in growth.parameters:
+        new = model.get_parameter(name)
+        assert torch.equal(optimizer.state[new]["slow_params"], new)
+    undo(model, growth, optimizer=optimizer)
+    assert same(before, everything(model, [optimizer, optimizer.base]))
+    insert(model, find_sites(model, normal(2, 9))[0], optimizer=optimizer)
+    for number in range(4):
+        step(model, [optimizer], number)
+
+
+class Heavy(SGD):
+    """Momentum under any name."""
+
+    key = "momentum_buffer"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault(self.key, torch.zeros_like(p))
+                buffer.mul_(0.9).add_(p.grad)
+                p.sub_(buffer, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("key", ["momentum_buffer", "exp_avg", "m", "velocity"])
+def test_momentum_is_not_taken_for_a_copy(key: str) -> None:
+    """Not even where it is near: the gradient of |w|^2 / 2 is w. A name that tells nothing must not be near."""
+    model = network()
+    optimizer = type("Other", (Heavy,), {"key": key})(model.parameters(), lr=0.01)
+    if key == "velocity":
+        step(model, [optimizer], 0)
+    else:
+        sum(p.square().sum() for p in model.parameters()).div(2).backward()
+        optimizer.step()
+        torch.testing.assert_close(optimizer.state[model[0].weight][key], model[0].weight.detach(), rtol=0.02, atol=0)
     grow(model, wider(model), optimizer=optimizer)
-    z = optimizer.state[model[0].weight]["z"]
-    assert torch.equal(z[4:], rows()[0]) and torch.equal(z[:4], model[0].weight[:4] + 1)
+    assert not optimizer.state[model[0].weight][key][4:].any()
+    assert not optimizer.state[model[0].bias][key][4:].any()
+
+
+@pytest.mark.parametrize("state", [0.0, 1.0])
+def test_a_constant_state_of_a_constant_parameter_is_no_copy(state: float) -> None:
+    parameter = nn.Parameter(torch.full((4,), state))
+    optimizer = Odd([parameter], lr=0.1)
+    optimizer.state[parameter]["gain"] = torch.full((4,), state)
+    resize = Resize("it", parameter, (Stretch(0, 4, 1),), (4,))
+    plan = plan_resizing(optimizer, [resize])
+    plan.build()
+    parameter.data = torch.tensor([*[state] * 4, 7.0])
+    plan.apply()
+    assert optimizer.state[parameter]["gain"].tolist() == [*[state] * 4, 0.0]
+
+
+def test_a_copy_follows_what_a_method_moves() -> None:
+    """Old entries that a growth multiplies or shifts: their slow weights would pull them back."""
+    parameter = nn.Parameter(normal(4, 3))
+    optimizer = ranger([parameter])
+    slow = parameter.detach() + 0.1 * normal(4, 3, seed=1)
+    optimizer.state[parameter].update(slow_buffer=slow, momentum_buffer=normal(4, 3, seed=2))
+    old, momentum = parameter.detach().clone(), optimizer.state[parameter]["momentum_buffer"]
+    resize = Resize("it", parameter, (Stretch(0, 4, 2),), (4, 3))
+    plan = plan_resizing(optimizer, [resize])
+    plan.build()
+    parameter.data = torch.cat([0.5 * old, normal(2, 3, seed=3)])
+    plan.apply()
+    state = optimizer.state[parameter]
+    assert torch.equal(state["slow_buffer"][4:], parameter[4:])
+    torch.testing.assert_close(state["slow_buffer"][:4] - parameter[:4], slow - old, rtol=1e-12, atol=1e-14)
+    assert torch.equal(state["momentum_buffer"][:4], momentum) and not state["momentum_buffer"][4:].any()
+    back = plan_shrinking(optimizer, [resize])
+    back.build()
+    parameter.data = old
+    back.apply()
+    assert torch.equal(state["slow_buffer"], slow) and torch.equal(state["momentum_buffer"], momentum)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float16, torch.float32])
@@ -474,6 +573,10 @@ def refused(model: nn.Module, optimizer: Optimizer, case: str) -> None:
         state["preconditioner"] = torch.eye(3)
     elif case == "list":
         state["preconditioners"] = [torch.eye(3), torch.eye(4)]
+    elif case == "queue":
+        state["gradients"] = collections.deque([torch.ones(3, 4)])
+    elif case == "object":
+        state["projector"] = types.SimpleNamespace(basis=torch.eye(3))
     elif case == "numbers":
         state["state1"] = torch.zeros(3, 4, dtype=torch.uint8)
 
@@ -481,6 +584,8 @@ def refused(model: nn.Module, optimizer: Optimizer, case: str) -> None:
 REASONS = {
     "shape": r"Odd cannot follow 2.weight from \(3, 4\) to \(3, 7\): in its state 'preconditioner' has the shape \(3, 3\)",
     "list": "'preconditioners' is a list of tensors",
+    "queue": "'gradients' is a deque of tensors",
+    "object": "'projector' is a SimpleNamespace of tensors",
     "numbers": r"'state1' has the shape \(3, 4\) and the type torch.uint8",
 }
 
@@ -501,6 +606,20 @@ def test_a_state_that_is_not_understood_is_refused_by_its_name(case: str) -> Non
     with pytest.raises(OptimizerError, match="Odd cannot follow"):
         undo(model, growth, optimizer=optimizer)
     assert same(before, everything(model, [optimizer]))
+
+
+def test_tensors_that_belong_to_no_parameter_are_refused() -> None:
+    """What TRAC keeps: where its entries belong is not known, and it would fail at the next step."""
+    model = network()
+    optimizer = Odd(model.parameters(), lr=0.1)
+    optimizer.state["trac"] = {"reference": [torch.zeros(4, 9)], "steps": torch.tensor(3)}
+    before = everything(model, [optimizer])
+    for site in (wider(model), find_sites(model, normal(2, 9))[0]):
+        with pytest.raises(OptimizerError, match="Odd cannot follow a growth: it keeps tensors under 'trac'"):
+            grow(model, site, optimizer=optimizer)
+    assert same(before, everything(model, [optimizer]))
+    del optimizer.state["trac"]["reference"]
+    grow(model, wider(model), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("cls", REFUSED)

@@ -6,21 +6,25 @@ that keep one base rate per group. Membership of a parameter is `is`, never equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sensli.errors import OptimizerError
 from sensli.modules import checks
+from sensli.modules.running import tensors
 from sensli.moves.move import New
+from sensli.surgery.state.copies import first_copies
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 Group: TypeAlias = dict[str, Any]
+States: TypeAlias = MutableMapping[Any, Any]
 
 # By class name: it covers subclasses, and classes that an older or smaller build of torch lacks.
 _REFUSED = {
@@ -39,6 +43,9 @@ class Joining:
     places: tuple[tuple[New, Optimizer, Group], ...]
     groups: tuple[Group, ...]
     renames: Mapping[str, str]
+    around: Mapping[
+        int, Sequence[tuple[Any, States]]
+    ]  # by the identity of an optimizer: what wrappers of it keep themselves
 
     def apply(self) -> None:
         _rename(self.groups, self.renames)
@@ -46,6 +53,9 @@ class Joining:
             state = _first_state(optimizer, group, newcomer.parameter)
             if state:
                 optimizer.state[newcomer.parameter] = state
+            for wrapper, states in self.around.get(id(optimizer), ()):
+                if copies := first_copies(wrapper, states, newcomer.parameter):
+                    states[newcomer.parameter] = copies
             group["params"].append(newcomer.parameter)
             if "param_names" in group:
                 group["param_names"].append(newcomer.name)
@@ -74,7 +84,8 @@ def plan_joining(
         for parameter in pair[1]["params"]:
             holders.setdefault(id(parameter), []).append(pair)
     places = tuple((newcomer, *_place(newcomer, pairs, holders, chosen)) for newcomer in newcomers) if known else ()
-    return Joining(places, tuple(its for _, its in pairs), dict(renames or {}))
+    around = {id(unwrapped(given)): states_of(given)[:-1] for given in as_list(optimizers)}
+    return Joining(places, tuple(its for _, its in pairs), dict(renames or {}), around)
 
 
 def check_able(optimizers: Iterable[Optimizer]) -> None:
@@ -85,6 +96,12 @@ def check_able(optimizers: Iterable[Optimizer]) -> None:
                 f"{called(optimizer)} cannot follow a growth: {_REFUSED[kind]}. Use another optimizer (AdamW, "
                 "SGD, ...), or grow without optimizer= and rebuild it for the grown model."
             )
+        for key, value in optimizer.state.items():
+            if not isinstance(key, Tensor) and any(each.numel() > 1 for each in tensors_in(value)):
+                raise OptimizerError(
+                    f"{called(optimizer)} cannot follow a growth: it keeps tensors under {key!r}, which belongs to no parameter. Use "
+                    "another optimizer (AdamW, SGD, ...), or grow without optimizer= and rebuild it for the grown model."
+                )
 
 
 def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Group | None = None) -> None:
@@ -108,16 +125,18 @@ def leave(
 
     renames: new to old names, where the growth had renamed. A parameter that is in no group is passed over.
     """
-    known, gone = as_optimizers(optimizers), list(parameters)
-    for optimizer in known:
+    gone = list(parameters)
+    for given in as_list(optimizers):
+        optimizer = unwrapped(given)
         for group in optimizer.param_groups:
             for i in reversed(range(len(group["params"]))):
                 if any(group["params"][i] is each for each in gone):
                     del group["params"][i]
                     if "param_names" in group:
                         del group["param_names"][i]
-        for parameter in gone:
-            optimizer.state.pop(parameter, None)
+        for _, states in states_of(given):
+            for parameter in gone:
+                states.pop(parameter, None)
         _rename(optimizer.param_groups, renames or {})
 
 
@@ -140,21 +159,54 @@ def check_group(group: int | Group) -> int | Group:
 
 
 def unwrapped(given: Any) -> Optimizer:
-    # Look inside first: the wrappers pass for instances of Optimizer themselves. A scheduler holds one, but is not a wrapper of it.
-    names = () if isinstance(given, LRScheduler) else ("optimizer", "_optimizer")
-    for name in names:
-        inner = getattr(given, name, None)
-        if inner is not given and hasattr(inner, "param_groups"):
-            return unwrapped(inner)
+    # Look inside first: the wrappers pass for instances of Optimizer themselves.
+    inner = _inside(given)
+    if inner is not None:
+        return unwrapped(inner)
     return checks.instance(
         "optimizer", given, Optimizer, "a torch.optim.Optimizer or a list of them", error=OptimizerError
     )
+
+
+def states_of(given: Any) -> list[tuple[Any, States]]:
+    """What an optimizer keeps of each parameter, and before it what wrappers around it keep themselves (a Lookahead, SAM)."""
+    inner = _inside(given)
+    if inner is None:
+        return [(given, given.state)]
+    found, own = states_of(inner), getattr(given, "state", None)
+    if isinstance(own, MutableMapping) and all(own is not states for _, states in found):
+        return [(given, own), *found]
+    return found
+
+
+def _inside(given: Any) -> Any:
+    """What a wrapper of Lightning or accelerate, a Lookahead or SAM is around; None if it is no wrapper."""
+    if isinstance(given, LRScheduler):  # holds an optimizer, but is not a wrapper of it
+        return None
+    for name in ("optimizer", "_optimizer", "base_optimizer", "_base_optimizer"):
+        inner = getattr(given, name, None)
+        if inner is not given and hasattr(inner, "param_groups"):
+            return inner
+    return None
 
 
 def as_list(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def tensors_in(value: Any, deep: int = 4) -> Iterator[Tensor]:
+    """All tensors that a value of a state holds, also in queues and in attributes of objects."""
+    if isinstance(value, (deque, set, frozenset)):
+        value = list(value)
+    if isinstance(value, (list, tuple, Mapping)) and deep:
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part, deep - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, (Tensor, type)) and deep:
+        yield from tensors_in(vars(value), deep - 1)
+    else:
+        yield from tensors(value)
 
 
 def called(thing: object) -> str:

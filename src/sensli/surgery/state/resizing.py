@@ -7,9 +7,10 @@ all of them back to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NoReturn
 
 import torch
@@ -18,52 +19,76 @@ from torch.optim import Optimizer
 
 from sensli.errors import OptimizerError
 from sensli.modules.engines.fsdp import sharded_like, whole
-from sensli.modules.running import tensors
-from sensli.moves.copying import copied, given_back, is_copied, is_own
+from sensli.moves.copying import copied, given_back, is_copied
 from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, like_layout
-from sensli.surgery.state.optim import Group, Optimizers, as_optimizers, called, check_able, kinds
+from sensli.surgery.state.copies import is_copy, is_near
+from sensli.surgery.state.optim import (
+    Group,
+    Optimizers,
+    as_list,
+    as_optimizers,
+    called,
+    check_able,
+    kinds,
+    states_of,
+    tensors_in,
+)
 
 # The axis over which a factored state was averaged, by its name: in torch, and in the Adafactor of transformers, which drops the axis.
 _AVERAGED = {"row_var": -1, "col_var": -2, "exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
 _GRADIENT = "gradient"  # what a parameter calls its lost entries
-_COPIES = ("ax", "z")  # of the parameter itself, in ASGD and in schedule-free optimizers
 
 
 @dataclass(eq=False)
 class _Change:
     """One tensor of a state, and what comes in its place."""
 
+    optimizer: Optimizer
     state: MutableMapping[str, Any]
     key: str
     of: Resize
     along: Collection[int]  # the axes of the parameter that it has
     fill: complex | Fill
     back: bool
+    copy: bool | None  # whether it is one of the parameter; None: its values tell
     value: Tensor | None = None  # before `build`: none yet
+    before: Tensor | None = None  # of a copy: what the parameter itself becomes by the same way
     lost: tuple[Tensor, ...] = ()
 
     def build(self) -> None:
         held = whole(self.state[self.key])
         axis = _dropped_axis(self.key, held, self.of.new_shape)
         full = held if axis is None else held.unsqueeze(axis)
-        if self.key in _COPIES and is_copied(self.of) and tuple(full.shape) in (self.of.old_shape, self.of.new_shape):
-            new = (given_back if self.back else copied)(self.of, full)
-        elif self.back:
-            new = self.of.shrunk(full, self.along, self.of.lost.get((id(self.state), self.key), self.fill))
+        known = self.of.lost.get((id(self.state), self.key))
+        if not self.copy:
+            self.lost = () if self.back else self.of.taken(full, self.along)
+            new = self._changed(full, self.along, self.fill if known is None else known)
+        elif self.back and known is not None:
+            new = known[0]
         else:
-            self.lost = self.of.taken(full, self.along)
-            new = self.of.stretched(full, self.fill, self.along)
+            self.lost = () if self.back else (full,)
+            new, self.before = self._changed(full), self._changed(whole(self.of.tensor).detach())
         new = like_layout(new, full)
         self.value = sharded_like(new if axis is None else new.squeeze(axis), self.state[self.key])
 
+    def _changed(
+        self, tensor: Tensor, along: Collection[int] | None = None, fill: complex | Fill | Sequence[Tensor] = 0.0
+    ) -> Tensor:
+        """A tensor of the parameter's shape, or with some of its axes, after the change or on the way back."""
+        if self.copy and is_copied(self.of):
+            return (given_back if self.back else copied)(self.of, tensor)
+        if self.back:
+            return self.of.shrunk(tensor, along, fill)
+        assert not isinstance(fill, Sequence)
+        return self.of.stretched(tensor, fill, along)
+
     def apply(self) -> None:
         assert self.value is not None
-        same = tuple(self.value.shape) == self.of.new_shape
-        if self.key in _COPIES and not self.back and same:
-            # Its new entries are the parameter's, which are known now; copies are its own.
-            value, now = whole(self.value), whole(self.of.tensor)
-            both = torch.where(is_own(self.of).to(value.device), value, now.to(value))
-            self.value = sharded_like(like_layout(both, value), self.value)
+        if self.before is not None:
+            # What the parameter got besides, its new entries and what a method moved, its copy gets too.
+            value, now = whole(self.value), whole(self.of.tensor).detach()
+            moved = torch.where(now == self.before, value, value + (now - self.before).to(value))
+            self.value = sharded_like(like_layout(moved, value), self.value)
         if self.lost:
             self.of.lost[id(self.state), self.key] = self.lost
         self.state[self.key] = self.value
@@ -107,6 +132,7 @@ class Resizing:
 
     def build(self) -> None:
         """Make room, before the parameters change; with sharded models all ranks come here."""
+        _tell_copies(self.changes)
         for change in self.changes:
             change.build()
         for each in self.gradients:
@@ -135,14 +161,14 @@ def plan_resizing(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing
             f"none of the parameters that would get new entries ({names}, ...) is in {', '.join(map(called, known))}, so nothing "
             "would train them. Add them to the optimizer, or grow without optimizer=."
         )
-    changes = tuple(_changes(known, parameters, back=False))
+    changes = tuple(_changes(optimizers, parameters, back=False))
     return Resizing(changes, _gradients(parameters, back=False))
 
 
 def plan_shrinking(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing:
     """The way back: of all states the old entries. A state that did not follow has no others, and stays."""
-    known, parameters = as_optimizers(optimizers), [each for each in resized if each.is_parameter]
-    changes = tuple(_changes(known, parameters, back=True))
+    parameters = [each for each in resized if each.is_parameter]
+    changes = tuple(_changes(optimizers, parameters, back=True))
     return Resizing(changes, _gradients(parameters, back=True))
 
 
@@ -156,20 +182,36 @@ def _held(optimizers: Sequence[Optimizer], parameters: Sequence[Resize]) -> Iter
                     yield optimizer, group, by_id[id(parameter)]
 
 
-def _changes(optimizers: Sequence[Optimizer], parameters: Sequence[Resize], *, back: bool) -> Iterator[_Change]:
-    for optimizer, group, each in _held(optimizers, parameters):
-        state = optimizer.state.get(each.tensor, {})
-        for key, value in state.items():
-            along = _along(optimizer, each, key, value, back=back)
-            if along:
-                yield _Change(state, key, each, along, _fill(optimizer, group, key, value), back)
+def _changes(optimizers: Optimizers, parameters: Sequence[Resize], *, back: bool) -> Iterator[_Change]:
+    for given in as_list(optimizers):
+        for (_, group, each), (optimizer, states) in product(_held(as_optimizers(given), parameters), states_of(given)):
+            state = states.get(each.tensor, {})
+            for key, value in state.items():
+                along = _along(optimizer, each, key, value, back=back)
+                if along:
+                    copy = tuple(value.shape) == (each.new_shape if back else each.old_shape) and is_copy(
+                        optimizer, key
+                    )
+                    yield _Change(optimizer, state, key, each, along, _fill(optimizer, group, key, value), back, copy)
+
+
+def _tell_copies(changes: Iterable[_Change]) -> None:
+    """Which states of unknown names are copies of their parameters: by all of one name, because one alone may be near by chance."""
+    unknown: dict[tuple[int, str], list[_Change]] = {}
+    for change in changes:
+        if change.copy is None:
+            unknown.setdefault((id(change.optimizer), change.key), []).append(change)
+    for alike in unknown.values():
+        near = is_near((whole(each.state[each.key]), whole(each.of.tensor)) for each in alike)
+        for each in alike:
+            each.copy = near
 
 
 def _along(optimizer: Optimizer, each: Resize, key: str, value: Any, *, back: bool) -> Collection[int]:
     """The axes along which one entry of a state changes with its parameter; none if it stays."""
     shape, other = (each.new_shape, each.old_shape) if back else (each.old_shape, each.new_shape)
     if not isinstance(value, Tensor):
-        if any(True for _ in tensors(value)):
+        if any(each.numel() > 1 for each in tensors_in(value)):
             _refuse(optimizer, each, f"{key!r} is a {called(value)} of tensors")
         return ()  # a number of steps, or nothing yet
     along = _axes(key, value, shape)
