@@ -17,8 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from benchmarks.resume import killed_and_resumed
+from optimizers import Lookahead
 from schedules import EACH
-from sensli import Grower, History, find_sites, insert, load_checkpoint, save_checkpoint, triggers
+from sensli import Grower, History, find_sites, grow, insert, load_checkpoint, save_checkpoint, triggers
 from sensli.errors import CheckpointError
 from sensli.growing import storage
 
@@ -60,10 +61,15 @@ class Run:
     """A model with all that hangs on it, and an epoch of training that draws from the global random state."""
 
     def __init__(
-        self, make_optimizer: Any, make_scheduler: Any, own_rate: float | None, file: Path | None = None
+        self,
+        make_optimizer: Any,
+        make_scheduler: Any,
+        own_rate: float | None,
+        file: Path | None = None,
+        groups: Any = two_groups,
     ) -> None:
         def optimizer_of(model: nn.Module) -> Any:
-            return make_optimizer(two_groups(model))
+            return make_optimizer(groups(model))
 
         def grower_of(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
             options: dict[str, Any] = {
@@ -165,6 +171,94 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     assert len(again.grower.history) == 4
     # a group of weights and one of biases, and with a rate of their own such a pair for every layer
     assert len(again.optimizer.param_groups) == (2 if own_rate is None else 10)
+    assert same(run.all(), again.all())
+
+
+def per_parameter(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [p], "lr": 0.01 / (1 + number)} for number, p in enumerate(model.parameters())]
+
+
+def per_layer(model: nn.Module) -> list[dict[str, Any]]:
+    """As timm's layer decay: a rate for each layer, smaller for earlier ones; weights and the rest apart."""
+    layers = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    return [
+        {"params": [p], "lr": 0.01 * 0.9 ** (len(layers) - number), "weight_decay": 0.1 if p.ndim > 1 else 0.0}
+        for number, layer in enumerate(layers)
+        for p in layer.parameters(recurse=False)
+    ]
+
+
+def test_what_a_wrapper_keeps_is_saved_too(tmp_path: Path) -> None:
+    """The slow weights of a Lookahead: without them the next synchronisation would be with others."""
+
+    def optimizer_of(model: nn.Module) -> Any:
+        return Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+        model.eval()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            cross_entropy(model(X), Y).backward()
+            optimizer.step()
+
+    model = make_model()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 2)
+    growths = [grow(model, find_sites(model, X[:2])[0], optimizer=optimizer)]
+    growths.append(grow(model, find_sites(model, X[:2], grow="units", units=2)[0], optimizer=optimizer))
+    train(model, optimizer, 2)
+    save_checkpoint(tmp_path / "a", model, optimizer=optimizer, history=History(growths))
+    again = load_checkpoint(tmp_path / "a", make_model, optimizer_of)
+    for one, other in zip(model.parameters(), again.model.parameters(), strict=True):
+        assert same(dict(optimizer.state[one]), dict(again.optimizer.state[other]))
+        assert same(dict(optimizer.base.state[one]), dict(again.optimizer.base.state[other]))
+    train(model, optimizer, 3)
+    train(again.model, again.optimizer, 3)
+    assert same(dict(model.state_dict()), dict(again.model.state_dict()))
+    with pytest.raises(
+        CheckpointError, match=r"a wrapper around the optimizer kept \('slow_params'\).*built a SGD without one"
+    ):
+        load_checkpoint(tmp_path / "a", make_model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
+
+
+def slower(size: int) -> Any:
+    return lambda epoch: 1 / (1 + epoch / size)
+
+
+@pytest.mark.parametrize("own_rate", [None, 0.5])
+@pytest.mark.parametrize("groups", [per_parameter, per_layer])
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda o: torch.optim.lr_scheduler.LambdaLR(
+            o, [slower(group["params"][0].numel()) for group in o.param_groups]
+        ),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+    ],
+    ids=["a function each", "cosine"],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_group_for_each_parameter_or_layer_resumes(
+    tmp_path: Path, make_scheduler: Any, groups: Any, own_rate: float | None
+) -> None:
+    """The factory builds one for each of the new ones too, which had joined those of their neighbours."""
+    random.seed(0)
+    run = Run(OPTIMIZERS["AdamW"], make_scheduler, own_rate, groups=groups)
+    before = len(run.optimizer.param_groups)
+    for _ in range(3):
+        run.epoch()
+    run.save(tmp_path / "run")
+    saved = run.all()
+    again = Run(OPTIMIZERS["AdamW"], make_scheduler, own_rate, tmp_path / "run", groups=groups)
+    assert len(list(again.model.parameters())) > before
+    assert len(again.optimizer.param_groups) == len(run.optimizer.param_groups)
+    assert same(saved, again.all())
+    if own_rate is None:
+        assert len(again.optimizer.param_groups) == before
+    torch.manual_seed(1)
+    run.epoch()
+    torch.manual_seed(1)
+    again.epoch()
     assert same(run.all(), again.all())
 
 

@@ -219,6 +219,15 @@ def with_sgd() -> dict[str, Any]:
     return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))}
 
 
+class PerParameter(Trainer):  # type: ignore[misc, unused-ignore]
+    """As a layer decay: a group for each parameter of the model, also of a grown one."""
+
+    def create_optimizer(self, *_: Any) -> Any:
+        groups = [{"params": [p], "lr": 1e-3 / (1 + number)} for number, p in enumerate(self.model.parameters())]
+        self.optimizer = torch.optim.AdamW(groups)
+        return self.optimizer
+
+
 def with_images() -> dict[str, Any]:
     """A model that the library saves under older names than those its Trainer looks for."""
     torch.manual_seed(0)
@@ -238,8 +247,9 @@ def with_images() -> dict[str, Any]:
         ({"gradient_accumulation_steps": 3, "model_init": lambda: make_model()}, 4),
         (with_sgd, 8),
         (with_images, 8),
+        ({"cls": PerParameter, "save_strategy": "steps", "save_steps": 5}, 10),
     ],
-    ids=["steps", "checkpointing", "accumulation", "sgd", "images"],
+    ids=["steps", "checkpointing", "accumulation", "sgd", "images", "a group each"],
 )
 @pytest.mark.slow
 def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:

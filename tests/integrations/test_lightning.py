@@ -48,6 +48,9 @@ class Module(pl.LightningModule):  # type: ignore[misc, name-defined, unused-ign
     def forward(self, x: Any) -> Any:
         return self.layers(x)
 
+    def groups(self) -> Any:
+        return self.parameters()
+
     def training_step(self, batch: Any, index: int) -> Any:
         x, y = batch
         loss = cross_entropy(self(x), y)
@@ -58,8 +61,13 @@ class Module(pl.LightningModule):  # type: ignore[misc, name-defined, unused-ign
         self.log("val_loss", cross_entropy(self(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(self.groups(), lr=0.01)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)}
+
+
+class PerParameter(Module):
+    def groups(self) -> Any:
+        return [{"params": [p], "lr": 0.01 / (1 + number)} for number, p in enumerate(self.parameters())]
 
 
 def data(shuffle: bool = False) -> Any:
@@ -70,7 +78,7 @@ def data(shuffle: bool = False) -> Any:
 def fit(folder: Path, epochs: int, *callbacks: Any, ckpt_path: Any = None, **options: Any) -> tuple[Any, Any]:
     settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     module, train, seed = (
-        Module(options.pop("dropout", 0.1)),
+        options.pop("kind", Module)(options.pop("dropout", 0.1)),
         data(options.pop("shuffle", False)),
         options.pop("seed", 7),
     )
@@ -107,15 +115,20 @@ def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
         torch.testing.assert_close(theirs[name], value, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("own", [{}, {"own_rate": 0.5}, {"freeze_rest": True}], ids=str)
-def test_resume_from_a_checkpoint_is_the_same_run_to_the_bit(own: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("own", "kind"),
+    [({}, Module), ({"own_rate": 0.5}, Module), ({"freeze_rest": True}, Module), ({}, PerParameter)],
+    ids=str,
+)
+def test_resume_from_a_checkpoint_is_the_same_run_to_the_bit(own: dict[str, Any], kind: Any, tmp_path: Path) -> None:
     """With dropout and a loader that shuffles: the callback saves the random states, which Lightning does not."""
     options: dict[str, Any] = {"tau": 0.0, "select": "random", **own}
-    whole, _ = fit(tmp_path / "a", 7, GrowthCallback(triggers.Every(2), **options), shuffle=True)
-    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), **options), shuffle=True)
+    fitting: dict[str, Any] = {"shuffle": True, "kind": kind}
+    whole, _ = fit(tmp_path / "a", 7, GrowthCallback(triggers.Every(2), **options), **fitting)
+    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), **options), **fitting)
     trainer.save_checkpoint(tmp_path / "at5.ckpt")
     callback = GrowthCallback(triggers.Every(2), **options)
-    resumed, _ = fit(tmp_path / "c", 7, callback, ckpt_path=tmp_path / "at5.ckpt", shuffle=True, seed=8)
+    resumed, _ = fit(tmp_path / "c", 7, callback, ckpt_path=tmp_path / "at5.ckpt", seed=8, **fitting)
     assert len(callback.history) == 3
     assert list(resumed.state_dict()) == list(whole.state_dict())
     for name, value in whole.state_dict().items():

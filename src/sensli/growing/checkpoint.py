@@ -17,7 +17,7 @@ from torch import nn
 
 from sensli.errors import CheckpointError
 from sensli.growing import shards, storage
-from sensli.growing.by_name import add_own_groups, load_optimizer
+from sensli.growing.by_name import follow_groups, load_optimizer
 from sensli.growing.content import check_schedulers, checked, content_of
 from sensli.growing.grower import Grower
 from sensli.growing.restoring import load_each, load_model, load_scheduler, loading, with_shards
@@ -183,13 +183,14 @@ def _load(path: Path, together: Together, make: _Factories, random: bool) -> Che
         network = bare(model)
     optimizer = make.make_optimizer(model) if make.make_optimizer is not None else None
     scheduler = make.make_scheduler(optimizer) if make.make_scheduler is not None else None
-    add_own_groups(history, optimizer, scheduler)
+    names = [saved["names"] for saved in content["optimizers"]]
+    follow_groups(history, optimizer, scheduler, names, network)
     with loading("what lies in shards"):
         content = with_shards(path, content, network, as_optimizers(optimizer))
     together.agree(last=False)  # before the states are dealt out to the shards
     # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
     load_each(
-        "optimizer", as_optimizers(optimizer), content["optimizers"],
+        "optimizer", as_list(optimizer), content["optimizers"],
         lambda o, saved: load_optimizer(o, saved, network, content["model"]),
     )  # fmt: skip
     load_each("scheduler", as_list(scheduler), content["schedulers"], load_scheduler)

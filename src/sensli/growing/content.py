@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from sensli.errors import CheckpointError, WrongType, brief
 from sensli.growing import shards
-from sensli.growing.by_name import frozen_in, names_in
+from sensli.growing.by_name import frozen_in, saved_optimizer
 from sensli.growing.grower import Grower
 from sensli.modules import checks
 from sensli.modules.engines.fsdp import reshard
@@ -18,7 +18,7 @@ from sensli.modules.marks import count_growths
 from sensli.modules.running import tensors
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import History
-from sensli.surgery.state.optim import as_list, as_optimizers
+from sensli.surgery.state.optim import as_list
 
 
 def content_of(
@@ -33,9 +33,7 @@ def content_of(
         "model": dict(network.state_dict()),
         "evaluating": [name for name, module in network.named_modules() if not module.training],
         "frozen": frozen_in(network),
-        "optimizers": [
-            {"names": names_in(each, network), "state": each.state_dict()} for each in as_optimizers(optimizer)
-        ],
+        "optimizers": [saved_optimizer(each, network) for each in as_list(optimizer)],
         "schedulers": [each.state_dict() for each in as_list(scheduler)],
         "grower": None if grower is None else grower.state_dict(),
         "extra": extra,

@@ -14,6 +14,7 @@ from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.trigger import Trigger
 from sensli.modules import checks
 from sensli.modules.marks import grown
+from sensli.surgery.history.growth import names_of_today
 from sensli.surgery.history.history import History
 
 _NEWER = {"largest_loss"}  # states that were saved earlier lack it
@@ -78,12 +79,9 @@ def _reading() -> Iterator[None]:
 
 
 def _check_grown(network: nn.Module, history: History) -> None:
-    expected: list[str] = []
-    for growth in history:  # what the inserted parameters are called today: later growths may have renamed them
-        expected = [growth.renames.get(name, name) for name in expected] + list(growth.parameters)
     names = [name for name, _ in network.named_parameters()]
     numbers = [number for number, _, _ in grown(network)]
-    lacking = [str(name) for name in expected if name not in names]
+    lacking = [str(name) for name in names_of_today(history) if name not in names]
     lacking += [f"growth {growth.number}" for growth in history if growth.number not in numbers]
     if lacking:
         raise HistoryError(

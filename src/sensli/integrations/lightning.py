@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sensli.errors import SensliError, UnsupportedModel
-from sensli.growing.by_name import add_own_groups, arrange, freeze, frozen_in, names_in
+from sensli.growing.by_name import arrange, follow_groups, freeze, frozen_in, names_in
 from sensli.growing.grower import Grower
 from sensli.integrations import missing
 from sensli.integrations.callback import GrowingCallback
@@ -118,9 +118,8 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         state = self._resumed
         if state is not None:
             # Before Lightning loads the optimizers' states by index: theirs is the order in which they followed the growth.
-            add_own_groups(
-                _history_of(state), trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs]
-            )
+            schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+            follow_groups(_history_of(state), trainer.optimizers, schedulers, state["names"], pl_module)
             for optimizer, names in zip(trainer.optimizers, state["names"], strict=True):
                 arrange(optimizer, names, pl_module)
             freeze(pl_module, state.get("frozen", ()))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel
-from sensli.growing.by_name import add_own_groups, arrange, freeze, frozen_in, names_in
+from sensli.growing.by_name import arrange, follow_groups, freeze, frozen_in, names_in
 from sensli.integrations import missing
 from sensli.integrations.callback import GrowingCallback
 from sensli.integrations.looking import Facts, standing_in
@@ -245,9 +245,10 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         if checkpoint is not None and self._loaded is not None and self._loaded["names"]:
             # The saved state is numbered in the order in which that optimizer followed the growths.
             network = bare(self._trainer.model_wrapped)
-            add_own_groups(self._history, self._trainer.optimizer, self._trainer.lr_scheduler)
-            for optimizer, names in zip(as_optimizers(self._trainer.optimizer), self._loaded["names"], strict=True):
-                arrange(optimizer, names, network)
+            optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
+            follow_groups(self._history, optimizer, scheduler, self._loaded["names"], network)
+            for each, names in zip(as_optimizers(optimizer), self._loaded["names"], strict=True):
+                arrange(each, names, network)
         return given(checkpoint)
 
     def _issue_warnings_after_load(self, given: Any, load_result: Any) -> Any:

@@ -210,3 +210,11 @@ def because(details: Mapping[str, Any]) -> str:
     if details.get("ratio") is not None:
         parts.append(f"{details['ratio']:.2f} x mean")
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def names_of_today(growths: Iterable[Growth]) -> list[str]:
+    """What the parameters that came with these growths, all of a model, are called now: later ones may have renamed them."""
+    names: list[str] = []
+    for growth in growths:
+        names = [growth.renames.get(name, name) for name in names] + list(growth.parameters)
+    return names

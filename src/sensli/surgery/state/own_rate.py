@@ -6,7 +6,7 @@ scheduler keeps once for all groups (`eta_min`) stays the floor of all. First a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -63,13 +63,20 @@ class OwnRate:
         """Take the groups out again, and the schedulers' entries for them."""
         known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
         for number, index in reversed(self.groups):
-            del known[number].param_groups[index]
-            for scheduler in drivers:
-                if unwrapped(scheduler.optimizer) is known[number]:
-                    for name in (*_RATES, *_OTHERS):
-                        values = getattr(scheduler, name, None)
-                        if isinstance(values, list) and len(values) > index:
-                            setattr(scheduler, name, values[:index] + values[index + 1 :])
+            keep_groups(known[number], drivers, [i for i in range(len(known[number].param_groups)) if i != index])
+
+
+def keep_groups(optimizer: Optimizer, schedulers: Sequence[LRScheduler], order: Sequence[int]) -> None:
+    """Keep the groups of these numbers, in this order, and the schedulers' entries for them."""
+    groups = optimizer.param_groups
+    for scheduler in schedulers:
+        if unwrapped(scheduler.optimizer) is optimizer:
+            for name in (*_RATES, *_OTHERS):
+                values = getattr(scheduler, name, None)
+                if isinstance(values, list) and len(values) == len(groups):
+                    # A new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
+                    setattr(scheduler, name, [values[index] for index in order])
+    groups[:] = [groups[index] for index in order]  # the same list: a wrapper may hold it too
 
 
 @dataclass(frozen=True, eq=False)
