@@ -125,9 +125,8 @@ def leave(
 
     renames: new to old names, where the growth had renamed. A parameter that is in no group is passed over.
     """
-    gone = list(parameters)
-    for given in as_list(optimizers):
-        optimizer = unwrapped(given)
+    known, gone = as_optimizers(optimizers), list(parameters)
+    for given, optimizer in zip(as_list(optimizers), known, strict=True):
         for group in optimizer.param_groups:
             for i in reversed(range(len(group["params"]))):
                 if any(group["params"][i] is each for each in gone):
