@@ -318,19 +318,23 @@ def test_what_find_sites_and_insert_take_reaches_them() -> None:
         assert list(made.sites()) == list(find_sites(stack, points(2), init=init))
 
 
-def test_only_the_newest_layers_train_after_a_growth_that_freezes_the_rest() -> None:
+def test_all_that_has_grown_trains_after_growths_that_freeze_the_rest() -> None:
     model, data = deep(4), batches()
+    model[0].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = Grower(
         model, optimizer, example=points(2), trigger=At(1, 2), tau=0.0, count=2, freeze_rest=True, max_factor=None
     )
     for call in (1, 2):
         made.step(data, loss_fn)
-        newest = {name for growth in made.history[2 * call - 2 :] for name in growth.parameters}
-        assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == newest
+        new = {name for growth in made.history for name in growth.parameters}
+        assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == new
         assert len(made.history) == 2 * call
+        optimizer.zero_grad()
+        loss_fn(model(data[0][0]), data[0][1]).backward()
+        optimizer.step()
     for _ in range(4):
         undo(model, optimizer=optimizer)
-    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == {"0.bias"}
     with pytest.raises(ValueError, match="freeze_rest must be False with grow='both', got True"):
         Grower(model, optimizer, example=points(2), trigger=At(1), freeze_rest=True, grow="both")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+from models import residual
 from schedules import EACH, KINDS, STEPS, Make, rates, state, step
-from sensli import Growth, find_sites, insert, undo
-from sensli.errors import OptimizerError
+from sensli import Growth, History, find_sites, insert, load_checkpoint, save_checkpoint, undo
+from sensli.errors import OptimizerError, UnsupportedSite
 
 AT = 6
 
@@ -104,6 +107,86 @@ def test_only_the_new_layer_trains() -> None:
     assert moved == set(growth.parameters)
     undo(model, growth, optimizer=optimizer)
     assert not model[0].bias.requires_grad and model[0].weight.requires_grad  # what rested before rests on
+
+
+def trains(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def fit(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
+    x, y = torch.randn(8, 3).double(), torch.randint(0, 2, (8,))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def new_in(*growths: Growth) -> set[str]:
+    """The names of today, of growths that are all that a model has: places of the first ones may have moved since."""
+    names: set[str] = set()
+    for growth in growths:
+        names = {growth.renames.get(name, name) for name in names} | set(growth.parameters)
+    return names
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_all_layers_that_came_to_train_alone_do(steps: int, tmp_path: Path) -> None:
+    """LLaMA-Pro by hand: the first block must not rest with an output of zero when the second one comes."""
+    torch.manual_seed(0)
+    model, x = residual(4), torch.randn(5, 3).double()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    before, history = trains(model), History()
+    for index in (1, 4):
+        history.append(insert(model, find_sites(model, x)[index], optimizer=optimizer, freeze_rest=True))
+        assert trains(model) == new_in(*history)
+        fit(model, optimizer, steps)
+    save_checkpoint(tmp_path / "a", model, optimizer=optimizer, history=history)
+    run = load_checkpoint(tmp_path / "a", lambda: residual(4), lambda net: AdamW(net.parameters(), lr=0.1))
+    for net, its in ((model, optimizer), (run.model, run.optimizer)):
+        assert trains(net) == new_in(*history)
+        third = insert(net, find_sites(net, x)[0], optimizer=its, freeze_rest=True)
+        assert trains(net) == new_in(*history, third)
+        fit(net, its, 2)
+        zeros = [name for name in trains(net) if not net.get_parameter(name).any()]
+        assert not zeros  # all have trained
+        for _ in range(2):
+            undo(net, optimizer=its)
+            assert not trains(net) & before
+        undo(net, optimizer=its)
+        assert trains(net) == before
+
+
+def test_layers_that_have_trained_with_the_rest_rest_with_it() -> None:
+    torch.manual_seed(0)
+    model, x = residual(4), torch.randn(5, 3).double()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    first = insert(model, find_sites(model, x)[1], optimizer=optimizer)
+    fit(model, optimizer)
+    before = trains(model)
+    second = insert(model, find_sites(model, x)[3], optimizer=optimizer)  # has not trained
+    third = insert(model, find_sites(model, x)[0], optimizer=optimizer, freeze_rest=True)
+    assert trains(model) == new_in(first, second, third) - new_in(
+        first, replace(second, parameters=()), replace(third, parameters=())
+    )
+    undo(model, optimizer=optimizer)
+    undo(model, optimizer=optimizer)
+    assert trains(model) == before
+
+
+def test_units_that_have_no_effect_yet_do_not_rest() -> None:
+    torch.manual_seed(0)
+    model, x = network(), torch.randn(5, 3).double()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    insert(model, find_sites(model, x, grow="units", units=2)[0], optimizer=optimizer)
+    site, before = find_sites(model, x)[0], (copy.deepcopy(model.state_dict()), trains(model), state(optimizer, []))
+    with pytest.raises(
+        UnsupportedSite, match=r"the units of growth 1 .* have no effect yet, and a part of a parameter"
+    ):
+        insert(model, site, optimizer=optimizer, freeze_rest=True)
+    assert repr((model.state_dict(), trains(model), state(optimizer, []))) == repr(before)
+    fit(model, optimizer)
+    growth = insert(model, site, optimizer=optimizer, freeze_rest=True)
+    assert trains(model) == set(growth.parameters)
 
 
 def test_refusals_change_nothing() -> None:

@@ -55,7 +55,7 @@ class Followers:
         check_alike(model, self.averaged)
         growth = grow(
             model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=options.lr_scale if first else 1.0,
-            own_rate=options.own_rate, group=options.group, freeze_rest=options.freeze_rest and first,
+            own_rate=options.own_rate, group=options.group, freeze_rest=options.freeze_rest,
         )  # fmt: skip
         growth = replace(growth, details={**when, "merit": merit.value, "ratio": merit.ratio})
         history.append(growth)  # at once: what is in the history is taken back if anything fails from here on

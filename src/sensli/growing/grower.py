@@ -90,8 +90,7 @@ class Grower:
             with ``grow="layers"``: new units are parts of parameters that exist.
         group: The parameter group that new parameters join if their neighbours are in none, as in `insert`. Without it such
             places (a frozen part that the optimizer does not hold) are skipped.
-        freeze_rest: Whether after a growth only the newest layers train, as in `insert` (default: False). Only with
-            ``grow="layers"``.
+        freeze_rest: Whether after a growth only what has grown trains, as in `insert` (default: False). Only with ``grow="layers"``.
         max_factor: A layer that would bring the model to more than this many times its parameters is left out. None allows
             every layer (default: 2.0).
         floor: Stops growth on a solved problem: once the loss has fallen to a thousandth of the largest one measured so far, a

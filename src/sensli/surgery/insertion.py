@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from torch import nn
 
-from sensli.errors import OptimizerError, UnsupportedSite
+from sensli.errors import OptimizerError, UnknownSite, UnsupportedSite
 from sensli.merits.ahead import made_for
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
 from sensli.modules.autocast import without_autocast
 from sensli.modules.engines.distributed import Changing
-from sensli.modules.marks import grown, mark, tell, unmark
+from sensli.modules.engines.fsdp import whole
+from sensli.modules.marks import grown, mark, tell, told, unmark
 from sensli.modules.wrappers import bare
 from sensli.moves.move import Edit
 from sensli.moves.naming import named
 from sensli.moves.sites import Site
-from sensli.surgery.history.growth import Growth, Resized
+from sensli.moves.width.width import Width
+from sensli.surgery.history.growth import Growth, Resized, names_of_today
 from sensli.surgery.same_output import Outputs, given_of
 from sensli.surgery.state.optim import Joining, Optimizers, check_needed, plan_joining
 from sensli.surgery.state.own_rate import OwnRate, check_own_factor, plan_own_rate
@@ -57,7 +62,8 @@ def grow(
             ``((x, mask), None)`` or a dict of keyword arguments. New units that were never measured get random rows that fit it.
         group: The parameter group (its index or the group itself) that new parameters join if their neighbours are in none. New entries
             of existing parameters stay in the group of their parameter.
-        freeze_rest: Whether only the new layer trains from now on (default: False). Refused where existing parameters get new entries.
+        freeze_rest: Whether only what is new trains from now on (default: False): the new layer, those that came with ``freeze_rest``
+            before, and those that have not trained yet. Refused where existing parameters get new entries.
         own_rate: A factor: the new layer gets separate parameter groups with this many times its neighbours' learning rate. Refused
             where existing parameters get new entries.
 
@@ -107,7 +113,8 @@ def insert(
         lr_scale: Multiplies all learning rates from now on (default: 1.0).
         check: A batch on which the output must not change, as in `grow`.
         group: The parameter group (its index or the group itself) that the new parameters join if their neighbours are in none.
-        freeze_rest: Whether only the new layer trains from now on (default: False).
+        freeze_rest: Whether only what is new trains from now on (default: False): the new layer, those that came with ``freeze_rest``
+            before, and those that have not trained yet.
         own_rate: A factor: the new layer gets separate parameter groups with this many times its neighbours' learning rate.
 
     Returns:
@@ -150,7 +157,8 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
     if edit.added:
         edit.prepared()
     follow = _Follow.plan(edit, options)
-    together.agree(last=False)  # before states of sharded parameters are gathered, for which all ranks are needed
+    together.agree(last=False)  # before sharded parameters and states are gathered, for which all ranks are needed
+    resting = _resting(model) if options.freeze_rest else []
     follow.resizing.build()
     number = 1 + max((number for number, _, _ in grown(model)), default=0)
     before = Outputs.of(model, options.check) if options.check is not None else None
@@ -180,7 +188,8 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
         beside=edit.beside,
         rates=follow.rates if follow.rates.changes else None,
         own_rate=groups,
-        frozen=_freeze(model, edit) if options.freeze_rest else (),
+        frozen=_freeze(model, resting),
+        freeze_rest=options.freeze_rest,
     )
     tell(edit.module, number, growth)
     return growth
@@ -235,16 +244,50 @@ def _refuse_parts(edit: Edit, options: _Options) -> None:
         )
 
 
-def _freeze(model: nn.Module, edit: Edit) -> tuple[str, ...]:
-    """Let only what is new train; the names of those that did before."""
-    own = {id(new.parameter) for new in edit.new}
-    frozen: list[str] = []
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in own and parameter.requires_grad:
-            parameter.requires_grad_(False)
-            parameter.grad = None  # an optimizer would go on stepping, and decaying, by what is left of it
-            frozen.append(name)
-    return tuple(frozen)
+def _resting(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that train now and will not beside a new layer: all but those of layers that came to train alone, or not at all yet.
+
+    Every new layer has parameters that begin at zero. One that rests before it has trained would have no effect for ever.
+    """
+    records = sorted((number, told(module, number)) for number, _, module in grown(model))
+    growths = [growth for _, growth in records if growth is not None]
+    named = dict(model.named_parameters())
+    of = {id(named[name]): growth.number for name, growth in names_of_today(growths).items() if name in named}
+    training = [parameter for parameter in named.values() if parameter.requires_grad]
+    kept = {growth.number for growth in growths if growth.freeze_rest}
+    kept |= {of[id(each)] for each in training if id(each) in of and not whole(each).any()}
+    for growth in growths:
+        _refuse_resting_units(model, growth)
+    return [each for each in training if of.get(id(each)) not in kept]
+
+
+def _refuse_resting_units(model: nn.Module, growth: Growth) -> None:
+    """Raise if units that came with an earlier growth have no effect yet: frozen now, they would never have one."""
+    move = growth.site.move
+    if not isinstance(move, Width):
+        return
+    with suppress(UnknownSite):  # a later growth has taken the place apart
+        for fill, width in product(("row", "column"), [move.on(model)]):
+            parts = []
+            for axis in width.axes:
+                tensor, stretch = getattr(axis.module.find_module(), axis.name), width.stretch(axis)
+                ends = axis.start + axis.outer * (width.units + width.more) * axis.inner
+                if axis.fill == fill and tensor.dim() > 1 and tensor.requires_grad and tensor.shape[axis.dim] >= ends:
+                    parts.append(stretch.entries(whole(tensor)))
+            if parts and not any(bool(part.any()) for part in parts):
+                raise UnsupportedSite(
+                    f"freeze_rest must be False here, got True: the units of growth {growth.number} ({growth.site}) have no effect yet, "
+                    "and a part of a parameter cannot train alone. Train before, or undo that growth."
+                )
+
+
+def _freeze(model: nn.Module, resting: Sequence[nn.Parameter]) -> tuple[str, ...]:
+    """Let these parameters rest; their names."""
+    found = {id(parameter) for parameter in resting}
+    for parameter in resting:
+        parameter.requires_grad_(False)
+        parameter.grad = None  # an optimizer would go on stepping, and decaying, by what is left of it
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in found)
 
 
 def check_joining(

@@ -69,6 +69,7 @@ class Growth:
         rates: What ``lr_scale`` changed, or None.
         own_rate: The separate parameter groups that were added, or None.
         frozen: The names of the parameters that were frozen by this growth.
+        freeze_rest: Whether it came with ``freeze_rest``: it trains on when a later growth does.
         details: When and why it was chosen: epoch (or step), merit, ratio.
     """
 
@@ -82,6 +83,7 @@ class Growth:
     rates: RateScaling | None = None  # what the learning-rate factor changed
     own_rate: OwnRate | None = None  # its separate groups
     frozen: tuple[str, ...] = ()  # names of the parameters that were trained before and rest since
+    freeze_rest: bool = False  # a later growth that freezes the rest does not freeze this one
     details: Mapping[str, Any] = field(default_factory=dict)  # when and why it was chosen: epoch or step, merit, ratio
 
     def __str__(self) -> str:
@@ -113,6 +115,7 @@ class Growth:
             "rates": self.rates.to_dict() if self.rates else None,
             "own_rate": self.own_rate.to_dict() if self.own_rate else None,
             "frozen": list(self.frozen),
+            **({"freeze_rest": True} if self.freeze_rest else {}),
             "details": dict(self.details),
         }
         return {name: strict(value) for name, value in data.items()}
@@ -150,6 +153,7 @@ class Growth:
             rates=RateScaling.from_dict(data["rates"]) if data["rates"] else None,
             own_rate=OwnRate.from_dict(data["own_rate"]) if data.get("own_rate") else None,
             frozen=tuple(data.get("frozen", ())),
+            freeze_rest=data.get("freeze_rest", False),
             details=dict(data["details"]),
         )
 
@@ -212,9 +216,10 @@ def because(details: Mapping[str, Any]) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def names_of_today(growths: Iterable[Growth]) -> list[str]:
+def names_of_today(growths: Iterable[Growth]) -> dict[str, Growth]:
     """What the parameters that came with these growths, all of a model, are called now: later ones may have renamed them."""
-    names: list[str] = []
+    names: dict[str, Growth] = {}
     for growth in growths:
-        names = [growth.renames.get(name, name) for name in names] + list(growth.parameters)
+        names = {growth.renames.get(name, name): its for name, its in names.items()}
+        names.update(dict.fromkeys(growth.parameters, growth))
     return names
