@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from building import build, example_of
 from sensli import find_sites, insert
-from sensli.errors import UnsupportedModel
+from sensli.errors import BadExample, UnsupportedModel
+from sensli.modules.precision import tf32_note
+from sensli.moves.stack.finding import find_stacks
 
 
 def reasons(model: nn.Module, x: Tensor, **options: str) -> dict[str, str]:
@@ -106,3 +109,68 @@ def test_the_memory_layout_of_images_is_kept() -> None:
     new = [p for name, p in model.named_parameters() if "grown" in name and p.ndim == 4]
     assert new and all(p.is_contiguous(memory_format=torch.channels_last) for p in new)
     assert model[:3](x).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_an_example_without_values() -> None:
+    model, (x, _) = build("mlp")
+    for example in (x.to("meta"), (x, x.to("meta"))):
+        for search in (find_sites, find_stacks):
+            with pytest.raises(
+                BadExample, match=r"the example \(.*\) is on the meta device: it has shapes but no values"
+            ):
+                search(model, example)
+
+
+def test_the_last_layer_with_weights_says_why_nothing_goes_beside_it() -> None:
+    only = "is the only layer with weights: its input is the model's input, and its output the model's output"
+    assert reasons(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2)) == {"0": only}
+    assert reasons(nn.Linear(2, 2), torch.randn(2, 2)) == {"": only}
+    none = "no activation, no linear layer and no convolution was reached by the example, so there is nowhere to grow"
+    assert reasons(nn.Flatten(), torch.randn(2, 2)) == {"": none}
+    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    none = "no ReLU was reached by the example, so there is nowhere to grow"
+    assert reasons(two, torch.randn(2, 2), layer="relu") == {"": none}
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0].mean(1))
+
+    found = reasons(Recurrent(), torch.randn(2, 4, 3))
+    assert set(found) == {"rnn", "head"} and found["head"].startswith(
+        "is the last layer with weights: its output is the model's output, and before it there is no activation"
+    )
+
+
+def test_layers_inside_vmap() -> None:
+    class Mapped(nn.Module):
+        def __init__(self, way: Any) -> None:
+            super().__init__()
+            self.first, self.act, self.head, self.way = nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), way
+
+        def forward(self, x: Tensor) -> Any:
+            return self.way(lambda row: self.head(self.act(self.first(row))))(x)
+
+    x = torch.randn(5, 3)
+    for grow in ("layers", "units"):
+        with pytest.raises(
+            UnsupportedModel, match=r"Mapped calls first inside torch\.vmap, where the values of a sample"
+        ):
+            find_sites(Mapped(torch.vmap), x, grow=grow)
+        with pytest.raises(UnsupportedModel, match=r"inside torch\.vmap"):
+            find_sites(Mapped(lambda f: torch.vmap(torch.func.grad(lambda row: f(row).sum()))), x, grow=grow)
+        assert find_sites(Mapped(lambda f: f), x, grow=grow)
+
+
+def test_tf32_on_a_gpu_is_noted() -> None:
+    gpu = torch.device("cuda", 1)
+    note = tf32_note(gpu, convolutions=True, products=True)
+    assert note is not None
+    assert note.startswith("TF32 is on for convolutions and matrix products, so identities are not exact on cuda:1")
+    assert "on for matrix products, so" in str(tf32_note(gpu, convolutions=False, products=True))
+    assert tf32_note(gpu, convolutions=False, products=False) is None
+    assert tf32_note(torch.device("cpu"), convolutions=True, products=True) is None
+    assert tf32_note(None, convolutions=True, products=True) is None

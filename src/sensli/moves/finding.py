@@ -10,6 +10,7 @@ from torch import nn
 
 from sensli.modules import checks
 from sensli.modules.autocast import without_autocast
+from sensli.modules.precision import tf32_note_of
 from sensli.modules.wrappers import bare
 from sensli.moves.choosing import Where, check_where, chosen
 from sensli.moves.kinds import asked_for
@@ -17,7 +18,7 @@ from sensli.moves.naming import remember
 from sensli.moves.point import Ref
 from sensli.moves.search import Request, Search
 from sensli.moves.sites import Site, Sites, Skipped
-from sensli.moves.trace.flow import record
+from sensli.moves.trace.flow import check_values, record
 from sensli.moves.trace.stacks import parent_of
 from sensli.moves.trial import Trial
 from sensli.moves.twin.twins import INITS
@@ -96,7 +97,7 @@ def find_sites(
     units = check_units(units)
     model = bare(model)
     check_where(where, model)
-    checks.example("example", example)
+    check_values(checks.example("example", example))
     with torch.inference_mode(False):
         found, skipped, notes = _search(model, example, Request(layer, kernel_size, init, grow, units, start))
     sites = [replace(site, _root=Ref.to("", model)) for site in found]
@@ -106,6 +107,8 @@ def find_sites(
 
 def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped], list[str]]:
     flow = record(model, example)
+    if (note := tf32_note_of(model)) is not None:
+        flow.note(note)
     trial = Trial(flow, example)
     kinds = asked_for(request.grow)
     search = Search(model, example, flow, request, kinds)

@@ -96,13 +96,6 @@ class ListPlace:
         return cls(facts, tuple(Index(**index) for index in data["indices"]))
 
 
-def is_list(container: nn.Module | None) -> bool:
-    """Whether a container has its blocks by number and leaves it to the model to call them."""
-    if isinstance(container, nn.ModuleDict):
-        return len(container) > 0 and list(container._modules) == [str(number) for number in range(len(container))]
-    return isinstance(container, nn.ModuleList)
-
-
 def put_into_list(
     model: nn.Module, container: str, place: ListPlace, position: int, source: int, layer: nn.Module
 ) -> None:

@@ -24,6 +24,9 @@ from sensli.moves.trial import Trial, Verdict
 _ATTEMPTS = 24  # trials of one search: more would cost more than they find
 
 
+_LOOKED_FOR = {"twin": "no stack of blocks", "relu": "no ReLU"}
+
+
 class Refused(SensliError):
     """A place that cannot grow; the text becomes its reason in `Sites.skipped`."""
 
@@ -88,7 +91,7 @@ class Search:
                 kind.otherwise(self)
             self._confirm(trial)
         if not self.found and not self.skipped:
-            what = "no stack of blocks" if self.request.layer == "twin" else "no activation and no layer with weights"
+            what = _LOOKED_FOR.get(self.request.layer, "no activation, no linear layer and no convolution")
             self.skipped[""] = f"{what} was reached by the example, so there is nowhere to grow"
         self.found.sort(key=lambda candidate: candidate.moment)
         return [each.site for each in self.found], [Skipped(path, reason) for path, reason in self.skipped.items()]

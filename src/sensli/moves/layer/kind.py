@@ -153,6 +153,16 @@ class _Visit:
             once = len(self.flow.calls_of(call.path)) == 1
             if plain and once and call.output is not None and self.around.weights_follow(call):
                 self.search.offer(call, "after", call.output, self.placing.sites(call, "after", call.output))
+            elif plain and once and not self.around.weights_follow(call):
+                self.search.skipped.setdefault(call.path, self._why_last(call))
+
+    def _why_last(self, call: Call) -> str:
+        if any(self._has_parameters(given.node) for given in call.inputs):
+            return (
+                "is the last layer with weights: its output is the model's output, and before it there is no activation, linear layer or "
+                "convolution that a layer could go after"
+            )
+        return "is the only layer with weights: its input is the model's input, and its output the model's output"
 
 
 def _first_that_goes(one: Iterator[Site], other: Iterator[Site]) -> Iterator[Site]:

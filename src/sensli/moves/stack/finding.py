@@ -18,7 +18,7 @@ from sensli.moves.point import Ref
 from sensli.moves.search import Refused, Request, Search
 from sensli.moves.sites import Site, Sites, Skipped
 from sensli.moves.stack.stack import Stack
-from sensli.moves.trace.flow import Call, record
+from sensli.moves.trace.flow import Call, check_values, record
 from sensli.moves.trace.stacks import Stack as Row
 from sensli.moves.trace.stacks import parent_of
 from sensli.moves.twin.block_trial import NoTwin
@@ -29,6 +29,7 @@ from sensli.moves.twin.zeroing import block_flops
 def find_stacks(model: nn.Module, example: Any) -> Sites:
     """For each stack of equal blocks the site that copies it once, after its last block. The model is only read."""
     model = bare(model)
+    check_values(example)
     with torch.inference_mode(False):
         flow = record(model, example)
         search = Search(model, example, flow, Request(layer="twin"), [])

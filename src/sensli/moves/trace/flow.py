@@ -120,6 +120,8 @@ def record(model: nn.Module, example: Any) -> Flow:
     while True:
         try:
             output = _run(flow, given, flow.takes_gradients)
+        except UnsupportedModel:
+            raise
         except Exception as error:
             let_memory_through(error)
             if not flow.takes_gradients and put_back is None:
@@ -143,6 +145,15 @@ def record(model: nn.Module, example: Any) -> Flow:
             put_back = None
     flow.finish(output)
     return flow
+
+
+def check_values(example: Any) -> None:
+    """Refuse an example without values."""
+    if any(tensor.is_meta for tensor in tensors(example)):
+        raise BadExample(
+            f"the example ({describe(example)}) is on the meta device: it has shapes but no values, so nothing can be tried with it. "
+            "Give a few samples of the training data."
+        )
 
 
 def _check(model: nn.Module) -> None:
@@ -191,6 +202,11 @@ def _watched(flow: Flow) -> Iterator[None]:
 
     def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if any(map(_is_batched, tensors((args, kwargs)))):
+                raise UnsupportedModel(
+                    f"{type(flow.model).__name__} calls {path or 'itself'} inside torch.vmap, where the values of a sample cannot be "
+                    "looked at, so no place can be tried. Call the module on the whole batch instead, as most of torch's layers can be."
+                )
             seen = [Seen.of(t) for t in tensors((args, kwargs))]
             first = bool(args) and isinstance(args[0], Tensor)
             call = Call(path, module, next(clock), seen, first, args=args, kwargs=kwargs)
@@ -225,6 +241,16 @@ def _watched(flow: Flow) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for one sample of many inside `torch.vmap`, perhaps below another transform."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def _is_own_view(module: nn.Module, call: Call, output: Any) -> bool:

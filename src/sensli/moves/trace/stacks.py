@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.chain import Chain
-from sensli.moves.lists import is_list
 from sensli.moves.trace.activations import functional
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.graph import operation, reaches
@@ -26,6 +25,13 @@ _ELEMENTWISE = frozenset({
     "View", "Alias", "Clone", "ToCopy", "Mul", "Div", "Neg", "NativeDropout", "Tanh", "Relu", "Gelu", "Silu", "Mish", "Elu", "Celu",
     "LeakyRelu", "Hardswish", "Hardtanh", "Softsign", "Sigmoid", "Softplus", "Sin", "PreluKernel",
 })  # fmt: skip
+
+
+def is_list(container: nn.Module | None) -> bool:
+    """Whether a container has its blocks by number and leaves it to the model to call them."""
+    if isinstance(container, nn.ModuleDict):
+        return len(container) > 0 and list(container._modules) == [str(number) for number in range(len(container))]
+    return isinstance(container, nn.ModuleList)
 
 
 def _is_container(module: nn.Module | None) -> bool:

@@ -8,11 +8,10 @@ from itertools import chain
 
 from torch import nn
 
-from sensli.moves.lists import is_list
 from sensli.moves.trace.activations import CONVOLUTIONS, Activation, functional
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.graph import nearest_parameters, operation, origin
-from sensli.moves.trace.stacks import Paths, Stack, ancestors, parent_of
+from sensli.moves.trace.stacks import Paths, Stack, ancestors, is_list, parent_of
 
 LAYERS = (nn.Linear, *CONVOLUTIONS)
 

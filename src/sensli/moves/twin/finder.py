@@ -7,9 +7,9 @@ from typing import Any
 
 from sensli.modules.chain import Chain
 from sensli.moves.layer.modules import ParametricLayer, ResidualLayer
-from sensli.moves.lists import ListPlace, is_list
+from sensli.moves.lists import ListPlace
 from sensli.moves.trace.flow import Call, Flow, Seen
-from sensli.moves.trace.stacks import likeness, manner, signature
+from sensli.moves.trace.stacks import is_list, likeness, manner, signature
 from sensli.moves.trace.surroundings import never_negative
 from sensli.moves.twin.block_trial import NoTwin
 from sensli.moves.twin.counting import plan_list

@@ -8,11 +8,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from sensli.moves.lists import is_list
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call, Seen
-from sensli.moves.trace.stacks import Stack, parent_of, signature
+from sensli.moves.trace.stacks import Stack, is_list, parent_of, signature
 from sensli.moves.twin.block_trial import NoTwin
 from sensli.moves.twin.finder import TwinFinder
 from sensli.moves.twin.twins import Twin
