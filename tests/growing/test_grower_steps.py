@@ -297,13 +297,23 @@ def test_a_damaged_state_changes_nothing_at_all() -> None:
 # --- what the optimizer trains ---
 
 
-def test_without_an_optimizer_it_is_said_once() -> None:
+@pytest.mark.parametrize("trained", [True, False])
+def test_without_an_optimizer_it_is_said_once_in_a_training(trained: bool) -> None:
+    """At the first call of a loop that trains, or at the second one; one expansion before the optimizer is made is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = deep()
+        growing = grower(model)
+        if trained:
+            loss_fn(model(DATA[0][0]), DATA[0][1]).backward()
+        else:
+            assert growing.step(DATA, loss_fn) is not None
     with pytest.warns(UserWarning, match=r"no optimizer, so nothing will train.*growth\.parameters") as caught:
-        growing = grower(deep())
+        assert growing.step(DATA, loss_fn) is not None
     assert len(caught) == 1 and caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert growing.step(DATA, loss_fn) is not None
+        growing.step(DATA, loss_fn)
 
 
 def test_an_optimizer_of_another_model_is_refused_at_once() -> None:

@@ -21,7 +21,10 @@ from sensli.growing.strategies.pairs import Pair
 from sensli.growing.strategies.senn import DAMPING, Senn
 from sensli.growing.strategies.tiny import Tiny
 from sensli.growing.triggers import Every
+from sensli.integrations.looking import Facts
 from sensli.moves.width.width import Width
+from sensli.page.data import page_data
+from sensli.page.words import words
 
 WIDENING = [
     "random-units",
@@ -215,6 +218,42 @@ def test_llama_pro_spaces_blocks_evenly() -> None:
     )
     grower.step(batches, F.cross_entropy)
     assert len(grower.history) == 2 and len({growth.site.path for growth in grower.history}) == 2
+
+
+class Writer:
+    """Of TensorBoard: what it was told."""
+
+    def __init__(self) -> None:
+        self.tags: list[str] = []
+        self.texts: list[str] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.tags.append(tag)
+
+    def add_text(self, tag: str, text_string: str, global_step: int) -> None:
+        self.texts.append(text_string)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make", "measures"),
+    [("llama-pro", Stages, False), ("net2net", lambda: mlp(), False), ("gradmax", lambda: mlp(), True)],
+)
+def test_a_strategy_that_measures_nothing_logs_no_merit(strategy: str, make: Any, measures: bool) -> None:
+    torch.manual_seed(0)
+    model, batches, writer = make().double(), data(), Writer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grower = Grower(
+        model, optimizer, example=batches[0][0], trigger=Every(1), strategy=strategy, max_factor=None, log=writer
+    )
+    grower.step(batches, F.cross_entropy)
+    (growth,), (look,) = grower.history, grower.history.record.looks
+    assert look.measured == measures
+    assert any(tag.startswith("sensli/merit") for tag in writer.tags) == measures and "sensli/parameters" in writer.tags
+    for text in (*writer.texts, str(look), str(growth), words(page_data(grower.history))[1].split("<table")[0]):
+        assert ("merit" in text) == measures, text
+    assert ("merit" in growth.details) == measures
+    facts = Facts().of(grower, batches[0][0])
+    assert ("sensli/merit" in facts) == measures and "sensli/growths" in facts
 
 
 def test_every_strategy_says_what_it_is_and_whether_the_function_stays() -> None:

@@ -29,6 +29,7 @@ from sensli.moves.sites import Site
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
 from sensli.surgery.history.outline import outline
+from sensli.text.names import UNMEASURED
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,12 @@ class Call:
         self, looked: Looked, chosen: Sequence[Merit], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> None:
         """Grow what was chosen; where growths are tried first, what won, with the values it ended with."""
+        measured = looked.merits is not None and looked.merits.norm != UNMEASURED
         outcome = self._try(chosen, batches, loss_fn)
         if outcome is None:
-            looked.grown = self._grow(chosen)
+            looked.grown = self._grow(chosen, measured)
             return
-        looked.grown = self._grow([] if outcome.winner is None else [outcome.winner])
+        looked.grown = self._grow([] if outcome.winner is None else [outcome.winner], measured)
         outcome.take_over()
         self.options.trigger.judged(outcome.tried.grew)
         looked.tried = outcome.tried
@@ -140,7 +142,7 @@ class Call:
         trying = Trying(trial, self.model, self.followers, self.history, options, self.example, self.together)
         return trying.run(candidates, batches, loss_fn, self.on_failure)
 
-    def _grow(self, chosen: Sequence[Merit]) -> list[tuple[Merit, Growth]]:
+    def _grow(self, chosen: Sequence[Merit], measured: bool) -> list[tuple[Merit, Growth]]:
         """Grow at the first ones that the trigger still allows, at most ``count``; at all of them if they are one decision."""
         options, grown = self.options, list[tuple[Merit, Growth]]()
         most = len(chosen) if self.strategy.all_at_once else options.count
@@ -154,7 +156,7 @@ class Call:
             if not options.trigger.allows(site, self._moment_of(merit_now)):
                 continue
             growth = self.followers.insert(
-                self.model, merit_now, self.history, options, when=self._when, first=not grown
+                self.model, merit_now, self.history, options, when=self._when, first=not grown, measured=measured
             )
             grown.append((merit, growth))
         if grown:

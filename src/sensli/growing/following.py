@@ -50,6 +50,7 @@ class Followers:
         *,
         when: Mapping[str, int],
         first: bool,
+        measured: bool = True,
     ) -> Growth:
         """Insert the layer, and let everything follow. What concerns the rest of the model is done once per look, with the ``first``."""
         check_alike(model, self.averaged)
@@ -57,7 +58,8 @@ class Followers:
             model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=options.lr_scale if first else 1.0,
             own_rate=options.own_rate, group=options.group, freeze_rest=options.freeze_rest,
         )  # fmt: skip
-        growth = replace(growth, details={**when, "merit": merit.value, "ratio": merit.ratio})
+        found = {"merit": merit.value, "ratio": merit.ratio} if measured else {}
+        growth = replace(growth, details={**when, **found})
         history.append(growth)  # at once: what is in the history is taken back if anything fails from here on
         follow(self.averaged, growth, model)
         return growth

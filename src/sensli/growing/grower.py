@@ -53,7 +53,8 @@ class Grower:
 
     Args:
         model: The network to grow, or its wrapper.
-        optimizer: The optimizer or optimizers that train the model. Without one nothing trains the new layers.
+        optimizer: The optimizer or optimizers that train the model. Without one nothing trains the new layers; none is needed for an
+            expansion before the optimizer is made.
         example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments; keys that ``forward`` does
             not take, such as labels, are left out.
         trigger: When to look, one of `sensli.growing.triggers`, for example ``Every(10) & AtMost(3)``.
@@ -157,8 +158,7 @@ class Grower:
         self._recycling = Recycling(self._followers)
         self._said_too_large = False
         self._strategy.attend(bare(model), self.optimizers, self.history)
-        if not self.optimizers:
-            warnings.warn(NO_OPTIMIZER, stacklevel=2)
+        self._said_no_optimizer = bool(self.optimizers)
 
     def __repr__(self) -> str:
         network, grown = bare(self.model), len(self.history)
@@ -194,6 +194,9 @@ class Grower:
         Returns:
             The growth (with ``count`` > 1 the first one; `history` has all), or None if nothing was inserted.
         """
+        if not self._said_no_optimizer and self._in_training:
+            warnings.warn(NO_OPTIMIZER, stacklevel=2)
+            self._said_no_optimizer = True
         with ExitStack() as on_failure:
             on_failure.callback(self._count_again, self.calls, self.last_merits)
             with Together(self.model, "step the grower") as together:
@@ -209,6 +212,11 @@ class Grower:
                     self._tell_of(looked)
             on_failure.pop_all()
         return looked.grown[0][1] if looked is not None and looked.grown else None
+
+    @property
+    def _in_training(self) -> bool:
+        """Whether something trains the model: an expansion before there is an optimizer is one call, and no gradient is there."""
+        return self.calls > 0 or any(parameter.grad is not None for parameter in bare(self.model).parameters())
 
     def _count_again(self, calls: int, merits: Merits | None) -> None:
         self.calls, self.last_merits = calls, merits

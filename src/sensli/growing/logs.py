@@ -51,7 +51,7 @@ def _each(log: Log) -> Sequence[Any]:
 
 
 def _write(writer: ScalarWriter, look: Look) -> None:
-    for merit in look.merits:
+    for merit in look.merits if look.measured else ():
         writer.add_scalar(f"sensli/merit/{merit.site}", merit.value, look.call)
     if look.merits and look.merits[0].ratio is not None:
         writer.add_scalar("sensli/best ratio", look.merits[0].ratio, look.call)

@@ -12,6 +12,7 @@ from sensli.growing.grower import Grower
 from sensli.merits.merits import Merits
 from sensli.modules.flops import count_flops
 from sensli.modules.wrappers import bare
+from sensli.text.names import UNMEASURED
 
 
 class StandIn:
@@ -81,7 +82,7 @@ class Facts:
             "flops": self._flops[1],
         }
         merits = grower.last_merits
-        if merits is not None and merits is not self._seen:
+        if merits is not None and merits is not self._seen and merits.norm != UNMEASURED:
             facts.update(merit=merits.best.value, ratio=merits.best.ratio)
         self._seen = merits
         return {f"sensli/{name}": float(value) for name, value in facts.items() if value is not None}

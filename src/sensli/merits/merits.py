@@ -96,7 +96,7 @@ class Merits(Sequence[Merit]):
     Layers and units are in one table: all merits are squared norms of gradients of the same loss.
 
     Attributes:
-        norm: The name of the norm.
+        norm: The name of the norm; ``"none"`` where nothing was measured, so that the values are no merits.
         batches: How many batches were used.
         samples: How many samples were used, if known.
         loss: The mean loss over the data. None if a probe did not see it.

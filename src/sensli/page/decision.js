@@ -37,6 +37,6 @@ const decision = (epoch, again) => {
     parts.push(make("p", { class: "line" }, ...line.split(/(\S*\de[-+]\d+\S*|->)/).map((part, i) => (i % 2 ? make("span", { class: "whole" }, part) : part))));
   }
   if (look.inserted.length) parts.push(make("p", { class: "why" }, make("b", {}, "Why this place: "), `${look.reason}.${look.undone.length ? " Undone later." : ""}`));
-  if (look.merits.length) parts.push(...bars(look));
+  if (look.merits.length && look.norm !== "none") parts.push(...bars(look)); // otherwise nothing was measured
   space.replaceChildren(...parts);
 };

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from sensli.text.html_tables import html_table
-from sensli.text.names import PER
+from sensli.text.names import PER, UNMEASURED
 from sensli.text.tables import short_number
 
 
@@ -50,11 +50,11 @@ def _look(look: dict[str, Any], unit: str) -> str:
     lines = "".join(f"<p class='line'>{escape(line)}</p>" for line in look["line"].splitlines())
     undone = "<p>Undone later.</p>" if look["undone"] else ""
     reason = f"<p>Why: {escape(look['reason'])}.</p>" if look["inserted"] else ""
-    per = look["per"]
+    per, measured = look["per"], look["norm"] != UNMEASURED
     rows = [
         [
             merit["site"],
-            f"{merit['value']:.3e}",
+            f"{merit['value']:.3e}" if measured else "",
             "" if merit["ratio"] is None else f"{merit['ratio']:.2f}",
             short_number(merit["parameters"]),
             short_number(merit["flops"]),

@@ -9,3 +9,4 @@ PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are co
 TRAINER_FILE = "sensli.json"  # beside the weights in every folder that a growing Trainer of Hugging Face saves
 DEVICES = ("auto", "cpu", "cuda", "mps")  # of the experiments
 TASKS = ("teacher", "spirals", "fashion", "vgg", "resnet", "text")  # of `sensli compare`
+UNMEASURED = "none"  # the norm where a strategy takes places without measuring them: its values are no merits

@@ -36,6 +36,7 @@ from sensli.modules.marks import count_growths
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site, Sites
 from sensli.moves.twin.twins import LASTS, Twin
+from sensli.text.names import UNMEASURED
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -88,7 +89,7 @@ class AutoGrow(Strategy):
     ) -> Merits:
         if self.start == "trained":
             return by_one(self._trained, self, model, sites, batches, loss_fn)
-        return Merits([Merit(site, 1.0) for site in sites], norm="none", batches=0)
+        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
 
     def _trained(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
@@ -98,7 +99,7 @@ class AutoGrow(Strategy):
         found = [
             adam_init(bare(model), site, every, loss_fn) if index == due else site for index, site in enumerate(sites)
         ]
-        return Merits([Merit(site, 1.0) for site in found], norm="none", batches=len(every))
+        return Merits([Merit(site, 1.0) for site in found], norm=UNMEASURED, batches=len(every))
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         if self.last is not None and self.last not in self.closed and self._stalled(moment.metric):

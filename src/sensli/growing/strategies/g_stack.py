@@ -31,6 +31,7 @@ from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site, Sites
 from sensli.moves.stack.finding import find_stacks
 from sensli.moves.stack.stack import Stack
+from sensli.text.names import UNMEASURED
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -67,7 +68,7 @@ class GStack(Strategy):
         """The factor: of what fits, the largest is taken."""
         copied = _copied(bare(model))  # as the model itself tells
         merits = [Merit(site, 0.0 if site.path in copied else _stack(site).copies + 1.0) for site in sites]
-        return Merits(merits, norm="none", batches=0)
+        return Merits(merits, norm=UNMEASURED, batches=0)
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         ranked = sorted((merit for merit in merits if merit.value > 0), key=lambda merit: -merit.site.parameters)

@@ -14,6 +14,7 @@ from sensli.growing.triggers import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.moves.sites import Site, Sites
+from sensli.text.names import UNMEASURED
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -47,7 +48,7 @@ class InTurn(Strategy):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        return Merits([Merit(site, 1.0) for site in sites], norm="none", batches=0)
+        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         places = [_place(merit.site) for merit in merits]

@@ -21,6 +21,7 @@ from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
 from sensli.moves.sites import Site, Sites
+from sensli.text.names import UNMEASURED
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -48,7 +49,7 @@ class LlamaPro(Strategy):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        return Merits([Merit(site, 1.0) for site in sites], norm="none", batches=0)
+        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         ends = [merit.site for merit in merits if merit.site.side == "after"] or [merit.site for merit in merits]

@@ -35,6 +35,7 @@ from sensli.moves.sites import Site, Sites
 from sensli.moves.width.confirming import in_order
 from sensli.moves.width.width import Width
 from sensli.surgery.history.history import History
+from sensli.text.names import UNMEASURED
 
 THRESHOLD = 0.01
 LEAST = 2  # units of a layer that stay: one alone could not be widened again
@@ -88,7 +89,7 @@ class MorphNet(Rival):
                 redrawn(site, network, share, made, self.generator) if isinstance(site.move, Width) else site
                 for site in sites
             ]
-        return Merits([Merit(site, 1.0) for site in sites], norm="none", batches=0)
+        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         if self.phase == REST:

@@ -16,6 +16,7 @@ from sensli.growing.strategies.rival import Rival
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.moves.sites import Site, Sites
+from sensli.text.names import UNMEASURED
 
 
 class Net2Net(Rival):
@@ -30,4 +31,4 @@ class Net2Net(Rival):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        return Merits([Merit(site, 1.0) for site in sites], norm="none", batches=0)
+        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)

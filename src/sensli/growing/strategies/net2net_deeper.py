@@ -32,6 +32,7 @@ from sensli.modules.wrappers import bare
 from sensli.moves.layer.forms import Layer
 from sensli.moves.sites import Site
 from sensli.moves.taps import tap
+from sensli.text.names import UNMEASURED
 
 
 class Net2NetDeeper(InTurn):
@@ -60,7 +61,7 @@ class Net2NetDeeper(InTurn):
         normed = [site for site in sites if _norm_beside(network, site)]
         found, count = _statistics(network, normed, batches, loss_fn)
         merits = [Merit(found.get(site, site), 1.0) for site in sites]
-        return Merits(merits, norm="none", batches=count)
+        return Merits(merits, norm=UNMEASURED, batches=count)
 
     def keeps_function(self) -> bool:
         return self._keeps

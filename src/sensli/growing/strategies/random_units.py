@@ -13,6 +13,7 @@ from sensli.growing.triggers import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.moves.sites import Site, Sites
+from sensli.text.names import UNMEASURED
 
 
 class RandomUnits(Rival):
@@ -24,7 +25,7 @@ class RandomUnits(Rival):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        return Merits([Merit(site, 1.0) for site in sites], norm="none", batches=0)
+        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         drawn = torch.randperm(len(merits), generator=self.generator).tolist()

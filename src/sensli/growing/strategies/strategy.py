@@ -48,7 +48,8 @@ class Strategy(Protocol):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        """What each of the sites is worth. Raises `ZeroMerits` if none is worth anything."""
+        """What each of the sites is worth; with ``norm="none"`` the values are no merits, and none is logged. Raises `ZeroMerits` if none
+        is worth anything."""
         ...
 
     def choose(self, merits: Merits, moment: Moment) -> Sequence[Site]:

@@ -40,6 +40,7 @@ from sensli.moves.point import Ref
 from sensli.moves.sites import Site
 from sensli.moves.width.width import Factor, Width
 from sensli.surgery.history.history import History
+from sensli.text.names import UNMEASURED
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -65,7 +66,7 @@ class VarianceTransfer(Rival):
         pairs = pairs_of(network, sites)
         reads = surroundings(network, [pair.reader for pair in pairs], batches, loss_fn)
         merits = [Merit(self.widened(pair, *read), 1.0) for pair, read in zip(pairs, reads, strict=True)]
-        return Merits(merits, norm="none", batches=0)
+        return Merits(merits, norm=UNMEASURED, batches=0)
 
     def widened(self, pair: Pair, is_output: bool, norm: tuple[str, nn.Module] | None) -> Site:
         """The site with pairs of units that cancel, and what is rescaled."""

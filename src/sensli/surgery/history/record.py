@@ -13,6 +13,7 @@ from typing import Any
 from sensli.merits.merits import Merit, Merits
 from sensli.surgery.history.outline import Unit
 from sensli.surgery.history.tried import Tried
+from sensli.text.names import UNMEASURED
 
 UNITS = ("epoch", "step")  # what one call of `Grower.step` may be called
 LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at every step costs no memory
@@ -122,6 +123,11 @@ class Look:
             **facts,
         )
 
+    @property
+    def measured(self) -> bool:
+        """Whether the values of the sites are merits: some strategies take places without measuring any."""
+        return self.norm != UNMEASURED
+
     def __str__(self) -> str:
         if not self.inserted:
             return f"{self.unit} {self.call}: nothing inserted | {self.reason}"
@@ -136,13 +142,14 @@ class Look:
 
     def _line(self, merit: SiteMerit, added: int, parameters: int | None) -> str:
         ratio = f", {merit.ratio:.2g} x mean" if merit.ratio is not None else ""
+        worth = f" | merit {merit.value:.1e}{ratio}" if self.measured else ""
         flops = f", {merit.flops / self.flops:+.0%} FLOPs".replace("%", " %") if self.flops else ""
         cost = f"+{added:,} parameters" if not parameters else factor_text(parameters, parameters + added)
         change = "" if self.kept else " | the function is not kept"
         rule = f" | {self.rule}" if self.rule else ""
         sign = "" if merit.site.startswith("-") else "+"
         grown = f"{self.unit} {self.call}: {sign}{merit.site.removeprefix('+')}"
-        return f"{grown} | merit {merit.value:.1e}{ratio} | {cost}{flops}{rule}{change}"
+        return f"{grown}{worth} | {cost}{flops}{rule}{change}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
