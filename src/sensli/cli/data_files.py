@@ -120,8 +120,8 @@ def _tokens(text: str, directory: Path | None) -> Tensor:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        return torch.tensor(tokenizer(text)["input_ids"])
-    return torch.tensor(list(text.encode()), dtype=torch.long)
+        return torch.tensor(tokenizer(text)["input_ids"], device="cpu")
+    return torch.tensor(list(text.encode()), dtype=torch.long, device="cpu")
 
 
 def _arguments(model: nn.Module) -> set[str]:

@@ -184,7 +184,7 @@ def _draw(arms: list[Arm], x: Tensor, y: Tensor, path: Path) -> None:
         layout="constrained",
         height_ratios=[3, 2.2],
     )
-    ticks = torch.linspace(-1.75, 1.75, 300)
+    ticks = torch.linspace(-1.75, 1.75, 300, device="cpu")
     grid = torch.stack(torch.meshgrid(ticks, ticks, indexing="xy"), dim=-1)
     for arm in arms:
         with torch.no_grad():

@@ -105,8 +105,8 @@ def parse_input(text: str) -> Tensor:
     shape = [int(size) for size in found.group(2).split("x")]
     try:
         if dtype.is_floating_point:
-            return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-        return torch.zeros(shape, dtype=dtype)
+            return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0), device="cpu")
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         why = str(error).partition("\n")[0]
         raise BadExample(

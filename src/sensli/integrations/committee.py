@@ -22,8 +22,8 @@ class Committee(nn.Module):
 
     def __init__(self, members: Iterable[nn.Module], mean: Any, scale: Any, *, classify: bool) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float64))
-        self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float64, device="cpu"))
+        self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64, device="cpu"))
         self.members, self.classify, self.smoothing = nn.ModuleList(members), classify, 0.0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
                 model.members.float()
                 self._stacked = Stacked(list(model.members), self.learning_rate, self.weight_decay)
                 model.members.double()
-            everything = torch.arange(len(x))
+            everything = torch.arange(len(x), device="cpu")
             data = _data(model, x, y, weight, [everything] * len(model.members), [], torch.float32)
             try:
                 loss = train_on(self._stacked, data, self._losses, self.batch_size)
@@ -183,7 +183,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _folds(self, y: Any, random: Any, members: int) -> tuple[list[Tensor], list[Tensor]]:
         """The rows that each network trains on and holds out; below a size all train on all."""
         if len(y) < max(FEWEST, members):
-            return [torch.arange(len(y))] * members, []
+            return [torch.arange(len(y), device="cpu")] * members, []
         alike = self._classify and np.unique(y, return_counts=True)[1].min() >= members
         folds = (StratifiedKFold if alike else KFold)(members, shuffle=True, random_state=random)
         pairs = [(torch.from_numpy(train), torch.from_numpy(rest)) for train, rest in folds.split(y, y)]
@@ -199,7 +199,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         x = validate_data(self, x, reset=False, dtype=np.float64)
         with torch.no_grad():
-            out: Tensor = self.model_(torch.tensor(x))  # a copy: what pandas hands out may be read-only
+            out: Tensor = self.model_(torch.tensor(x, device="cpu"))  # a copy: what pandas hands out may be read-only
             return out
 
     @property
@@ -227,9 +227,9 @@ def _data(
     model: Committee, x: Any, y: Any, weight: Any, rows: list[Tensor], held_out: list[Tensor], precision: torch.dtype
 ) -> Data:
     """Standardised as the model does it."""
-    standard = (torch.tensor(x) - model.mean) / model.scale
-    target = torch.tensor(y, dtype=precision if np.issubdtype(y.dtype, np.floating) else None)
-    return Data(standard.to(precision), target, torch.tensor(weight, dtype=precision), rows, held_out)
+    standard = (torch.tensor(x, device="cpu") - model.mean) / model.scale
+    target = torch.tensor(y, dtype=precision if np.issubdtype(y.dtype, np.floating) else None, device="cpu")
+    return Data(standard.to(precision), target, torch.tensor(weight, dtype=precision, device="cpu"), rows, held_out)
 
 
 def _silent(line: str) -> None:

@@ -236,7 +236,7 @@ class Fit:
 
     def finish(self) -> None:
         """Train the networks on all samples for a while, with a learning rate that falls to zero."""
-        everything = [torch.arange(len(self.data.x))] * len(self.networks)
+        everything = [torch.arange(len(self.data.x), device="cpu")] * len(self.networks)
         data = Data(self.data.x, self.data.y, self.data.weight, everything)
         stacked, epochs = self._stacked(), math.ceil((FALLING if self._falls else FINISH) * self._led)
         self.say(f"{epochs} epochs on all {len(self.data.x)} samples")

@@ -35,7 +35,7 @@ class Data:
     def _padded(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Rows of equal number for every network, and the weights of these samples: zero where a row fills up."""
         padded = pad_sequence(list(rows), batch_first=True)
-        real = torch.arange(padded.shape[1]) < torch.tensor([[len(each)] for each in rows])
+        real = torch.arange(padded.shape[1], device="cpu") < torch.tensor([[len(each)] for each in rows], device="cpu")
         return padded, self.weight[padded] * real
 
     def part(self, rows: Tensor, weight: Tensor) -> Part:
@@ -52,7 +52,7 @@ class Data:
         if count == 1:
             yield self._whole
             return
-        order = torch.rand(self.rows.shape).argsort(dim=1)
+        order = torch.rand(self.rows.shape, device="cpu").argsort(dim=1)
         rows, weight = self.rows.gather(1, order), self._shares.gather(1, order)
         for some, its in zip(rows.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True):
             yield self.part(some, its)

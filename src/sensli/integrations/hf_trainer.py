@@ -173,7 +173,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 def _weight(inputs: Any, items: Any) -> Tensor:
     if items is not None:
-        return torch.empty(1, dtype=torch.int8).expand(int(items))
+        return torch.empty(1, dtype=torch.int8, device="cpu").expand(int(items))
     for tensor in tensors(dict(inputs)):
         if tensor.dim() > 0:
             return tensor

@@ -21,7 +21,7 @@ class Update:
 
     def counted(self, samples: int) -> tuple[Tensor, Update]:
         """As a `Trial` takes it: its FLOPs are counted by the length of the first tensor."""
-        return torch.empty(1, dtype=torch.int8).expand(samples), self
+        return torch.empty(1, dtype=torch.int8, device="cpu").expand(samples), self
 
 
 def check_trial(trial: Trial) -> None:

@@ -101,10 +101,10 @@ def _trace_of_inverse(root: Tensor) -> Tensor:
     """Exact for small moments; of others from random signs, the same ones every time, to about a thousandth."""
     length = root.shape[-1]
     if length <= _SMALL:
-        probes = torch.eye(length)
+        probes = torch.eye(length, device="cpu")
     else:
         generator = torch.Generator().manual_seed(0)  # its own, so that the global random state is not touched
-        probes = torch.randint(0, 2, (length, _PROBES), generator=generator) * 2.0 - 1
+        probes = torch.randint(0, 2, (length, _PROBES), generator=generator, device=generator.device) * 2.0 - 1
     found = _solved(root, probes.to(root).expand(len(root), -1, -1)).double().square().sum((-2, -1))
     return found if length <= _SMALL else found / _PROBES
 

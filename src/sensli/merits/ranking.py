@@ -66,7 +66,7 @@ def _smallest(merits: Sequence[float], stacks: Stacks, count: int, generator: to
 
 
 def _random(merits: Sequence[float], stacks: Stacks, count: int, generator: torch.Generator) -> list[int]:
-    order: list[int] = torch.randperm(len(merits), generator=generator).tolist()
+    order: list[int] = torch.randperm(len(merits), generator=generator, device=generator.device).tolist()
     return order
 
 

@@ -189,7 +189,7 @@ def _lanczos(matrices: Tensor, floor: float) -> float:
     generator = torch.Generator().manual_seed(0)  # its own, so that the global random state is not touched
     starts = _STARTS if parts == 2 else 1  # a lone matrix is never dropped, only done
     shape = (count, starts, parts, min(matrices.shape[2:]))
-    vectors = torch.randn(shape, generator=generator, dtype=matrices.dtype).to(matrices.device)
+    vectors = torch.randn(shape, generator=generator, dtype=matrices.dtype, device=generator.device).to(matrices.device)
     vectors /= vectors.square().sum((2, 3), keepdim=True).sqrt()
     before = torch.zeros_like(vectors)
     beside = vectors.new_zeros(count, starts, 1)  # of the diagonal: one column ahead

@@ -51,7 +51,7 @@ def made_general(module: nn.Module) -> Callable[[], None]:
             low, high = parameter.detach().aminmax()
             if low == high:
                 kept.append((parameter, parameter.detach().clone()))
-                noise = 0.1 * torch.randn(parameter.shape, generator=generator)
+                noise = 0.1 * torch.randn(parameter.shape, generator=generator, device=generator.device)
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
             elif parameter.ndim >= 2 and (factor := _enlargement(parameter)) > 1:
                 scaled.append((parameter, factor))

@@ -52,7 +52,7 @@ class Copied(Stretch):
 
     def _counts(self) -> Tensor:
         """How many of each unit there are, with its copies."""
-        copies = torch.tensor([source for source in self.sources if source != FRESH], dtype=torch.long)
+        copies = torch.tensor([source for source in self.sources if source != FRESH], dtype=torch.long, device="cpu")
         return 1 + torch.bincount(copies, minlength=self.units)
 
     def owned(self, tensor: Tensor) -> Tensor:

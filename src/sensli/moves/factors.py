@@ -121,7 +121,7 @@ def parts_of(
 ) -> dict[str, Tensor | Outer]:
     """The same with moments that are not written out; without the gradient where it comes by another way."""
     positions = inputs.seen / samples
-    counts = torch.tensor([samples, inputs.seen, inputs.used, outputs.used], dtype=torch.float64)
+    counts = torch.tensor([samples, inputs.seen, inputs.used, outputs.used], dtype=torch.float64, device="cpu")
     parts: dict[str, Tensor | Outer] = {
         f"inputs{index}": Outer(inputs),
         # A sample's gradient is a sum over its positions. If these are independent, its variance is as many times that of one.

@@ -308,7 +308,7 @@ def _gradients(
     if not results or not asked:
         return None
     generator = torch.Generator().manual_seed(1)
-    weights = [(torch.rand(t.shape, generator=generator) + 0.5).to(t.device, t.dtype) for t in results]
+    weights = [(torch.rand(t.shape, generator=generator, device="cpu") + 0.5).to(t.device, t.dtype) for t in results]
     # Asked for one by one they are the same; what a checkpoint computes again is not seen by the hooks.
     found = torch.autograd.grad(results, asked, weights, allow_unused=True, retain_graph=again)
     by_id = {id(w): g for w, g in zip(asked, found, strict=True)}

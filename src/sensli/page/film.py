@@ -21,7 +21,7 @@ class Film:
         self.calls: list[int] = []
         self._pictures: list[str] = []
         self._weights: list[list[dict[str, Any]]] = []
-        ticks = torch.linspace(-EXTENT, EXTENT, SIDE)
+        ticks = torch.linspace(-EXTENT, EXTENT, SIDE, device="cpu")
         rows, columns = torch.meshgrid(ticks.flip(0), ticks, indexing="ij")  # the first row of a picture is its top
         self._grid = torch.stack([columns, rows], dim=-1).view(-1, 2)
 

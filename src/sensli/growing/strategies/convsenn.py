@@ -105,7 +105,7 @@ class ConvSenn(Strategy):
         return {"convsenn_generator": self.generator.get_state().tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.generator.set_state(torch.tensor(state["convsenn_generator"], dtype=torch.uint8))
+        self.generator.set_state(torch.tensor(state["convsenn_generator"], dtype=torch.uint8, device="cpu"))
 
     def _started(self, site: Site) -> Site:
         """A site whose units begin with small random entries on both sides; a layer as it is."""
@@ -120,7 +120,7 @@ class ConvSenn(Strategy):
         like: Tensor = getattr(axis.module.find_module(), axis.name)
         shape = list(like.shape)
         shape[axis.dim] = axis.outer * width.more * axis.inner
-        return SPREAD * torch.randn(shape, generator=self.generator).to(like)
+        return SPREAD * torch.randn(shape, generator=self.generator, device=self.generator.device).to(like)
 
 
 def grown_copy(model: nn.Module, site: Site) -> nn.Module:

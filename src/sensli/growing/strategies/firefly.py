@@ -110,7 +110,7 @@ class Extended:
 
     def gates(self, batches: Sequence[Any], loss_fn: LossFunction | None) -> list[Tensor]:
         """The gradient of each candidate's gate, over one pass: splits first, then new units."""
-        total = [torch.zeros(len(moved) + len(rows), dtype=moved.dtype) for moved, rows, _ in self.free]
+        total = [torch.zeros(len(moved) + len(rows), dtype=moved.dtype, device="cpu") for moved, rows, _ in self.free]
         samples = 0
         with untouched(self.network), torch.inference_mode(False), torch.enable_grad():
             for index, batch in enumerate(batches):
@@ -131,9 +131,9 @@ def _drawn(pair: Pair, generator: torch.Generator) -> tuple[Tensor, Tensor, Tens
     new = min(NEW, units)
 
     def uniform(*shape: int) -> Tensor:
-        return 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
+        return 2 * torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device) - 1
 
-    normal = torch.randn(new, rows, generator=generator, dtype=torch.float64)
+    normal = torch.randn(new, rows, generator=generator, dtype=torch.float64, device=generator.device)
     return tuple(
         part.requires_grad_() for part in (0.1 * uniform(units, rows), 0.1 * normal, 0.01 * uniform(new, columns))
     )  # type: ignore[return-value]

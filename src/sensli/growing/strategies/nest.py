@@ -41,10 +41,10 @@ def _shared(
     bypass: Tensor, sizes: Tensor, places: Tensor, units: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Rows and columns of so many units, each with every so-many-th of the pairs."""
-    rows = torch.zeros(units, bypass.shape[0], dtype=bypass.dtype)
-    columns = torch.zeros(units, bypass.shape[1], dtype=bypass.dtype)
-    signs = torch.randint(2, sizes.shape, generator=generator) * 2.0 - 1.0
-    unit = torch.arange(len(sizes)) % units
+    rows = torch.zeros(units, bypass.shape[0], dtype=bypass.dtype, device="cpu")
+    columns = torch.zeros(units, bypass.shape[1], dtype=bypass.dtype, device="cpu")
+    signs = torch.randint(2, sizes.shape, generator=generator, device=generator.device) * 2.0 - 1.0
+    unit = torch.arange(len(sizes), device="cpu") % units
     here, there = places // bypass.shape[1], places % bypass.shape[1]
     rows.index_put_((unit, here), -signs * bypass[here, there].sign() * sizes.sqrt(), accumulate=True)
     columns.index_put_((unit, there), signs * sizes.sqrt(), accumulate=True)

@@ -107,7 +107,7 @@ def _adding(site: Site, sums: dict[Site, list[Tensor]]) -> Any:
     def watch(value: Tensor, args: Any, kwargs: Any) -> Tensor:
         x = value.detach().double()
         x = (x.relu() if leading else x).transpose(0, 1).flatten(1)
-        own = [torch.tensor(float(x.shape[1])).to(x), x.sum(1), x.square().sum(1)]
+        own = [torch.tensor(float(x.shape[1]), device="cpu").to(x), x.sum(1), x.square().sum(1)]
         sums[site] = own if site not in sums else [a + b for a, b in zip(sums[site], own, strict=True)]
         return value
 

@@ -26,7 +26,7 @@ class NetMorph(Rival):
         rows, columns = pair.existing_rows, pair.existing_columns
         zero_rows = rows.shape[1] < columns.shape[1]
         drawn = [
-            torch.randn(pair.width.more, old.shape[1], generator=self.generator, dtype=torch.float64)
+            torch.randn(pair.width.more, old.shape[1], generator=self.generator, dtype=torch.float64, device="cpu")
             * old.std(correction=0)
             for old in (rows, columns)
         ]

@@ -40,7 +40,7 @@ class North(Rival):
         made = pair.h @ pair.existing_rows.T
         basis = torch.linalg.svd(made, full_matrices=False)
         taken = basis.U[:, RANK * basis.S.max() < basis.S]
-        drawn = torch.randn(len(made), pair.width.more, generator=self.generator, dtype=torch.float64)
+        drawn = torch.randn(len(made), pair.width.more, generator=self.generator, dtype=torch.float64, device="cpu")
         free = drawn - taken @ (taken.T @ drawn)
         rows = torch.linalg.lstsq(pair.h, free, driver="gelsd").solution.T
         rows = rows * (mean_norm(pair.existing_rows) / rows.norm(dim=1, keepdim=True).clamp_min(1e-12))

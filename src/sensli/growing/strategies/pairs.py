@@ -85,7 +85,7 @@ class Pair:
         ``residual``: of the part of the cotangents that the reader's own weights cannot serve.
         """
         left = self.g - self.a @ self.explained if residual else self.g
-        total, begin = torch.zeros((), dtype=torch.float64), 0
+        total, begin = torch.zeros((), dtype=torch.float64, device="cpu"), 0
         for x, read, cotangent in zip(self.inputs, self.reads, self.cotangents, strict=True):
             rows = cotangent.numel() // left.shape[1]
             own = _unfeatured(self.reader, left[begin : begin + rows], cotangent)

@@ -28,5 +28,5 @@ class RandomUnits(Rival):
         return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
-        drawn = torch.randperm(len(merits), generator=self.generator).tolist()
+        drawn = torch.randperm(len(merits), generator=self.generator, device=self.generator.device).tolist()
         return [merits[index].site for index in drawn]

@@ -49,6 +49,6 @@ def _drawn(axis: Axis, shape: Sequence[int], like: Tensor, source: torch.Generat
         return like.new_zeros(shape)
     weight: Tensor = getattr(axis.module.find_module(), axis.name)
     bound = (weight.numel() / len(weight)) ** -0.5
-    drawn = 2 * torch.rand(shape, generator=source, dtype=torch.float64) - 1
+    drawn = 2 * torch.rand(shape, generator=source, dtype=torch.float64, device=source.device) - 1
     entries: Tensor = (drawn * bound).to(like)
     return entries

@@ -100,7 +100,7 @@ class Rival(Strategy):
         turn = state["turn"]
         if type(turn) is not int or turn < 0:
             raise ValueError(f"turn is {turn!r}")
-        self.generator.set_state(torch.tensor(state["rival_generator"], dtype=torch.uint8))
+        self.generator.set_state(torch.tensor(state["rival_generator"], dtype=torch.uint8, device="cpu"))
         self.turn = turn
 
     @staticmethod

@@ -29,7 +29,9 @@ class Senn(Rival):
 
     def start(self, pair: Pair, try_out: Callable[[Site], float]) -> tuple[Site, float]:
         root, cotangents = inverse_root(moment(pair.h)), moment(pair.g)
-        cotangents = cotangents + DAMPING * cotangents.diagonal().mean() * torch.eye(len(cotangents)).double()
+        cotangents = (
+            cotangents + DAMPING * cotangents.diagonal().mean() * torch.eye(len(cotangents), device="cpu").double()
+        )
         bypass = -pair.bypass(residual=True)
         whitened = (pair.by_output(bypass) @ inverse_root(cotangents)).flatten(1)
         left, values, _ = torch.linalg.svd(root @ whitened, full_matrices=False)

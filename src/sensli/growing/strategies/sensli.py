@@ -83,6 +83,6 @@ def _loss(value: Any) -> float:
 def _generator(numbers: Any) -> Tensor:
     if not isinstance(numbers, list) or any(type(number) is not int or not 0 <= number < 256 for number in numbers):
         raise ValueError("generator is not a list of bytes")
-    state = torch.tensor(numbers, dtype=torch.uint8)
+    state = torch.tensor(numbers, dtype=torch.uint8, device="cpu")
     torch.Generator().set_state(state)  # raises if it is none
     return state

@@ -97,10 +97,10 @@ def split_site(pair: Pair, units: Sequence[int], moved: Tensor, rows: Tensor, co
     move = pair.site.move
     assert isinstance(move, Width)
     more = len(units) + len(rows)
-    shift = torch.zeros(pair.width.units, moved.shape[1], dtype=moved.dtype)
-    shift = shift.index_copy(0, torch.tensor(units, dtype=torch.long), moved)
+    shift = torch.zeros(pair.width.units, moved.shape[1], dtype=moved.dtype, device="cpu")
+    shift = shift.index_copy(0, torch.tensor(units, dtype=torch.long, device="cpu"), moved)
     like = existing(pair.width, pair.column)
-    none = torch.zeros(len(units), columns.shape[1], dtype=columns.dtype)
+    none = torch.zeros(len(units), columns.shape[1], dtype=columns.dtype, device="cpu")
     values, index = pair.rows(torch.cat([-moved, rows])), pair.width.axes.index(pair.column)
     values[index] = laid_out(torch.cat([none, columns]).to(like), pair.column, like)
     sources = (*units, *(FRESH for _ in rows))

@@ -42,7 +42,7 @@ class Splitting(Competing):
         found = []
         for pair, curvature in curvatures(model, sites, batches, loss_fn):
             values, vectors = smallest(pair.h, curvature, pair.samples, self.generator)
-            none = torch.zeros(0, pair.h.shape[1]).double(), torch.zeros(0, pair.existing_columns.shape[1]).double()
+            none = (part.new_zeros(0, part.shape[1], dtype=torch.float64) for part in (pair.h, pair.existing_columns))
             found.append(Candidates(pair, -(EPS**2) / 2 * values, EPS * vectors, *none))
         return found
 
@@ -85,9 +85,9 @@ def smallest(h: Tensor, curvature: Tensor, samples: int, generator: torch.Genera
         matrices = torch.stack([h.T @ (each[:, None] * h) / samples for each in curvature.T])
         values, vectors = torch.linalg.eigh(matrices)
         return values[:, 0], vectors[:, :, 0]
-    vector = torch.randn(curvature.shape[1], width, generator=generator, dtype=h.dtype)
+    vector = torch.randn(curvature.shape[1], width, generator=generator, dtype=h.dtype, device=generator.device)
     vector = vector / vector.norm(dim=1, keepdim=True)
-    basis, diagonal, beside = torch.zeros(len(vector), steps, width, dtype=h.dtype), list[Tensor](), list[Tensor]()
+    basis, diagonal, beside = vector.new_zeros(len(vector), steps, width), list[Tensor](), list[Tensor]()
     for step in range(steps):
         basis[:, step] = vector
         after = ((h @ vector.T) * curvature).T @ h / samples

@@ -76,9 +76,9 @@ class VarianceTransfer(Rival):
         assert isinstance(maker, Tensor) and isinstance(reader, Tensor)
         inputs, fan_in = maker[0].numel(), reader[0].numel()
         wider = fan_in + 2 * half * old.shape[1] // len(reader)
-        v = torch.randn(half, rows, generator=self.generator, dtype=torch.float64) / inputs**0.5
+        v = torch.randn(half, rows, generator=self.generator, dtype=torch.float64, device="cpu") / inputs**0.5
         v[:, inputs:] = 0.0  # biases
-        z = torch.randn(half, old.shape[1], generator=self.generator, dtype=torch.float64)
+        z = torch.randn(half, old.shape[1], generator=self.generator, dtype=torch.float64, device="cpu")
         z = z / wider if is_output else z / wider**0.5
         site = pair.start(torch.cat([v, v]), torch.cat([z, -z]))
         share: float = fan_in / wider

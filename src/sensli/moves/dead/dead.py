@@ -271,13 +271,13 @@ def _entries(exchange: Exchange, fill: str, value: Tensor, generator: torch.Gene
     if fill == "mean":
         return float(there.float().mean())
     if value.dim() < 2:  # a bias is that of some unit that is alive
-        picked = torch.randint(len(living.which), (len(exchange.which),), generator=generator).tolist()
+        picked = torch.randint(len(living.which), (len(exchange.which),), generator=generator, device="cpu").tolist()
         return replace(exchange, which=tuple(living.which[index] for index in picked)).taken(value)
     shape = list(value.shape)
     shape[exchange.dim] = exchange.fresh
     # Rows of zeros would never come alive.
     spread = float(there.double().std(correction=0)) or (value.numel() / value.shape[exchange.dim]) ** -0.5
-    return torch.randn(shape, generator=generator, dtype=torch.float64).mul(spread).to(value)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device).mul(spread).to(value)
 
 
 def _generator(model: nn.Module, move: _Dead) -> torch.Generator:

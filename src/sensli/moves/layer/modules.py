@@ -50,7 +50,7 @@ class ParametricLayer(nn.Module):
         self.begins_with = kind  # what comes before that module comes before the whole layer
         self.add_module(kind, weight)
         self.activation = activation
-        self.a = nn.Parameter(torch.zeros(()))
+        self.a = nn.Parameter(torch.zeros((), device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         z: Tensor = self.get_submodule(self.begins_with)(x)

@@ -196,5 +196,5 @@ def _few(value: Tensor) -> int:
 
 
 def _uniform(like: Tensor, generator: torch.Generator, low: float, high: float) -> Tensor:
-    drawn = torch.rand(like.shape, generator=generator) * (high - low) + low
+    drawn = torch.rand(like.shape, generator=generator, device=generator.device) * (high - low) + low
     return drawn.to(like.device, like.dtype)

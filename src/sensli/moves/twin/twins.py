@@ -207,7 +207,9 @@ def _freshen(twin: nn.Module) -> None:
     )  # a separate one: building a layer leaves the global random state alone
     for parameter in list(twin.parameters()):
         if parameter.ndim >= 2 and parameter.is_floating_point():
-            drawn = torch.randn(parameter.shape, generator=generator) * parameter.detach().float().std().cpu()
+            drawn = (
+                torch.randn(parameter.shape, generator=generator, device="cpu") * parameter.detach().float().std().cpu()
+            )
             _put(twin, parameter, drawn.to(parameter.device, parameter.dtype))
 
 

@@ -102,7 +102,7 @@ def _leading(given: Tensor, back: Tensor, count: int) -> Tensor:
         bypass = given.T @ back
         vectors: Tensor = torch.linalg.eigh(bypass.T @ bypass).eigenvectors  # the smallest first
         return vectors.flip(1)[:, :count]
-    drawn = torch.randn(back.shape[1], count, generator=torch.Generator().manual_seed(count)).to(back)
+    drawn = torch.randn(back.shape[1], count, generator=torch.Generator().manual_seed(count), device="cpu").to(back)
     for _ in range(_ROUNDS):
         drawn = torch.linalg.qr(back.T @ (given @ (given.T @ (back @ drawn)))).Q
     return drawn

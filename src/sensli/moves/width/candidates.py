@@ -20,7 +20,7 @@ def candidates(width: Width) -> Entries:
     For each that would come: a random direction, unless there are many its opposite, and a unit that is there, perturbed.
     """
     generator = torch.Generator().manual_seed(width.units)
-    near = torch.randint(width.units, (width.more,), generator=generator)
+    near = torch.randint(width.units, (width.more,), generator=generator, device=generator.device)
     return Entries(tuple(_rows(axis, width, near, generator) if axis.fill == "row" else None for axis in width.axes))
 
 
@@ -30,15 +30,15 @@ def _rows(axis: Axis, width: Width, near: Tensor, generator: torch.Generator) ->
     old = own.unflatten(axis.dim, (axis.outer, units, axis.inner))
     moved = old.index_select(dim, near.to(own.device))
     if own.dim() < 2:  # a bias is that of some unit that is there
-        picked = torch.randint(units, (width.more,), generator=generator)
+        picked = torch.randint(units, (width.more,), generator=generator, device=generator.device)
         drawn = opposite = old.index_select(dim, picked.to(own.device))
     else:
         shape = list(old.shape)
         shape[dim] = width.more
         spread = own.std(correction=0)
-        drawn = torch.randn(shape, generator=generator).to(own) * spread
+        drawn = torch.randn(shape, generator=generator, device=generator.device).to(own) * spread
         opposite = -drawn  # after a ReLU the one may be dead where the other is alive
-        moved = moved + torch.randn(moved.shape, generator=generator).to(own) * (0.5 * spread)
+        moved = moved + torch.randn(moved.shape, generator=generator, device=generator.device).to(own) * (0.5 * spread)
     tried = [drawn, moved] if width.more >= MANY else [drawn, opposite, moved]
     rows: Tensor = torch.cat(tried, dim=dim).flatten(axis.dim, axis.dim + 2)
     return rows

@@ -192,7 +192,7 @@ def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
 
 def _basis(products: Tensor, least: float) -> Tensor:
     """The inverse Cholesky factor of a few inner products, where candidates may be dead or equal."""
-    one = torch.eye(len(products)).to(products)
+    one = torch.eye(len(products), dtype=products.dtype, device=products.device)
     while True:
         factor, failed = torch.linalg.cholesky_ex(products + least * one)
         if not failed:

@@ -24,9 +24,9 @@ class Places:
     def among(cls, shape: tuple[int, ...], device: torch.device) -> Places:
         """All of them, or as many as are needed."""
         count = math.prod(shape)
-        flat = torch.arange(count)
+        flat = torch.arange(count, device="cpu")
         if count > _MOST:  # at random: steps of equal length would stay in one column of a picture
-            flat = torch.randint(count, (_MOST,), generator=torch.Generator().manual_seed(count))
+            flat = torch.randint(count, (_MOST,), generator=torch.Generator().manual_seed(count), device="cpu")
         return cls(shape, torch.unravel_index(flat.to(device), shape))
 
     def nearby(self, values: Tensor) -> Tensor:

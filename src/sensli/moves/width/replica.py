@@ -187,7 +187,7 @@ class Replica:
                 role = role_of(self._modules[axis.module.path])
                 new = candidates.values[index] if isinstance(candidates, Entries) else None
                 if axis.fill == "column":
-                    held = readers.setdefault(axis.module.path, torch.full((axis.length,), -1))
+                    held = readers.setdefault(axis.module.path, torch.full((axis.length,), -1, device="cpu"))
                     readers[axis.module.path] = _replaced(held, axis, width, count, number)
                 elif role is None or not role.makes:
                     _resize(module, axis, width, count, new)
@@ -282,7 +282,7 @@ def _moved(value: Tensor, zero: Tensor, inputs: Tensor) -> Tensor:
 def _replaced(labels: Tensor, axis: Axis, width: Width, count: int, number: int) -> Tensor:
     """The labels along an axis with the candidates in the place of the old units."""
     length = axis.outer * width.units * axis.inner
-    new = torch.full((axis.outer * count * axis.inner,), number)
+    new = torch.full((axis.outer * count * axis.inner,), number, device="cpu")
     return torch.cat([labels[: axis.start], new, labels[axis.start + length :]])
 
 

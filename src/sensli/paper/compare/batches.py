@@ -44,11 +44,12 @@ class Batches:
             yield part.x, part.y
             return
         source = generator(self.seed, look, "look")
-        index = torch.randperm(len(part), generator=source)[: self.task.looked_at]
+        index = torch.randperm(len(part), generator=source, device=source.device)[: self.task.looked_at]
         for some in index.split(size):
             yield part.x[some], part.y[some]
 
     def _order(self, epoch: int) -> Tensor:
         if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = epoch, torch.randperm(len(self.part), generator=generator(self.seed, epoch, "order"))
+            order = torch.randperm(len(self.part), generator=generator(self.seed, epoch, "order"), device="cpu")
+            self._drawn = epoch, order
         return self._drawn[1]

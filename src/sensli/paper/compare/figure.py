@@ -63,7 +63,7 @@ def draw(title: str, methods: Sequence[Method], runs: Runs, path: Path, command:
 def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
     within = [method for method in shown if not method.full]
     total = max(run.budget for method in within for run in runs[method.name].values())
-    grid = torch.linspace(0, 1, POINTS)
+    grid = torch.linspace(0, 1, POINTS, device="cpu")
     colours, dashes = _coloured(within, runs), cycle(DASHES)
     means: list[float] = []
     for method in within:
@@ -116,7 +116,9 @@ def _front(axis: Axes, methods: Sequence[Method], runs: Runs, grid: Tensor, tota
     seeds = sorted({seed for method in methods for seed in runs[method.name]})
     fronts = [fixed for seed in seeds if (fixed := fixed_curves(runs, methods, seed)) is not None]
     if fronts:
-        lowest = torch.tensor([[front_at(fixed, float(share) * total) for share in grid] for fixed in fronts])
+        lowest = torch.tensor(
+            [[front_at(fixed, float(share) * total) for share in grid] for fixed in fronts], device="cpu"
+        )
         axis.plot(
             grid.numpy(), _band(lowest)[0].numpy(), color="black", linewidth=1.1, label="front of the fixed sizes", zorder=4
         )  # fmt: skip
@@ -130,7 +132,7 @@ def _ratios(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
     within = [method for method in shown if not method.full]
     colours = _coloured(within, runs)
     fronts = {method.name: found for method in within if (found := front(method, within, runs)) is not None}
-    share = torch.linspace(0, 1, LEVELS).numpy()
+    share = torch.linspace(0, 1, LEVELS, device="cpu").numpy()
     fixed = [method.name for method in within if method.in_front and method.name in fronts]
     if fixed:
         closest = min(fixed, key=lambda name: fronts[name].mean.mean)
@@ -196,7 +198,7 @@ def _ends(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
 def _end(runs: Iterable[Run], part: str) -> tuple[float, float, float]:
     """The geometric mean of the last losses, and both ends of its 95 % band; of one run the loss itself."""
     values = torch.tensor(
-        [run.test_loss if part == "test" else run.validation[-1] for run in runs], dtype=torch.float64
+        [run.test_loss if part == "test" else run.validation[-1] for run in runs], dtype=torch.float64, device="cpu"
     )
     mean, low, high = (float(value) for value in _band(values[:, None]))
     return (mean, low, high) if len(values) > 1 else (mean, mean, mean)
@@ -250,7 +252,7 @@ def _band(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _at(run: Run, flops: Tensor) -> Tensor:
     """The validation loss at these FLOPs, on straight lines between the points of the curve."""
-    x, y = (torch.tensor(values, dtype=torch.float64) for values in (run.flops, run.validation))
+    x, y = (torch.tensor(values, dtype=torch.float64, device="cpu") for values in (run.flops, run.validation))
     place = torch.searchsorted(x, flops.double()).clamp(1, len(x) - 1)
     share = ((flops - x[place - 1]) / (x[place] - x[place - 1])).clamp(0, 1)
     return y[place - 1] + share * (y[place] - y[place - 1])

@@ -169,7 +169,7 @@ def _difference(own: Mapping[int, Run], other: Mapping[int, Run] | None) -> Pair
     both = sorted(own.keys() & (other or {}).keys())
     if other is None or not both:
         return None
-    return paired(*(torch.tensor([some[seed].test_loss for seed in both]) for some in (own, other)))
+    return paired(*(torch.tensor([some[seed].test_loss for seed in both], device="cpu") for some in (own, other)))
 
 
 def _matches(own: Mapping[int, Run], large: Mapping[int, Run] | None) -> Matches | None:
@@ -181,7 +181,7 @@ def _matches(own: Mapping[int, Run], large: Mapping[int, Run] | None) -> Matches
 
 
 def _interval(values: Sequence[float]) -> Interval:
-    return interval(torch.tensor(values, dtype=torch.float64))
+    return interval(torch.tensor(values, dtype=torch.float64, device="cpu"))
 
 
 def _factor(values: Sequence[float]) -> Factor:

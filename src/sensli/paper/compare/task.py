@@ -66,7 +66,7 @@ class Task:
     def sample(self, count: int = 1) -> Tensor:
         """An example of the input."""
         shape, kind = self.example
-        return torch.zeros(count, *shape, dtype=kind)
+        return torch.zeros(count, *shape, dtype=kind, device="cpu")
 
     @cached_property
     def outlines(self) -> dict[str, str]:

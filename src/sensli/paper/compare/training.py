@@ -300,4 +300,4 @@ class Training:
 
 
 def _mean(losses: list[float]) -> float:
-    return float(torch.tensor(losses).mean())
+    return float(torch.tensor(losses, device="cpu").mean())

@@ -36,7 +36,7 @@ class Images:
         return self.x[index].permute(0, 3, 1, 2), self.y[index]
 
     def batches(self, size: int, order: Tensor | None = None) -> Batches:
-        return Batches(self, size, torch.arange(len(self)) if order is None else order)
+        return Batches(self, size, torch.arange(len(self), device="cpu") if order is None else order)
 
     def augmented(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The images cropped at random from their padded selves and flipped at random, every one on its own.
@@ -44,9 +44,9 @@ class Images:
         One draw for the batch on the CPU, so that a run sees the same images on every device.
         """
         count, size = len(index), self.x.shape[1]
-        draws = torch.randint(0, 2 * PADDING + 1, (2, count, 1), generator=generator)
-        flips = torch.randint(0, 2, (count, 1), generator=generator)
-        along = torch.arange(size)
+        draws = torch.randint(0, 2 * PADDING + 1, (2, count, 1), generator=generator, device=generator.device)
+        flips = torch.randint(0, 2, (count, 1), generator=generator, device=generator.device)
+        along = torch.arange(size, device="cpu")
         rows = draws[0] + along
         columns = draws[1] + torch.where(flips.bool(), size - 1 - along, along)
         side = size + 2 * PADDING
@@ -83,14 +83,14 @@ class Split:
 def split(raw: Raw, facts: Facts, wanted: Data, device: torch.device, dtype: torch.dtype) -> Split:
     """Training and validation images drawn from the official training images, test images from the official test ones."""
     order, test_order = (
-        torch.randperm(len(labels), generator=torch.Generator().manual_seed(wanted.split_seed))
+        torch.randperm(len(labels), generator=torch.Generator().manual_seed(wanted.split_seed), device="cpu")
         for labels in (raw.train_y, raw.test_y)
     )
     train, held = order[: wanted.train], order[wanted.train : wanted.train + wanted.validation]
     test = test_order[: wanted.test or len(test_order)]
 
     def normalised(x: Tensor, y: Tensor, index: Tensor) -> Images:
-        mean, std = (torch.tensor(values, dtype=dtype) for values in (facts.mean, facts.std))
+        mean, std = (torch.tensor(values, dtype=dtype, device="cpu") for values in (facts.mean, facts.std))
         pixels = x[index].to(dtype).div_(255).sub_(mean).div_(std)
         return Images(pixels.to(device), y[index].to(device), (-mean / std).to(device))
 

@@ -126,7 +126,7 @@ def train(job: Job) -> Outcome:
 
     for epoch in range(done, settings.epochs):
         began = time.perf_counter()
-        order = torch.randperm(len(data.train), generator=generator(job.seed, run, f"order {epoch}"))
+        order = torch.randperm(len(data.train), generator=generator(job.seed, run, f"order {epoch}"), device="cpu")
         source = generator(job.seed, run, f"augment {epoch}")
         rate, losses = one.optimizer.param_groups[0]["lr"], []
         one.model.train()
@@ -149,7 +149,9 @@ def train(job: Job) -> Outcome:
             followed = test_error if settings.schedule.metric == "test" else one.evaluate(data.validation)[1]
             one.schedule.step(followed)
         if one.grower is not None:
-            shuffled = torch.randperm(len(data.train), generator=generator(job.seed, run, f"look {epoch}"))
+            shuffled = torch.randperm(
+                len(data.train), generator=generator(job.seed, run, f"look {epoch}"), device="cpu"
+            )
             size = settings.batch if settings.confidence is None else LOOK_BATCH
             one.look(log, data.train.batches(size, shuffled), epoch + 1)
 

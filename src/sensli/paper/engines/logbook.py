@@ -30,31 +30,33 @@ class Logbook:
         double = torch.float64
         self.settings, self.steps = settings, steps
         self.records: dict[str, Tensor] = {
-            "train_loss": torch.full((epochs + 1,), NAN, dtype=double),  # mean over the steps of the epoch before
-            "test_loss": torch.full((epochs + 1,), NAN, dtype=double),
-            "test_error": torch.full((epochs + 1,), NAN, dtype=double),
-            "rate": torch.full((epochs,), NAN, dtype=double),
-            "step_loss": torch.full((epochs * steps,), NAN),
-            "seconds": torch.zeros(epochs + 1, dtype=double),  # training and looking, without the evaluation
-            "flops": torch.zeros(epochs + 1, dtype=double),  # per training image, by the paper's rule
+            "train_loss": torch.full(
+                (epochs + 1,), NAN, dtype=double, device="cpu"
+            ),  # mean over the steps of the epoch
+            "test_loss": torch.full((epochs + 1,), NAN, dtype=double, device="cpu"),
+            "test_error": torch.full((epochs + 1,), NAN, dtype=double, device="cpu"),
+            "rate": torch.full((epochs,), NAN, dtype=double, device="cpu"),
+            "step_loss": torch.full((epochs * steps,), NAN, device="cpu"),
+            "seconds": torch.zeros(epochs + 1, dtype=double, device="cpu"),  # training and looking, not the evaluation
+            "flops": torch.zeros(epochs + 1, dtype=double, device="cpu"),  # per training image, by the paper's rule
         }
         grows = looks > 0 and not settings.from_start
         if grows:
             self.records |= {
-                "place": torch.full((looks,), -1),
-                "merits": torch.full((looks, places), NAN, dtype=double),
-                "ratios": torch.full((looks, places), NAN, dtype=double),
-                "dead": torch.zeros(looks, dtype=torch.long),
-                "look_seconds": torch.zeros(looks, dtype=double),
-                "look_share": torch.zeros(looks, dtype=double),  # of the training images that a look needed
+                "place": torch.full((looks,), -1, device="cpu"),
+                "merits": torch.full((looks, places), NAN, dtype=double, device="cpu"),
+                "ratios": torch.full((looks, places), NAN, dtype=double, device="cpu"),
+                "dead": torch.zeros(looks, dtype=torch.long, device="cpu"),
+                "look_seconds": torch.zeros(looks, dtype=double, device="cpu"),
+                "look_share": torch.zeros(looks, dtype=double, device="cpu"),  # of the training images
             }
         if settings.record_norms and grows:
-            self.records["norms"] = torch.full((looks, places, len(NORMS)), NAN, dtype=double)
+            self.records["norms"] = torch.full((looks, places, len(NORMS)), NAN, dtype=double, device="cpu")
         if settings.record_gradients:
-            self.records["gradient_norm"] = torch.full((epochs, weights + (looks if grows else 0)), NAN)
+            self.records["gradient_norm"] = torch.full((epochs, weights + (looks if grows else 0)), NAN, device="cpu")
             if grows:
                 side = 3 * min(settings.network.channels)
-                self.records["new_gradient"] = torch.full((looks, SHOWN, 1, side, side), NAN)
+                self.records["new_gradient"] = torch.full((looks, SHOWN, 1, side, side), NAN, device="cpu")
         self.since = SHOWN  # iterations since the last insertion, counted up to SHOWN
         self._norms: list[Tensor] = []
 
@@ -115,10 +117,10 @@ class Logbook:
 
     @property
     def places(self) -> list[int]:
-        return [int(place) for place in self.records.get("place", torch.empty(0))]
+        return [int(place) for place in self.records.get("place", torch.empty(0, device="cpu"))]
 
     def outcome(self) -> Outcome:
-        iteration = torch.arange(self.settings.epochs + 1) * self.steps
+        iteration = torch.arange(self.settings.epochs + 1, device="cpu") * self.steps
         return Outcome({name: value.unsqueeze(0) for name, value in self.records.items()}, {"iteration": iteration})
 
     def state(self) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class Stack:
         assert isinstance(first, Affine)
         runs, width = first.weight.shape[:2]
         like = first.weight.new_zeros
-        eye = torch.eye(width, dtype=first.weight.dtype).expand(runs, width, width)
+        eye = torch.eye(width, dtype=first.weight.dtype, device="cpu").expand(runs, width, width)
         if self.is_relu():
             return Affine(eye.clone(), like(runs, width, 1), "relu")
         return Residual(0.8 * eye, like(runs, width, 1), like(runs, width, width))
@@ -221,12 +221,14 @@ class Stack:
 
         Their new rows are drawn as `nn.Linear` draws its own. What reads them ignores them, so the function on ``x`` stays.
         """
-        counts = torch.zeros(x.shape[0], dtype=torch.long)
+        counts = torch.zeros(x.shape[0], dtype=torch.long, device="cpu")
         for layer, reader in zip(self.layers, self.layers[1:], strict=False):
             assert isinstance(layer, Affine) and isinstance(reader, Affine) and layer.bias is not None
             dead = (layer.forward(x)[0] == 0).all(2, keepdim=True)  # [R, units, 1]
             shape = (layer.weight.shape[1], layer.weight.shape[2] + 1)
-            drawn = torch.stack([torch.rand(shape, dtype=x.dtype, generator=source) for source in sources])
+            drawn = torch.stack(
+                [torch.rand(shape, dtype=x.dtype, generator=source, device="cpu") for source in sources]
+            )
             rows = (2 * drawn - 1) * layer.weight.shape[2] ** -0.5
             for _ in range(2):  # rows that are dead again are replaced by their opposite, which is not
                 layer.weight = torch.where(dead, rows[:, :, :-1], layer.weight)

@@ -118,7 +118,7 @@ class _Training:
         self.epoch = 0
         self.lr = settings.optimizer.lr
         self.since = SHOWN  # iterations since the last insertion, counted up to SHOWN
-        self.order = torch.empty(0)
+        self.order = torch.empty(0, device="cpu")
         seeds = [run_seed(job.seed, run, "weights") for run in job.runs]
         self.stack = Stack.of([networks.build(settings.network, seed, dtype) for seed in seeds])
         self.records = self._empty_records(runs)
@@ -132,20 +132,22 @@ class _Training:
         most = networks.places(settings.network, max(times - 1, 0))
         weights = 1 if settings.network.kind == "fnn" else 2
         nan = float("nan")
-        records = {name: torch.full((points, runs), nan) for name in ("train_loss", "test_loss", "test_error")}
+        records = {
+            name: torch.full((points, runs), nan, device="cpu") for name in ("train_loss", "test_loss", "test_error")
+        }
         if settings.dtype == "float64":
             records = {name: values.double() for name, values in records.items()}
         if times:
-            records["place"] = torch.full((times, runs), -1)
-            records["merits"] = torch.full((times, runs, most), nan)
-            records["ratios"] = torch.full((times, runs, most), nan)
-            records["dead"] = torch.zeros(times, runs, dtype=torch.long)
-            records["new_gradient"] = torch.full((times, SHOWN, runs, weights, width, width), nan)
+            records["place"] = torch.full((times, runs), -1, device="cpu")
+            records["merits"] = torch.full((times, runs, most), nan, device="cpu")
+            records["ratios"] = torch.full((times, runs, most), nan, device="cpu")
+            records["dead"] = torch.zeros(times, runs, dtype=torch.long, device="cpu")
+            records["new_gradient"] = torch.full((times, SHOWN, runs, weights, width, width), nan, device="cpu")
         if settings.recycle_at:
-            records["recycled"] = torch.zeros(len(settings.recycle_at), runs, dtype=torch.long)
+            records["recycled"] = torch.zeros(len(settings.recycle_at), runs, dtype=torch.long, device="cpu")
         if settings.record_gradients:
             layers = len(settings.network.widths) + 1 + times
-            records["gradient_norm"] = torch.full((settings.epochs, layers, runs), nan)
+            records["gradient_norm"] = torch.full((settings.epochs, layers, runs), nan, device="cpu")
         return records
 
     def finish(self) -> Outcome:
@@ -167,7 +169,7 @@ class _Training:
         if self.full:
             self.records["train_loss"][self.epoch] = self._train_loss()
         self.job.tell(1.0)
-        iteration = torch.arange(self.settings.epochs + 1) * self.steps_per_epoch
+        iteration = torch.arange(self.settings.epochs + 1, device="cpu") * self.steps_per_epoch
         return Outcome(
             {name: _runs_first(name, value) for name, value in self.records.items()}, {"iteration": iteration}
         )
@@ -237,7 +239,7 @@ class _Training:
         looks = self.stack.measure(self.train_x, self.y)
         places = self._choose(looks, index)
         found = looks.merits.shape[1]
-        everyone = torch.arange(len(places))
+        everyone = torch.arange(len(places), device="cpu")
         self.records["place"][index] = places
         self.records["merits"][index, :, :found] = looks.merits
         self.records["ratios"][index, :, :found] = looks.ratios
@@ -254,10 +256,10 @@ class _Training:
         if select == "random":  # from each run's own source, as in the results that are stored
             count = merits.shape[1]
             sources = [generator(self.job.seed, run, f"place {index}") for run in self.job.runs]
-            return torch.cat([torch.randint(count, (1,), generator=source) for source in sources])
+            return torch.cat([torch.randint(count, (1,), generator=source, device=source.device) for source in sources])
         order, unused = SELECTIONS[select], torch.Generator()
         nowhere = [None] * merits.shape[1]  # there are no stacks of blocks
-        return torch.tensor([order(own, nowhere, 1, unused)[0] for own in merits.tolist()])
+        return torch.tensor([order(own, nowhere, 1, unused)[0] for own in merits.tolist()], device="cpu")
 
     def _recycle(self, index: int) -> None:
         """Give the units that are zero on the whole training set new rows, as PyTorch draws them, and no outgoing weights."""
@@ -270,7 +272,7 @@ class _Training:
         draws = []
         for run in self.job.runs:
             source = generator(self.job.seed, run, f"wake {index}")
-            draws.append(torch.rand(width, width, dtype=self.x.dtype, generator=source))
+            draws.append(torch.rand(width, width, dtype=self.x.dtype, generator=source, device=source.device))
         return (2 * torch.stack(draws) - 1) / math.sqrt(width)
 
     def _state(self) -> dict[str, Any]:
@@ -286,7 +288,7 @@ class _Training:
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
-        everyone = torch.zeros(len(self.job.runs), dtype=torch.long)
+        everyone = torch.zeros(len(self.job.runs), dtype=torch.long, device="cpu")
         layers = check_count(state["layers"], len(self.stack.layers) + len(self.settings.insert_at))
         epoch, since = check_count(state["epoch"], self.settings.epochs), check_count(state["since"], SHOWN)
         rate = float(state["lr"])

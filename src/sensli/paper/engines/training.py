@@ -173,7 +173,9 @@ def five_norms(model: nn.Module, example: Tensor, batches: pipeline.Batches) -> 
             torch.autograd.grad(cross_entropy(model(x), y, reduction="sum"), parameters)
             samples += len(y)
             catch.forget_pass()
-    return torch.tensor([[site.merit(norm, samples) for norm in NORMS] for site in catch.sites], dtype=torch.float64)
+    return torch.tensor(
+        [[site.merit(norm, samples) for norm in NORMS] for site in catch.sites], dtype=torch.float64, device="cpu"
+    )
 
 
 def float_type(settings: Settings) -> torch.dtype:

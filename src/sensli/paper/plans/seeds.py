@@ -26,9 +26,9 @@ def order_block(seed: int, runs: Sequence[int], block: int, samples: int) -> Ten
 
     Drawn afresh for each block, so that a resumed run needs no generator state.
     """
-    order = torch.empty(ORDER_BLOCK, len(runs), samples, dtype=torch.long)
+    order = torch.empty(ORDER_BLOCK, len(runs), samples, dtype=torch.long, device="cpu")
     for i, run in enumerate(runs):
         source = generator(seed, run, f"order {block}")
         for epoch in range(ORDER_BLOCK):
-            torch.randperm(samples, generator=source, out=order[epoch, i])
+            torch.randperm(samples, generator=source, out=order[epoch, i], device=source.device)
     return order

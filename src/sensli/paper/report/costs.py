@@ -61,7 +61,7 @@ def chosen(result: Result) -> Tensor:
     """Training FLOPs of the grown network over those of the network it ended as, looks not counted: [runs]."""
     settings, facts = result.settings, FACTS[result.settings.data.name]
     ends = [convnets.forward_flops(settings.network, facts, stages[-1]) for stages in _stages(result)]
-    return _training_flops(result) / (3 * settings.epochs * torch.tensor(ends, dtype=torch.float64))
+    return _training_flops(result) / (3 * settings.epochs * torch.tensor(ends, dtype=torch.float64, device="cpu"))
 
 
 def _stages(result: Result) -> list[list[list[int]]]:
@@ -74,23 +74,23 @@ def _stages(result: Result) -> list[list[list[int]]]:
 def _training_flops(result: Result) -> Tensor:
     """FLOPs per image of all training steps, looks not counted: [runs]."""
     settings, facts = result.settings, FACTS[result.settings.data.name]
-    times = torch.tensor((0, *settings.insert_at, settings.epochs)).diff()
+    times = torch.tensor((0, *settings.insert_at, settings.epochs), device="cpu").diff()
     forward = [[convnets.forward_flops(settings.network, facts, one) for one in stages] for stages in _stages(result)]
-    return 3 * (torch.tensor(forward, dtype=torch.float64) * times).sum(1)
+    return 3 * (torch.tensor(forward, dtype=torch.float64, device="cpu") * times).sum(1)
 
 
 def _look_flops(result: Result) -> Tensor:
     """FLOPs per image of all looks, with the share of the images that each one needed: [runs]."""
     network, facts = result.settings.network, FACTS[result.settings.data.name]
     looks = [[convnets.look_flops(network, facts, one) for one in stages[:-1]] for stages in _stages(result)]
-    return (torch.tensor(looks, dtype=torch.float64) * result.runs["look_share"]).sum(1)
+    return (torch.tensor(looks, dtype=torch.float64, device="cpu") * result.runs["look_share"]).sum(1)
 
 
 def _steady(result: Result) -> Tensor:
     """Seconds of a run if every epoch between two looks took the median of them, plus the looks."""
     settings = result.settings
     epochs = result.runs["seconds"].double().diff(dim=1)
-    total = torch.zeros(len(epochs), dtype=torch.float64)
+    total = torch.zeros(len(epochs), dtype=torch.float64, device="cpu")
     if "look_seconds" in result.runs:
         looks = result.runs["look_seconds"].double()
         for k, time in enumerate(settings.insert_at):

@@ -169,7 +169,7 @@ class Smaller(Check):
         return {None: "", True: ", runs with dead units", False: ", runs without dead units"}[self.dead]
 
     def _rows(self, first: Result) -> torch.Tensor:
-        everyone = torch.arange(len(first.runs["train_loss"]))
+        everyone = torch.arange(len(first.runs["train_loss"]), device="cpu")
         if self.dead is None:
             return everyone
         return everyone[(first.runs["dead"][:, 0] > 0) == self.dead]

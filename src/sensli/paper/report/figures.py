@@ -89,12 +89,12 @@ def gradients(plan: Plan, results: Results) -> Figure:
     time, epochs = result.settings.insert_at[0], norms.shape[1]
     per_epoch = int(result.axes["iteration"][1])
     keep = slice(None, None, max(1, epochs // POINTS))
-    x = (torch.arange(epochs) * per_epoch)[keep].numpy()
+    x = (torch.arange(epochs, device="cpu") * per_epoch)[keep].numpy()
     for axis, run in zip(axes, (0, None), strict=True):
         chosen = norms[:1] if run == 0 else norms
         old = _old_layers(chosen, place[: len(chosen)], time)
         new = torch.stack([values[:, int(p) + 1] for values, p in zip(chosen, place, strict=False)])
-        new = new.masked_fill(torch.arange(epochs) < time, float("nan"))
+        new = new.masked_fill(torch.arange(epochs, device="cpu") < time, float("nan"))
         for layer in range(old.shape[2]):
             label = f"layer {layer + 1}" if layer < old.shape[2] - 1 else "last layer"
             axis.plot(x, old[:, keep, layer].mean(0).numpy(), color=COLOURS[1 + layer % 4], linewidth=1.2, label=label)
@@ -186,11 +186,15 @@ def _line(axis: Axes, plan: Plan, result: Result, curve: str, label: str, *, sha
     if "step_loss" in result.runs:  # recorded step by step: the window counts steps, and the test error needs none
         by_step = curve == "train_loss"
         values = smooth(result.runs["step_loss"], window(plan, result)) if by_step else result.runs[curve]
-        points = torch.arange(1, values.shape[1] + 1) if by_step else result.axes["iteration"]
+        points = torch.arange(1, values.shape[1] + 1, device="cpu") if by_step else result.axes["iteration"]
     else:
         values, points = smooth(result.runs[curve], plan.experiment.smoothing), result.axes["iteration"]
     step = max(1, values.shape[1] // POINTS)
-    keep = torch.unique(torch.cat((torch.arange(0, values.shape[1], step), torch.tensor([values.shape[1] - 1]))))
+    keep = torch.unique(
+        torch.cat(
+            (torch.arange(0, values.shape[1], step, device="cpu"), torch.tensor([values.shape[1] - 1], device="cpu"))
+        )
+    )
     mean, half = band(values[:, keep])
     x = points[keep]
     axis.plot(x.numpy(), mean.numpy(), label=label, **{"linewidth": 1.5, **style})

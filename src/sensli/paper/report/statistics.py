@@ -88,7 +88,7 @@ def band(curves: Tensor) -> tuple[Tensor, Tensor]:
     """Mean over the runs, and half the width of its 95 % band, at each point; curves [runs, points]."""
     curves = curves.double()
     if len(curves) < 2:
-        return curves.mean(0), torch.zeros(curves.shape[1], dtype=torch.float64)
+        return curves.mean(0), torch.zeros(curves.shape[1], dtype=torch.float64, device="cpu")
     return curves.mean(0), t_quantile(len(curves) - 1) * curves.std(0) / math.sqrt(len(curves))
 
 
@@ -97,7 +97,7 @@ def smooth(curves: Tensor, window: int) -> Tensor:
     if window <= 1:
         return curves
     sums = torch.nn.functional.pad(curves.double().cumsum(1), (1, 0))
-    ends = torch.arange(1, curves.shape[1] + 1)
+    ends = torch.arange(1, curves.shape[1] + 1, device="cpu")
     starts = (ends - window).clamp(min=0)
     return (sums[:, ends] - sums[:, starts]) / (ends - starts)
 

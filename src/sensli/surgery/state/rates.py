@@ -119,7 +119,7 @@ def _rate_changes(
         if value is not None:
             new = _number(value) * factor
             if isinstance(value, Tensor):  # what it will hold in its own precision: `revert` compares with that
-                new = _number(torch.tensor(new, dtype=value.dtype))
+                new = _number(torch.tensor(new, dtype=value.dtype, device="cpu"))
             yield RateChange(holder, index, key, group, _number(value), new)
 
     for index, optimizer in enumerate(optimizers):

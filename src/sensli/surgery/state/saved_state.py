@@ -99,7 +99,7 @@ def _kept(optimizer: Optimizer, group: Mapping[str, Any], few: bool) -> dict[str
     Its constructor checks the settings on the way. None where a small one cannot be made or stepped, as the optimizer's own group shows.
     """
     for settings in (optimizer.param_groups[0], group):
-        small = nn.Parameter(torch.zeros(2 if few else (2, 2)))
+        small = nn.Parameter(torch.zeros(2 if few else (2, 2), device="cpu"))
         small.grad = torch.zeros_like(small)
         known = inspect.signature(type(optimizer).__init__).parameters.keys() - {"self", "params", *_WAYS}
         try:
@@ -111,7 +111,9 @@ def _kept(optimizer: Optimizer, group: Mapping[str, Any], few: bool) -> dict[str
             raise CheckpointError(
                 f"{type(optimizer).__name__} refuses the saved settings: {error} {_REMEDY}"
             ) from error
-    sizes = {key: torch.as_tensor(value) for key, value in trial.state[small].items() if value is not None}
+    sizes = {
+        key: torch.as_tensor(value, device="cpu") for key, value in trial.state[small].items() if value is not None
+    }
     return {
         key: "number" if value.numel() == 1 else "whole" if value.shape == small.shape else "part"
         for key, value in sizes.items()

@@ -193,6 +193,8 @@ def _size(width: Width) -> float:
 def _random(width: Width, count: int) -> Tensor:
     """Columns of the same size in random directions."""
     generator = torch.Generator().manual_seed(width.units)
-    drawn = torch.randn(count, _existing_columns(width).shape[1], generator=generator, dtype=torch.float64)
+    drawn = torch.randn(
+        count, _existing_columns(width).shape[1], generator=generator, dtype=torch.float64, device="cpu"
+    )
     columns: Tensor = drawn / drawn.norm(dim=1, keepdim=True) * _size(width)
     return columns

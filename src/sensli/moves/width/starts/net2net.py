@@ -47,7 +47,7 @@ class Net2Net(Start):
         return CopyGauge(replace(width, sources=sources), lambda: self.entries(width))
 
     def sources(self, units: int, more: int) -> tuple[int, ...]:
-        drawn = torch.randint(units, (more,), generator=torch.Generator().manual_seed(units))
+        drawn = torch.randint(units, (more,), generator=torch.Generator().manual_seed(units), device="cpu")
         return tuple(int(unit) for unit in drawn)
 
 

@@ -36,4 +36,4 @@ def _drawn(axis: Axis, units: int, generator: torch.Generator) -> Tensor:
     if tensor.dim() < 2:
         return tensor.new_zeros(shape)
     # In single precision, which is drawn several times as fast.
-    return torch.randn(shape, generator=generator).to(tensor) * tensor.std(correction=0)
+    return torch.randn(shape, generator=generator, device=generator.device).to(tensor) * tensor.std(correction=0)

@@ -29,10 +29,10 @@ def student(units: int, layers: int = 1) -> nn.Module:
 def load(folder: Path | None, seed: int) -> Data:
     """Inputs of the normal distribution, and what the teacher of this seed makes of them."""
     source = generator(seed, 0, "teacher")
-    first, last = (2 * torch.rand(FEATURES, HIDDEN, generator=source) - 1 for _ in range(2))
+    first, last = (2 * torch.rand(FEATURES, HIDDEN, generator=source, device=source.device) - 1 for _ in range(2))
 
     def part() -> Part:
-        x = torch.randn(SAMPLES, FEATURES, generator=source)
+        x = torch.randn(SAMPLES, FEATURES, generator=source, device=source.device)
         return Part(x, (x @ first).relu() @ last)
 
     return Data(part(), part(), part())

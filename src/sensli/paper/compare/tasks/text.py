@@ -54,7 +54,7 @@ class Transformer(nn.Module):
     def __init__(self, blocks: int, heads: int = HEADS, hidden: int = HIDDEN, width: int = WIDTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
-        self.places = nn.Parameter(START * torch.randn(WINDOW, width))
+        self.places = nn.Parameter(START * torch.randn(WINDOW, width, device="cpu"))
         self.blocks = nn.Sequential(*(Block(width, heads, hidden) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES)
@@ -83,7 +83,7 @@ def _windows() -> Tensor:
     codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     count = (len(codes) - 1) // WINDOW
     windows = codes[: count * WINDOW + 1].unfold(0, WINDOW + 1, WINDOW)
-    return windows[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+    return windows[torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")]
 
 
 def load(folder: Path | None, seed: int) -> Data:
