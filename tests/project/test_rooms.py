@@ -105,10 +105,10 @@ def test_contributing_shows_the_rooms_as_they_are() -> None:
 
 
 def test_tests_lie_in_the_rooms_of_what_they_test() -> None:
-    """Helpers have a folder of their own; what concerns the whole project is in `project`."""
+    """Helpers have a folder of their own, and so has an accelerator; what concerns the whole project is in `project`."""
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py") if path != TESTS / "conftest.py"}
     strange = [str(folder) for folder in folders if not (SOURCE / folder / "__init__.py").is_file()]
-    assert sorted(strange) == ["helpers", "project"]
+    assert sorted(strange) == ["device", "helpers", "project"]
     misplaced = [path.name for path in (TESTS / "helpers").iterdir() if path.name.startswith(("test_", "conftest"))]
     assert misplaced == []
 

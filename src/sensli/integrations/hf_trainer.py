@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from sensli.errors import SensliError, UnsupportedModel
 from sensli.modules import random_state
-from sensli.modules.running import forked_random_state, tensors, untouched
+from sensli.modules.running import tensors, untouched
 from sensli.modules.wrappers import bare, eager
 
 
@@ -185,7 +185,7 @@ def example_of(trainer: Trainer, loader: Any) -> dict[str, Any] | tuple[Any, ...
     network, calls = bare(trainer.model_wrapped), []
     hook = network.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     try:
-        with aside(trainer), forked_random_state(network), untouched(network), torch.no_grad(), eager():
+        with aside(trainer), random_state.kept(), untouched(network), torch.no_grad(), eager():
             for (_, given), _ in batches_of(trainer, loader, 1):
                 loss_step(trainer)(network, None, given)
                 if not calls:

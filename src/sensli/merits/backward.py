@@ -105,7 +105,9 @@ def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) ->
 
 
 def scalar_loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:
-    """The mean loss of a batch, checked to be a scalar."""
+    """The mean loss of a batch, checked to be a scalar. The target goes where the output is: a model may lie on several devices."""
+    made = next(tensors(output), None)
+    target = target if made is None else to_device(target, made.device)
     loss = loss_fn(output, target) if loss_fn is not None else getattr(output, "loss", None)
     if loss is None and loss_fn is None:
         raise MeasurementError(

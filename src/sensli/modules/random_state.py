@@ -9,15 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def capture() -> dict[str, Any]:
     """All random states as plain data."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    if torch.backends.mps.is_available():
-        state["mps"] = torch.mps.get_rng_state()
+    state: dict[str, Any] = {**of_torch(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:  # not imported for this: what is not in use has no state to keep
         name, keys, *rest = numpy.random.get_state()
@@ -31,12 +28,8 @@ def capture() -> dict[str, Any]:
 
 def restore(state: dict[str, Any]) -> None:
     """Put back what `capture` found; devices that this machine lacks are left out."""
-    torch.set_rng_state(state["torch"])
+    restore_torch(state)
     random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all(state["cuda"])
-    if "mps" in state and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(state["mps"])
     if "numpy" in state:
         import numpy
 
@@ -46,24 +39,65 @@ def restore(state: dict[str, Any]) -> None:
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two captured states are equal, so that the same numbers would be drawn."""
-    return one.keys() == other.keys() and all(
-        all(map(torch.equal, state, other[name])) if name == "cuda" else
-        torch.equal(state, other[name]) if isinstance(state, torch.Tensor) else state == other[name]
-        for name, state in one.items()
-    )  # fmt: skip
+    return one.keys() == other.keys() and all(_same(state, other[name]) for name, state in one.items())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+# --- torch alone: the CPU, and every device of the accelerator, since a model may lie on several ---
+
+
+def of_torch() -> dict[str, Any]:
+    """The states of torch: of the CPU, and by the kind of the accelerator those of all its devices, if it is in use."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    kind, module = _accelerator()
+    # Asking an accelerator that nobody has started for its state would start it.
+    if module is not None and getattr(module, "is_initialized", module.is_available)():
+        state[kind] = [module.get_rng_state(index) for index in range(module.device_count())]
+    return state
+
+
+def restore_torch(state: dict[str, Any]) -> None:
+    """Put back what `of_torch` found, and what older versions wrote into checkpoints; devices that are not there are left out."""
+    torch.set_rng_state(state["torch"])
+    kind, module = _accelerator()
+    if module is not None and kind in state and module.is_available():
+        saved = [state[kind]] if isinstance(state[kind], Tensor) else state[kind]  # MPS had one, and no list
+        for index, each in zip(range(module.device_count()), saved, strict=False):
+            module.set_rng_state(each, index)
+
+
+def seed_torch(number: int) -> None:
+    """Seed all that `of_torch` keeps. `torch.manual_seed` would keep a note for every kind of device that is not there."""
+    torch.default_generator.manual_seed(number)
+    _, module = _accelerator()
+    if module is not None and getattr(module, "is_initialized", module.is_available)():
+        # MPS has one device and no function for all.
+        getattr(module, "manual_seed_all", module.manual_seed)(number)
+
+
+def _accelerator() -> tuple[str, Any]:
+    """The kind of accelerator that this torch knows, and its module (`torch.cuda`, `torch.xpu`); None for the CPU alone."""
+    found = torch.accelerator.current_accelerator()
+    return ("", None) if found is None else (found.type, torch.get_device_module(found.type))
 
 
 @contextmanager
-def kept_outside_of_torch() -> Iterator[None]:
-    """The states of Python's `random` and of numpy are put back when the context ends; `torch.random.fork_rng` does it for torch."""
+def kept() -> Iterator[None]:
+    """All random states are put back when the context ends."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
+    state, of_numpy = of_torch(), None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
+        restore_torch(state)
         random.setstate(python)
         if numpy is not None:
-            numpy.random.set_state(state)
+            numpy.random.set_state(of_numpy)
 
 
 @contextmanager

@@ -82,7 +82,10 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def to_device(value: Any, device: torch.device | None) -> Any:
     """The same nest of tensors on a device."""
-    return value if device is None else mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
+    if device is None:
+        return value
+    # What comes to the host is waited for: until a copy has arrived, anybody would read what was there before.
+    return mapped(value, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
 
 def widened(value: Any) -> Any:
@@ -96,32 +99,15 @@ def device_of(model: nn.Module) -> torch.device | None:
     return None if first is None else first.device
 
 
-@contextmanager
-def forked_random_state(model: nn.Module) -> Iterator[None]:
-    """Random states are put back when the context ends: those of torch on the CPU and on the model's device, of Python and of numpy."""
-    device = device_of(model)
-    if device is None or device.type in ("cpu", "meta"):
-        forked = torch.random.fork_rng(devices=[])
-    else:
-        index = device.index if device.index is not None else 0
-        forked = torch.random.fork_rng(devices=[index], device_type=device.type)
-    with forked, random_state.kept_outside_of_torch():
-        yield
-
-
 def undrawn(module: nn.Module) -> list[Any]:
     """Hooks after which the random numbers that a module draws are given back: nobody after it gets others than without it."""
-    states: list[tuple[Tensor, Tensor | None]] = []
+    states: list[dict[str, Any]] = []
 
     def before(*_: Any) -> None:
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        states.append((torch.get_rng_state(), cuda))
+        states.append(random_state.of_torch())
 
     def after(*_: Any) -> None:
-        cpu, cuda = states.pop()
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        random_state.restore_torch(states.pop())
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
@@ -134,7 +120,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    with forked_random_state(model):
+    with random_state.kept():
         try:
             yield
         finally:

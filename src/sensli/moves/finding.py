@@ -11,6 +11,7 @@ from torch import nn
 from sensli.modules import checks
 from sensli.modules.autocast import without_autocast
 from sensli.modules.precision import tf32_note_of
+from sensli.modules.running import device_of, to_device
 from sensli.modules.wrappers import bare
 from sensli.moves.choosing import Where, check_where, chosen
 from sensli.moves.kinds import asked_for
@@ -106,6 +107,7 @@ def find_sites(
 
 
 def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped], list[str]]:
+    example = to_device(example, device_of(model))
     flow = record(model, example)
     if (note := tf32_note_of(model)) is not None:
         flow.note(note)

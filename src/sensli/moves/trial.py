@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from sensli.modules import random_state
 from sensli.modules.failing import brief_error, let_memory_through, note
 from sensli.modules.running import device_of, run, tensors, to_device, untouched
 from sensli.modules.samples import count_samples, first_samples, with_another
@@ -320,8 +321,5 @@ def _raised(error: Exception) -> str:
 
 
 def _seed(number: int) -> None:
-    # Not torch.manual_seed, which keeps a note for every kind of device that is not there.
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(number)
+    random_state.seed_torch(number)
     random.seed(number)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.merits.backward import LossFunction, scalar_loss, split
 from sensli.merits.measuring import EMPTY
-from sensli.modules.running import device_of, forked_random_state, run, to_device
+from sensli.modules import random_state
+from sensli.modules.running import device_of, run, to_device
 from sensli.modules.samples import count_samples
 from sensli.moves.sites import Site
 from sensli.moves.twin.twins import Twin
@@ -47,7 +48,7 @@ def adam_init(model: nn.Module, site: Site, batches: Sequence[Any], loss_fn: Los
     grown.requires_grad_(False)
     trained = {name: known[name].requires_grad_() for name in names}
     optimizer = torch.optim.Adam(trained.values(), lr=RATE, weight_decay=DECAY)
-    with forked_random_state(grown), torch.inference_mode(False), torch.enable_grad():
+    with random_state.kept(), torch.inference_mode(False), torch.enable_grad():
         with torch.no_grad():
             before = _pass(copy.deepcopy(model), batches, loss_fn, None)
         for _ in range(PASSES):

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from sensli.errors import SensliError
+from sensli.modules import random_state
 from sensli.modules.failing import note
-from sensli.modules.running import device_of, forked_random_state, run, tensors, to_device
+from sensli.modules.running import device_of, run, tensors, to_device
 from sensli.modules.wrappers import bare
 from sensli.moves.lists import ListPlace
 from sensli.moves.point import Ref
@@ -91,7 +92,7 @@ def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:
         handles.append(module.register_forward_pre_hook(count))
     edit.apply()
     try:
-        with forked_random_state(trial), torch.no_grad():
+        with random_state.kept(), torch.no_grad():
             after = run(trial, copy.deepcopy(to_device(example, device_of(trial))))
     except SensliError:
         raise

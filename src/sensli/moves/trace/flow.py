@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import BadExample, UnsupportedModel
+from sensli.modules import random_state
 from sensli.modules.arguments import Slot, first_tensor, value_at, value_slot
 from sensli.modules.copies import copied_model, made_general
 from sensli.modules.engines.fsdp import is_sharded, unsharded
 from sensli.modules.failing import brief_error, let_memory_through
-from sensli.modules.running import describe, device_of, forked_random_state, mapped, run, tensors, to_device
+from sensli.modules.running import describe, device_of, mapped, run, tensors, to_device
 from sensli.modules.wrappers import eager
 from sensli.moves.trace.graph import all_before
 
@@ -190,7 +191,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _run(flow: Flow, given: Any, nodes: bool) -> Any:
     model = flow.model
-    with forked_random_state(model), torch.inference_mode(False), torch.enable_grad(), eager(), _watched(flow):
+    with random_state.kept(), torch.inference_mode(False), torch.enable_grad(), eager(), _watched(flow):
         return run(model, fresh(given, nodes=nodes))
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from sensli.modules import random_state
 from sensli.modules.chain import Chain
 from sensli.modules.failing import note
-from sensli.modules.running import device_of, forked_random_state, run, to_device
+from sensli.modules.running import device_of, run, to_device
 from sensli.moves.lists import ListPlace, grown_list, unwrapped
 from sensli.moves.trace.flow import Flow
 from sensli.moves.twin.around import numbers
@@ -87,7 +88,7 @@ def _beside(flow: Flow, container: str, source: int, layer: nn.Module, example: 
     chain.eval()
     blocks._modules[key] = chain
     try:
-        with forked_random_state(trial), torch.no_grad():
+        with random_state.kept(), torch.no_grad():
             return run(trial, copy.deepcopy(to_device(example, device_of(trial))))
     except Exception as error:
         note(error)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
+from sensli.modules import random_state
 from sensli.modules.arguments import first_tensor, with_value, without_memory
-from sensli.modules.running import HALF, forked_random_state, undrawn, widened
+from sensli.modules.running import HALF, undrawn, widened
 from sensli.moves.cutting import apply_cut, plan_cut, take_out
 from sensli.moves.factors import Outer
 from sensli.moves.geometry import Geometry
@@ -83,7 +84,7 @@ class VirtualTwin(_TwinGauge):
         args, kwargs = without_memory(with_value(args, kwargs, slot, None))
         args, kwargs = with_value(args, kwargs, slot, x.clone())  # it may work in place
         # The step that is being measured must not notice: neither its random numbers nor its gradients.
-        with forked_random_state(self._module), torch.enable_grad():
+        with random_state.kept(), torch.enable_grad():
             output = first_tensor(self._module(*args, **kwargs))
             if output is None or output.shape != cotangent.shape:
                 raise MeasurementError(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.modules import random_state
 from sensli.modules.failing import note
 from sensli.modules.nearness import moved
-from sensli.modules.running import device_of, forked_random_state, run, tensors, to_device
+from sensli.modules.running import device_of, run, tensors, to_device
 from sensli.modules.samples import count_samples, first_samples
 
 
@@ -33,7 +34,7 @@ class Known:
         calls: list[None] = []
         handle = watched.register_forward_pre_hook(lambda *_: calls.append(None)) if watched is not None else None
         try:
-            with forked_random_state(model), torch.no_grad():
+            with random_state.kept(), torch.no_grad():
                 given = copy.deepcopy(first_samples(self._example, few, self._count))
                 after = list(_comparable(run(model, given)))
         except Exception as error:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sensli.modules import random_state
 from sensli.modules.chain import Chain
 from sensli.modules.failing import let_memory_through
-from sensli.modules.running import forked_random_state
 from sensli.moves.twin.numbering import is_number
 from sensli.moves.twin.twins import Bypass
 
@@ -36,7 +36,7 @@ def build_again(like: nn.Module, configuration: Any, *, values: bool = False) ->
         if device == "cpu" and is_large(like):
             return None
         try:
-            with warnings.catch_warnings(), forked_random_state(like), torch.device(device), _Undrawn():
+            with warnings.catch_warnings(), random_state.kept(), torch.device(device), _Undrawn():
                 warnings.simplefilter("ignore")
                 built: nn.Module = type(like)(copy.deepcopy(configuration))
         except Exception as error:

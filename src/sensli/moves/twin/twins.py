@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import UnsupportedSite, one_of
+from sensli.modules import random_state
 from sensli.modules.arguments import Slot, value_at
 from sensli.modules.copies import copied_block
 from sensli.modules.engines.fsdp import readable_part
-from sensli.modules.running import forked_random_state
 from sensli.moves.inserting import Inserts, example_parameter
 from sensli.moves.move import Cost, Gauge
 from sensli.moves.point import Point
@@ -215,10 +215,8 @@ def _freshen(twin: nn.Module) -> None:
 
 def _reset(twin: nn.Module, seed: int) -> None:
     """Let all modules initialise themselves as when they were made; parameters of a module that cannot stay copies."""
-    with forked_random_state(twin):
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(seed)
+    with random_state.kept():
+        random_state.seed_torch(seed)
         for module in reversed(list(twin.modules())):  # a module after its parts, which it may set itself
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import SensliError
+from sensli.modules import random_state
 from sensli.modules.arguments import is_plain, with_value, without_memory
 from sensli.modules.flops import count_flops
-from sensli.modules.running import forked_random_state
 from sensli.moves.trace.flow import Call, Flow, Seen
 from sensli.moves.trace.graph import nearest_parameters
 from sensli.moves.twin.block_trial import BlockTrial, Bound, NoTwin
@@ -26,7 +26,7 @@ _LOCKS = 3  # how many first choices are taken back before giving up
 
 def find_twin(flow: Flow, call: Call, seen: Seen) -> Twin:
     """The plan of a twin of a block for the values seen at its input or its output, found by trial."""
-    with forked_random_state(call.module):
+    with random_state.kept():
         trial = _Search(call, seen)
         zeroed, replaced = trial.search(_replaceable(flow, call))
         return trial.twin(zeroed, replaced)
@@ -35,7 +35,7 @@ def find_twin(flow: Flow, call: Call, seen: Seen) -> Twin:
 def find_null(call: Call) -> Twin:
     """The plan of a twin that gives zero, for a loop that adds what its blocks give."""
     assert call.given is not None
-    with forked_random_state(call.module):
+    with random_state.kept():
         trial = _Search(call, call.given, null=True)
         return trial.twin(trial.search_null(), [])
 

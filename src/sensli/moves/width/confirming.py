@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sensli.modules import random_state
 from sensli.modules.dropout import NoDropout
-from sensli.modules.failing import let_memory_through, note
+from sensli.modules.failing import brief_error, let_memory_through, note
 from sensli.modules.flops import count_flops
 from sensli.modules.nearness import moved
 from sensli.modules.running import device_of, run, tensors, to_device, untouched
@@ -90,8 +91,7 @@ class Trial:
                 first, second = (self._outputs(sites, training, seed) for seed in (0, 1))
             except Exception as error:
                 note(error)
-                text = str(error).strip().split("\n")[0][:120]
-                return f"the model fails with more of them ({type(error).__name__}: {text})"
+                return f"the model fails with more of them ({brief_error(error)})"
             if [t.shape for t in first] != [t.shape for t in base]:
                 return "what the model returns changes its shape with more of them"
             if any(moved(old, new) > _tolerance(old) for old, new in zip(base, first, strict=True)):
@@ -159,7 +159,7 @@ class Trial:
         # Never chained: somebody's train() returns None.
         self.model.train(training)
         with untouched(self.model), torch.no_grad(), eager(), NoDropout():
-            torch.default_generator.manual_seed(0)
+            random_state.seed_torch(0)
             output: Any = run(self.model, self._training if training else self.example)
         self.model.eval()
         return [t.detach().clone() for t in tensors(output)]

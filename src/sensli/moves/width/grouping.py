@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from sensli.modules.attention import holder_of
-from sensli.modules.failing import note
+from sensli.modules.failing import brief_error, note
 from sensli.moves.roles import role_of, why_unknown
 from sensli.moves.search import Search
 from sensli.moves.width.group import Group
@@ -62,7 +62,7 @@ class Grouping:
             seen = watch(self.copy, self.search.example, makers)
         except Exception as error:
             note(error)
-            self.refuse((path for path, _ in makers), f"the model fails on marked values ({type(error).__name__})")
+            self.refuse((path for path, _ in makers), f"the model fails on marked values ({brief_error(error)})")
             return []
         plain: dict[str, Group] = {}
         reasons: dict[str, str] = {}

@@ -33,7 +33,7 @@ class Places:
         """Of another map, whose channels come last, what lies at about the same places: [places, channels]."""
         shape = values.shape[:-1]
         index = [
-            self.at[axis] * size // self.shape[axis] if axis < len(self.shape) else size // 2
+            self.at[axis].to(values.device) * size // self.shape[axis] if axis < len(self.shape) else size // 2
             for axis, size in enumerate(shape)
         ]
         rows: Tensor = values[tuple(index)] if index else values[None]

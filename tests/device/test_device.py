@@ -1,0 +1,40 @@
+"""An accelerator on machines that have none: tests with it run in processes of their own, since it stays where it was registered."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import ranks_on_the_device
+
+import ranks
+import warm
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(
+        shutil.which(os.environ.get("CXX", "c++")) is None or not hasattr(os, "fork"),
+        reason="there is no C++ compiler (c++, or the one of CXX), which makes the accelerator of these tests",
+    ),
+]
+HERE = Path(__file__).parent
+
+
+def run(file: str) -> None:
+    options = ["-p", "sim_device", "-p", "no:cacheprovider", str(HERE / file)]
+    program = f"import sys, pytest; sys.path.insert(0, {str(HERE)!r}); sys.exit(pytest.main({options!r}))"
+    done = warm.run(["-c", program], HERE.parents[1])
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_on_one_device_and_on_two() -> None:
+    run("on_the_device.py")
+
+
+def test_on_ranks_whose_group_takes_tensors_of_the_device_alone(tmp_path: Path) -> None:
+    told = ranks.run(ranks_on_the_device.work, 2, tmp_path)
+    assert "device type cpu" in told["refused"]
+    assert told["natural"] >= 4 and told["sure"] >= 1 and told["resumed"]
+    assert set(told["histories"]) == {"sensli", "splitting", "tiny"} and min(told["histories"].values()) >= 1
