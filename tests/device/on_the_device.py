@@ -15,6 +15,8 @@ import sim_device
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sensli import (
     Grower,
@@ -363,8 +365,9 @@ def test_a_default_device(make: Any) -> None:
         assert same(before, states())
 
 
-def test_a_model_on_the_cpu_beside_a_default_device() -> None:
-    model, (x, y) = mlp(), data(mlp)
+@pytest.mark.parametrize("make", [mlp, cnn])
+def test_a_model_on_the_cpu_beside_a_default_device(make: Any) -> None:
+    model, (x, y) = make(), data(make)
     expected = [str(site) for site in find_sites(model, x[:2], grow="both")]
     with torch.device(SIM):
         sites = find_sites(model, x[:2], grow="both")
@@ -450,6 +453,51 @@ def test_a_probe_with_a_scaler() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert max(merit.value for merit in probe.merits()) > 0
+
+
+# --- devices without double precision, as MPS and some of Intel's ---
+
+
+class NoDouble(TorchDispatchMode):
+    """Whatever makes float64 or complex128 on the device raises."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if (
+                isinstance(each, Tensor)
+                and each.device.type == "sim"
+                and each.dtype in (torch.float64, torch.complex128)
+            ):
+                raise RuntimeError(f"this device has no float64 ({function})")
+        return made
+
+
+@pytest.mark.parametrize("make, norm", [(mlp, "natural"), (cnn, "operator"), (Transformer, "natural")])
+def test_nothing_needs_double_precision_on_the_device(make: Any, norm: str) -> None:
+    (x, y), model = data(make, 64, SIM), make().to(SIM)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both", "norm": norm, "recycle": True}
+    with NoDouble():
+        with pytest.raises(RuntimeError, match="no float64"):
+            x.double()
+        assert Grower(model, optimizer, example=x[:2], **options).step([(x, y)], cross_entropy)
+        trained(model, x, y, optimizer)
+        undo(model, optimizer=optimizer)
+        for start in ("gradmax", "net2net"):
+            sites = find_sites(model, x[:2], grow="units", start=start)
+            grow(model, measure(model, sites, [(x, y)], cross_entropy).best.site, optimizer=optimizer, check=x)
+        trained(model, x, y, optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["firefly", "morphnet", "net2net-deeper", "senn", "splitting"])
+def test_no_strategy_needs_it(strategy: str) -> None:
+    (x, y), model = data(mlp, 64, SIM), mlp().to(SIM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with NoDouble():
+        grower = Grower(model, optimizer, example=x[:2], trigger=triggers.Every(1), strategy=strategy)
+        grower.step([(x, y)], cross_entropy)
+    assert {each.device for each in model.parameters()} == {SIM}
 
 
 # --- what it would cost on a real one ---

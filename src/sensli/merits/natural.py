@@ -16,6 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from sensli.modules.running import capable
 from sensli.moves.factors import Factored
 
 NATURAL = "natural"
@@ -75,7 +76,7 @@ def _divisor(moment: Tensor, used: float, rows: float) -> tuple[Tensor, Tensor]:
     underestimated keeps the others from drowning. A row that is not in the moment gets more than one that is, as the formula for
     leaving one out tells.
     """
-    moment = moment if moment.device.type in ("cpu", "cuda") else moment.cpu()
+    moment = capable(moment)
     length, share = moment.shape[-1], used / rows
     size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
     # A moment that is zero belongs to a gradient that is zero: any divisor will do.

@@ -12,6 +12,7 @@ from torch import Tensor
 from sensli.merits.natural import NATURAL
 from sensli.merits.spectrum import largest, peaks, taps
 from sensli.modules import checks
+from sensli.modules.running import capable
 from sensli.moves.geometry import Geometry
 
 _STEP_WORK = 300  # for each entry of a matrix at one frequency: some ten steps from two starts, forth and back, in complex numbers
@@ -45,9 +46,7 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
     _check(gradient, geometry)
     if gradient.numel() == 0:
         return 0.0
-    gradient = gradient.detach()
-    if gradient.device.type not in ("cpu", "cuda"):  # elsewhere complex numbers or eigenvalues may be missing
-        gradient = gradient.cpu()
+    gradient = capable(gradient.detach())
     if gradient.dtype not in (torch.float32, torch.float64):
         gradient = gradient.float()
     lowest, highest = torch.aminmax(gradient)

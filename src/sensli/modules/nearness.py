@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sensli.modules.running import capable
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -21,6 +23,7 @@ def moved(old: Tensor, new: Tensor, *, exact: bool = False) -> float:
         return 0.0
     if not (old.is_floating_point() or old.is_complex()):
         return float("inf")
+    old, new = capable(old), capable(new)
     same = (old == new) | ((old != old) & (new != new))  # infinite or not a number before and after is not a change
     wide = torch.complex128 if old.is_complex() else torch.float64
     difference = torch.nan_to_num((new.to(wide) - old.to(wide))[~same].abs(), nan=float("inf")).max().item()

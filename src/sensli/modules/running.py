@@ -88,6 +88,16 @@ def to_device(value: Any, device: torch.device | None) -> Any:
     return mapped(value, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
 
+def is_capable(device: torch.device) -> bool:
+    """Whether it surely has double precision, complex numbers and eigenvalues; MPS has none of them."""
+    return device.type in ("cpu", "cuda")
+
+
+def capable(tensor: Tensor) -> Tensor:
+    """The tensor where all of these can be computed: there, or on the CPU."""
+    return tensor if is_capable(tensor.device) else tensor.cpu()
+
+
 def widened(value: Any) -> Any:
     """The same nest with half precision turned into single."""
     return mapped(value, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)

@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from sensli.modules.running import widened
+from sensli.modules.running import is_capable, widened
 
 _WORK = 2**27  # multiply-adds of one moment in one pass that are always afforded
 _LEAST = 256  # rows that are always taken
@@ -121,12 +121,14 @@ def parts_of(
 ) -> dict[str, Tensor | Outer]:
     """The same with moments that are not written out; without the gradient where it comes by another way."""
     positions = inputs.seen / samples
-    counts = torch.tensor([samples, inputs.seen, inputs.used, outputs.used], dtype=torch.float64, device="cpu")
+    device = inputs.values.device  # where ranks would add them up
+    precise = torch.float64 if is_capable(device) else torch.float32
+    counts = torch.tensor([samples, inputs.seen, inputs.used, outputs.used], dtype=precise, device=device)
     parts: dict[str, Tensor | Outer] = {
         f"inputs{index}": Outer(inputs),
         # A sample's gradient is a sum over its positions. If these are independent, its variance is as many times that of one.
         f"outputs{index}": Outer(outputs, 1 / positions),
-        f"counts{index}": counts.to(inputs.values.device),
+        f"counts{index}": counts,
     }
     if gradient is not None:
         parts[f"map{index}"] = gradient

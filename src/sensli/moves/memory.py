@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from sensli.modules.engines.fsdp import whole
+from sensli.modules.running import capable
 from sensli.moves.stretching import Resize
 
 _DEEP = 8  # edits of one module: in a long training nobody takes more of them back without a step in between
@@ -54,4 +55,4 @@ def _change(each: Resize) -> tuple[object, ...]:
 
 def _sizes(resized: Sequence[Resize]) -> list[float]:
     """How large the parameters are, which a step changes."""
-    return [float(whole(each.tensor).abs().double().sum()) for each in resized if each.is_parameter]
+    return [float(capable(whole(each.tensor).detach()).abs().double().sum()) for each in resized if each.is_parameter]

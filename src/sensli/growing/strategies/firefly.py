@@ -103,9 +103,10 @@ class Extended:
         optimizer = torch.optim.RMSprop(parts, lr=RATE, momentum=MOMENTUM, alpha=ALPHA)
         with untouched(self.network), torch.inference_mode(False), torch.enable_grad():
             for index, batch in enumerate(batches):
-                penalty = sum(moved.square().sum() + OF_ROWS * rows.square().sum() for moved, rows, _ in self.free)
+                sizes = [moved.square().sum() + OF_ROWS * rows.square().sum() for moved, rows, _ in self.free]
                 optimizer.zero_grad()
-                (self.loss(batch, index, loss_fn) + PENALTY * penalty).backward()
+                loss = self.loss(batch, index, loss_fn)
+                (loss + PENALTY * torch.stack(sizes).sum().to(loss)).backward()
                 optimizer.step()
 
     def gates(self, batches: Sequence[Any], loss_fn: LossFunction | None) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from sensli.errors import MeasurementError
 from sensli.merits.backward import LossFunction, scalar_loss, split
 from sensli.merits.measuring import EMPTY
-from sensli.modules.running import device_of, mapped, run, tensors, to_device, untouched
+from sensli.modules.running import capable, device_of, mapped, run, tensors, to_device, untouched
 from sensli.modules.samples import count_samples
 
 AT_ONCE = 128  # samples whose gradients are in memory together
@@ -36,7 +36,7 @@ def natural_gradient(model: nn.Module, batches: Sequence[Any], loss_fn: LossFunc
     if not samples:
         raise MeasurementError(EMPTY)
     values = [
-        torch.where(second[name] > 0, first[name].square() / (samples * second[name]), 0.0).double().sum()
+        capable(torch.where(second[name] > 0, first[name].square() / (samples * second[name]), 0.0)).double().sum()
         for name in weights
     ]
     return float(torch.stack(values).sum()) if values else 0.0

@@ -27,7 +27,7 @@ from sensli.growing.strategies.in_turn import InTurn
 from sensli.merits.backward import LossFunction, split
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
-from sensli.modules.running import device_of, run, to_device, untouched
+from sensli.modules.running import capable, device_of, run, to_device, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.layer.forms import Layer
 from sensli.moves.sites import Site
@@ -105,7 +105,7 @@ def _adding(site: Site, sums: dict[Site, list[Tensor]]) -> Any:
     leading = site.move.leading
 
     def watch(value: Tensor, args: Any, kwargs: Any) -> Tensor:
-        x = value.detach().double()
+        x = capable(value.detach()).double()
         x = (x.relu() if leading else x).transpose(0, 1).flatten(1)
         own = [torch.tensor(float(x.shape[1]), device="cpu").to(x), x.sum(1), x.square().sum(1)]
         sums[site] = own if site not in sums else [a + b for a, b in zip(sums[site], own, strict=True)]

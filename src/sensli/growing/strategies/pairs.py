@@ -147,13 +147,13 @@ class Pair:
         """[units, weights of one], with the bias last where there is one."""
         parts = [existing(self.width, axis).flatten(1) if axis.name != "bias" else existing(self.width, axis)[:, None]
                  for axis in self.width.axes if axis.fill == "row"]  # fmt: skip
-        return torch.cat(parts, 1).double().cpu()
+        return torch.cat(parts, 1).cpu().double()
 
     @property
     def existing_columns(self) -> Tensor:
         """[units, columns of one]."""
         own = existing(self.width, self.column)
-        return by_unit(own.movedim(self.column.dim, 0).flatten(1), self.column).double().cpu()
+        return by_unit(own.movedim(self.column.dim, 0).flatten(1), self.column).cpu().double()
 
 
 def pair_of(site: Site, model: nn.Module) -> Pair | str:
@@ -207,7 +207,7 @@ def look(
             gradients = torch.autograd.grad(loss, asked, allow_unused=True)
             for pair, own, gradient in zip(pairs, asked, gradients, strict=True):
                 found = torch.zeros_like(own) if gradient is None else gradient
-                pair.cotangents[-1] = found.detach().double().cpu() * len(pair.inputs[-1])
+                pair.cotangents[-1] = found.detach().cpu().double() * len(pair.inputs[-1])
             count += 1
     if not count:
         raise MeasurementError(EMPTY)
@@ -235,7 +235,7 @@ def _watched(pair: Pair) -> Iterator[Any]:
 
 
 def _plain(x: Tensor) -> Tensor:
-    return x.detach().double().cpu()
+    return x.detach().cpu().double()
 
 
 def features(module: nn.Module, x: Tensor) -> Tensor:

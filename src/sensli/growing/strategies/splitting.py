@@ -71,9 +71,9 @@ def curvatures(
                 bent = torch.zeros_like(slope)
                 if slope.requires_grad:
                     (bent,) = torch.autograd.grad(slope.sum(), own[-1], retain_graph=True, materialize_grads=True)
-                parts.append(features(pair.maker, bent.detach().double().cpu() * len(pair.inputs[-1])))
+                parts.append(features(pair.maker, bent.detach().cpu().double() * len(pair.inputs[-1])))
             for pair, own in zip(pairs, made, strict=True):
-                pair.reads[-1] = pair.reads[-1].detach().double().cpu()
+                pair.reads[-1] = pair.reads[-1].detach().cpu().double()
                 own.clear()
     return [(pair, torch.cat(parts)) for pair, parts in zip(pairs, found, strict=True)]
 
@@ -121,7 +121,7 @@ class Smooth(TorchFunctionMode):
 
 def _makes(pair: Pair, own: list[Tensor]) -> Callable[..., Tensor]:
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        pair.inputs.append(args[0].detach().double().cpu())
+        pair.inputs.append(args[0].detach().cpu().double())
         made = output.clone()
         own.append(made if made.requires_grad else made.requires_grad_())
         return own[-1]

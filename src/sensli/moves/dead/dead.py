@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sensli.errors import UnsupportedModel, UnsupportedSite
 from sensli.modules.engines.fsdp import is_sharded, put
 from sensli.modules.marks import count_growths
+from sensli.modules.running import capable
 from sensli.moves.memory import forget, recall, remember
 from sensli.moves.move import Cost, Edit, New
 from sensli.moves.point import Bind, Point, Ref
@@ -276,7 +277,7 @@ def _entries(exchange: Exchange, fill: str, value: Tensor, generator: torch.Gene
     shape = list(value.shape)
     shape[exchange.dim] = exchange.fresh
     # Rows of zeros would never come alive.
-    spread = float(there.double().std(correction=0)) or (value.numel() / value.shape[exchange.dim]) ** -0.5
+    spread = float(capable(there).double().std(correction=0)) or (value.numel() / value.shape[exchange.dim]) ** -0.5
     return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device).mul(spread).to(value)
 
 

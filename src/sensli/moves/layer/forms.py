@@ -158,10 +158,10 @@ class Layer(Inserts):
     def _norm(self, device: torch.device | None = None) -> nn.Module | None:
         if not self.norm:
             return None
-        norm = BATCH_NORMS[self.norm](self.width, device=device)
+        norm = BATCH_NORMS[self.norm](self.width, device=device if self._undone is None else "cpu")
         if self._undone is not None:
-            mean, variance = (each.to(device, torch.float64) for each in self._undone)
-            norm.double()  # until the layer takes the type of what is around it
+            mean, variance = (each.cpu().double() for each in self._undone)
+            norm.double()  # until the layer takes the type and the device of what is around it
             with torch.no_grad():
                 norm.weight.copy_((variance + norm.eps).sqrt())
                 norm.bias.copy_(mean)

@@ -286,7 +286,7 @@ def _new_accumulator(parameter: nn.Parameter) -> None:
         node.next_functions[0][0].register_prehook(partial(_check_gradient, parameter))
     value = parameter.data
     # A change of the type makes torch forget the node that belongs to the old shape; hooks on the parameter stay.
-    parameter.data = value.new_empty(0, dtype=torch.float32 if value.dtype != torch.float32 else torch.float64)
+    parameter.data = value.new_empty(0, dtype=torch.float32 if value.dtype != torch.float32 else torch.float16)
     parameter.data = value
 
 

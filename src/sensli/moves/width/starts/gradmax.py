@@ -95,7 +95,7 @@ class RowGauge(ReaderGauge):
         """The columns of the new units, one after the other: [units, columns of one]."""
         if self._width._entries is not None:
             return _columns(self._width, self._width._entries)
-        return largest(self._width, bypass.double().cpu())
+        return largest(self._width, bypass.cpu().double())
 
 
 def largest(width: Width, bypass: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _columns(width: Width, entries: Entries) -> Tensor:
     for axis, value in zip(width.axes, entries.values, strict=True):
         if axis.fill == "column":
             assert value is not None
-            found.append(by_unit(value.movedim(axis.dim, 0), axis).double().cpu())
+            found.append(by_unit(value.movedim(axis.dim, 0), axis).cpu().double())
     return torch.cat(found, 1)
 
 
