@@ -347,6 +347,21 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path, there: Any, back: Any) -
     assert again.grower.step([(x, y)], cross_entropy)
 
 
+def test_a_rate_that_is_a_tensor_comes_back_on_the_device(tmp_path: Path) -> None:
+    def make_optimizer(model: nn.Module) -> Any:
+        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5, device=SIM), capturable=True)
+
+    model = mlp().to(SIM)
+    optimizer = make_optimizer(model)
+    trained(model, *data(mlp, device=SIM), optimizer)
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    save_checkpoint(tmp_path / "run", model, optimizer=optimizer, extra={"mean": torch.ones(2, device=SIM)})
+    again = load_checkpoint(tmp_path / "run", lambda: mlp().to(SIM), make_optimizer)
+    rate = again.optimizer.param_groups[0]["lr"]
+    assert rate.device == SIM and float(rate) == 0.25 and again.extra["mean"].device.type == "cpu"
+    trained(again.model, *data(mlp, device=SIM), again.optimizer)
+
+
 # --- where things are ---
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,22 @@ pytestmark = [
 HERE = Path(__file__).parent
 
 
-def run(file: str) -> None:
-    options = ["-p", "sim_device", "-p", "no:cacheprovider", str(HERE / file)]
+def run(file: str, imports: Sequence[str] = ()) -> None:
+    # The process that this is a fork of may have imported what pytest would rewrite.
+    options = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "sim_device", "-p", "no:cacheprovider"]
+    options.append(str(HERE / file))
     program = f"import sys, pytest; sys.path.insert(0, {str(HERE)!r}); sys.exit(pytest.main({options!r}))"
-    done = warm.run(["-c", program], HERE.parents[1])
+    done = warm.run(["-c", program], HERE.parents[1], imports)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 def test_on_one_device_and_on_two() -> None:
     run("on_the_device.py")
+
+
+@pytest.mark.library
+def test_with_lightning_and_scikit_learn() -> None:
+    run("libraries_on_the_device.py", imports=["lightning.pytorch", "sklearn.model_selection"])
 
 
 def test_on_ranks_whose_group_takes_tensors_of_the_device_alone(tmp_path: Path) -> None:

@@ -412,6 +412,7 @@ def test_there_are_no_more_epochs_than_asked_for(
         ("tolerance", 1),
         ("refit", "yes"),
         ("warm_start", 5),
+        ("device", 5),
         ("random_state", "a"),
         ("verbose", "loud"),
     ],
@@ -425,3 +426,21 @@ def test_settings_that_mean_nothing_are_refused_before_anything_is_fitted(kind: 
     ):
         model.fit(x, y)
     assert not hasattr(model, "model_") and not hasattr(model, "classes_") and not hasattr(model, "n_features_in_")
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_fitted(device: str) -> None:
+    x, y = load_wine(return_X_y=True)
+    model = GrowingClassifier(**SMALL, device=device)
+    text = f"device must be one that torch finds on this machine for GrowingClassifier, such as 'cpu', got {device!r}"
+    for fit in (model.fit, model.partial_fit):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            fit(x, y)
+    assert not hasattr(model, "n_features_in_")
+
+
+def test_a_device_is_named_as_torch_names_it() -> None:
+    x, y = load_wine(return_X_y=True)
+    models = [GrowingClassifier(**SMALL, random_state=0, device=each) for each in ("cpu", torch.device("cpu", 0))]
+    one, other = (clone(model).fit(x, y).predict_proba(x) for model in models)
+    assert np.array_equal(one, other)

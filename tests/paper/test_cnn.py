@@ -55,6 +55,24 @@ def same(one, other):
     )
 
 
+def test_a_gpu_trains_without_tf32(monkeypatch):
+    """Rounded so, a convolution is no exact identity: other layers than the paper's would be offered."""
+    parts = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    seen = []
+
+    def images(*_):
+        seen.extend(each.allow_tf32 for each in parts)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cnn, "images", images)
+    images.cache_clear = lambda: None
+    before = [each.allow_tf32 for each in parts]
+    with pytest.raises(ZeroDivisionError):
+        train(arm())
+    assert seen == [False, False] and [each.allow_tf32 for each in parts] == before == [True, False]
+
+
 @pytest.mark.parametrize(
     ("network", "places", "sizes"),
     [

@@ -147,11 +147,14 @@ def load_optimizer(given: Any, saved: Mapping[str, Any], network: nn.Module, wei
     _load_around(given, around, ordered)
     with loading(f"the state of {type(optimizer).__name__}"):
         state["state"] = {index: _spread(its, ordered[index]) for index, its in state["state"].items()}
-        keys = [set(group) for group in optimizer.param_groups]
+        made = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
-        for group, known in zip(optimizer.param_groups, keys, strict=True):
-            if known - set(group):
-                raise KeyError(*sorted(known - set(group)))
+        for group, known in zip(optimizer.param_groups, made, strict=True):
+            if known.keys() - group.keys():
+                raise KeyError(*sorted(known.keys() - group.keys()))
+            for key, value in known.items():  # a rate that is a tensor goes where make_optimizer had it
+                if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):
+                    group[key] = group[key].to(value.device)
     # torch casts a state to the type of its parameter, and what it keeps in float32 (NAdam's mu_product, ASGD's eta) is another number then
     names = [name for group in saved["names"] for name in group]
     for index, its in state["state"].items():

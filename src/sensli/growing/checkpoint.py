@@ -76,7 +76,7 @@ def save_checkpoint(
         scheduler: The scheduler or schedulers.
         grower: The `Grower` of the model, if there is one.
         history: The growths of a model that was grown by `insert` without a `Grower`.
-        extra: Anything of your own: numbers, strings and tensors, nested in lists and dicts.
+        extra: Anything of your own: numbers, strings and tensors, nested in lists and dicts. Tensors come back on the CPU.
 
     Raises:
         CheckpointError: If the checkpoint cannot be written. An earlier file is left as it was.

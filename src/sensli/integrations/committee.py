@@ -49,5 +49,5 @@ def networks(count: int, sizes: Sequence[int]) -> list[nn.Module]:
 
 
 def _network(sizes: Sequence[int]) -> nn.Sequential:
-    layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
+    layers = [nn.Linear(*pair, device="cpu") for pair in pairwise(sizes)]
     return nn.Sequential(*(module for layer in layers[:-1] for module in (layer, nn.ReLU())), layers[-1])

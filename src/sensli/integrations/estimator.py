@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from sensli.errors import said
 from sensli.integrations import missing
 from sensli.integrations.committee import Committee, networks
 from sensli.integrations.fitting import Fit, Plan
 from sensli.integrations.folds import Data, Diverged, train_on
 from sensli.integrations.stacked import Stacked
+from sensli.modules import random_state
 from sensli.surgery.history.history import History
 
 try:
@@ -55,6 +57,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         tau: float = 0.0,
         refit: bool = True,
         warm_start: bool = False,
+        device: Any = "cpu",
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
@@ -72,6 +75,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         self.tau = tau
         self.refit = refit
         self.warm_start = warm_start
+        self.device = device
         self.random_state = random_state
         self.verbose = verbose
 
@@ -96,6 +100,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         "tau": [Interval(Real, 0, None, closed="left")],
         "refit": ["boolean"],
         "warm_start": ["boolean"],
+        "device": [str, torch.device],
         "random_state": ["random_state"],
         "verbose": ["verbose"],
     }
@@ -109,18 +114,18 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         counts = weight > 0
         x, y, weight = x[counts], y[counts], weight[counts]
         random, name = check_random_state(self.random_state), type(self).__name__
-        goes_on = self._continues
-        with torch.random.fork_rng(devices=[]):  # the user's own draws continue as if nothing had been fitted
-            torch.manual_seed(int(random.randint(2**31 - 1)))
+        goes_on, device = self._continues, self._device()
+        with random_state.kept_of_torch():  # the user's own draws continue as if nothing had been fitted
+            random_state.seed_torch(int(random.randint(2**31 - 1)))
             model = copy.deepcopy(self.model_) if goes_on else self._start(x, weight, outputs)
             rows, held_out = self._folds(y, random, len(model.members))
-            # The few samples of which none is held out cost nothing in double precision.
-            precision = torch.float32 if held_out else torch.float64
-            data = _data(model, x, y, weight, rows, held_out, precision)
+            # The few samples of which none is held out cost nothing in double precision, on the CPU.
+            device, precision = (device, torch.float32) if held_out else (torch.device("cpu"), torch.float64)
+            data = _data(model, x, y, weight, rows, held_out, precision, device)
             history = History(self.history_, record=self.history_.record.copied()) if goes_on else History()
             history.record.metric = "validation loss" if held_out else "training loss"
             fit = Fit(
-                list(model.members.to(precision)), data, self._losses,
+                list(model.members.to(device, precision)), data, self._losses,
                 self._scores if held_out else self._losses, self._plan(), print if self.verbose else _silent, history,
             )  # fmt: skip
             try:
@@ -141,17 +146,19 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _partial_fit(self, x: Any, y: Any, weight: Any, outputs: int) -> None:
         """One pass over the samples, without growth; the optimizer continues from call to call."""
-        with torch.random.fork_rng(devices=[]):
+        device = self._device()
+        with random_state.kept_of_torch():
             random = check_random_state(self.random_state)
-            torch.manual_seed(int(random.randint(2**31 - 1)) + len(getattr(self, "loss_curve_", ())))
+            random_state.seed_torch(int(random.randint(2**31 - 1)) + len(getattr(self, "loss_curve_", ())))
             first = not hasattr(self, "model_")
             model = self._start(x, weight, outputs) if first else self.model_
             if not hasattr(self, "_stacked"):
                 model.members.float()
                 self._stacked = Stacked(list(model.members), self.learning_rate, self.weight_decay)
                 model.members.double()
+            self._stacked = self._stacked.on(device)
             everything = torch.arange(len(x), device="cpu")
-            data = _data(model, x, y, weight, [everything] * len(model.members), [], torch.float32)
+            data = _data(model, x, y, weight, [everything] * len(model.members), [], torch.float32, device)
             try:
                 loss = train_on(self._stacked, data, self._losses, self.batch_size)
             except Diverged as error:
@@ -167,12 +174,28 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _keep(self, model: Committee, curve: list[float], stacked: Stacked | None = None) -> None:
         self.model_, self.loss_curve_, self.n_iter_ = model, curve, len(curve)
-        model.members.double()  # as scikit-learn computes: one sample gives the same alone as among others
+        # On the CPU, where a pickle of it can be read on any machine, and in double precision, as scikit-learn computes: one sample
+        # gives the same alone as among others.
+        model.members.cpu().double()
         model.smoothing = self._smoothing  # of this training: networks that continue may have begun with another
         hidden = [layer.out_features for layer in model.members[0].modules() if isinstance(layer, nn.Linear)][:-1]
         self.n_layers_, self.widths_ = len(hidden), tuple(hidden)
         if stacked is None and hasattr(self, "_stacked"):
             del self._stacked  # it belongs to networks that were replaced
+
+    def _validate_params(self) -> None:
+        super()._validate_params()
+        self._device()
+
+    def _device(self) -> torch.device:
+        """Where to train, tried by making something there."""
+        try:
+            return torch.empty(0, device=self.device).device
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(
+                f"device must be one that torch finds on this machine for {type(self).__name__}, such as 'cpu', got "
+                f"{str(self.device)!r} ({said(error)})."
+            ) from None
 
     def _plan(self) -> Plan:
         return Plan(
@@ -224,12 +247,20 @@ def moments(values: Any, weight: Any) -> tuple[Any, Any]:
 
 
 def _data(
-    model: Committee, x: Any, y: Any, weight: Any, rows: list[Tensor], held_out: list[Tensor], precision: torch.dtype
+    model: Committee,
+    x: Any,
+    y: Any,
+    weight: Any,
+    rows: list[Tensor],
+    held_out: list[Tensor],
+    precision: torch.dtype,
+    device: torch.device,
 ) -> Data:
-    """Standardised as the model does it."""
+    """Standardised as the model does it, on the device to train on."""
     standard = (torch.tensor(x, device="cpu") - model.mean) / model.scale
     target = torch.tensor(y, dtype=precision if np.issubdtype(y.dtype, np.floating) else None, device="cpu")
-    return Data(standard.to(precision), target, torch.tensor(weight, dtype=precision, device="cpu"), rows, held_out)
+    weights = torch.tensor(weight, dtype=precision, device="cpu")
+    return Data(standard.to(device, precision), target.to(device), weights.to(device), rows, held_out)
 
 
 def _silent(line: str) -> None:

@@ -36,7 +36,8 @@ class Data:
         """Rows of equal number for every network, and the weights of these samples: zero where a row fills up."""
         padded = pad_sequence(list(rows), batch_first=True)
         real = torch.arange(padded.shape[1], device="cpu") < torch.tensor([[len(each)] for each in rows], device="cpu")
-        return padded, self.weight[padded] * real
+        padded = padded.to(self.x.device)
+        return padded, self.weight[padded] * real.to(self.x.device)
 
     def part(self, rows: Tensor, weight: Tensor) -> Part:
         """The samples of these rows."""
@@ -52,7 +53,9 @@ class Data:
         if count == 1:
             yield self._whole
             return
-        order = torch.rand(self.rows.shape, device="cpu").argsort(dim=1)
+        order = (
+            torch.rand(self.rows.shape, device="cpu").argsort(dim=1).to(self.rows.device)
+        )  # the same on every device
         rows, weight = self.rows.gather(1, order), self._shares.gather(1, order)
         for some, its in zip(rows.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True):
             yield self.part(some, its)

@@ -51,6 +51,8 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         class_weight: Weights of the classes by label, or ``"balanced"`` for the inverse of their frequencies. None weights all
             equally.
         warm_start: Whether the next `fit` continues with the networks of the last one (default: False).
+        device: Where `fit` and `partial_fit` train, as torch calls it, such as "cuda"; ``model_`` is on the CPU afterwards, so that
+            every machine can read a pickle and predict (default: "cpu").
         random_state: The random seed, or a numpy RandomState.
         verbose: Whether to print what happens (default: 0).
     """
@@ -82,13 +84,14 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         label_smoothing: float = 0.1,
         class_weight: Any = None,
         warm_start: bool = False,
+        device: Any = "cpu",
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
         super().__init__(
             members=members, layers=layers, width=width, max_layers=max_layers, max_width=max_width, learning_rate=learning_rate,
             weight_decay=weight_decay, batch_size=batch_size, max_epochs=max_epochs, patience=patience, tolerance=tolerance, tau=tau,
-            refit=refit, warm_start=warm_start, random_state=random_state, verbose=verbose,
+            refit=refit, warm_start=warm_start, device=device, random_state=random_state, verbose=verbose,
         )  # fmt: skip
         self.label_smoothing = label_smoothing
         self.class_weight = class_weight
@@ -200,6 +203,8 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
         refit: Whether to train on all samples at the end, none held out: for half of the epochs that helped, or for as many where the
             loss still fell when growing ended (default: True).
         warm_start: Whether the next `fit` continues with the networks of the last one (default: False).
+        device: Where `fit` and `partial_fit` train, as torch calls it, such as "cuda"; ``model_`` is on the CPU afterwards, so that
+            every machine can read a pickle and predict (default: "cpu").
         random_state: The random seed, or a numpy RandomState.
         verbose: Whether to print what happens (default: 0).
     """

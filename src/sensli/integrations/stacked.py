@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensli.modules.running import to_device
+
 HORIZON = 100  # steps that the running average of the weights looks back, and a fifth of all as long as there are few
 
 
@@ -19,14 +21,21 @@ class Stacked:
     that costs. The networks themselves change only in `write`.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], learning_rate: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        networks: Sequence[nn.Module],
+        learning_rate: float,
+        weight_decay: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """``device``: where to train (default: that of the networks, which stay where they are)."""
         self._networks = networks
         layers = list(zip(*map(_linear, networks), strict=True))
         self._relus = [isinstance(after, nn.ReLU) for after in _after_linear(networks[0])]
         stacked = [torch.stack([layer.weight.detach() for layer in same]) for same in layers]
         stacked += [torch.stack([layer.bias.detach() for layer in same]).unsqueeze(1) for same in layers]
         self._shapes = [tensor.shape for tensor in stacked]
-        self.flat = torch.cat([tensor.flatten() for tensor in stacked])
+        self.flat = torch.cat([tensor.flatten() for tensor in stacked]).to(device)
         self.average = self.flat.clone()
         self.flat.grad = torch.zeros_like(self.flat)
         self._weights = self._parts(self.flat)
@@ -36,13 +45,24 @@ class Stacked:
         self._steps = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors that share their memory would come back as separate ones.
+        # Tensors that share their memory would come back as separate ones. On the CPU: every machine can read them there.
         state = {"flat": self.flat.detach().clone(), "average": self.average, "optimizer": self.optimizer.state_dict()}
-        return {"networks": self._networks, "steps": self._steps, **state}
+        return {"networks": self._networks, "steps": self._steps, **to_device(state, torch.device("cpu"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._restore(state, torch.device("cpu"))
+
+    def on(self, device: torch.device) -> Stacked:
+        """The same training on a device; itself if it is there."""
+        if self.flat.device == device:
+            return self
+        made = object.__new__(Stacked)
+        made._restore(self.__getstate__(), device)
+        return made
+
+    def _restore(self, state: dict[str, Any], device: torch.device) -> None:
         networks = [copy.deepcopy(network).to(state["flat"].dtype) for network in state["networks"]]
-        Stacked.__init__(self, networks, 0.0, 0.0)  # the rate and the decay are the optimizer's
+        Stacked.__init__(self, networks, 0.0, 0.0, device)  # the rate and the decay are the optimizer's
         self._networks = state["networks"]
         self.flat.copy_(state["flat"])
         self.average.copy_(state["average"])

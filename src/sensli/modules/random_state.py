@@ -87,14 +87,24 @@ def _accelerator() -> tuple[str, Any]:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """All random states are put back when the context ends."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    state, of_numpy = of_torch(), None if numpy is None else numpy.random.get_state()
+def kept_of_torch() -> Iterator[None]:
+    """The states of torch are put back when the context ends."""
+    state = of_torch()
     try:
         yield
     finally:
         restore_torch(state)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """All random states are put back when the context ends."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        with kept_of_torch():
+            yield
+    finally:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(of_numpy)

@@ -20,7 +20,7 @@ from sensli.paper.engines.logbook import Logbook
 from sensli.paper.engines.restoring import check_count, restoring
 from sensli.paper.engines.training import Training, float_type, wait_for
 from sensli.paper.errors import BadExperiment
-from sensli.paper.plans.machine import Machine, has_bf16
+from sensli.paper.plans.machine import Machine, full_precision, has_bf16
 from sensli.paper.plans.reading import nearest, unknown
 from sensli.paper.plans.seeds import generator
 from sensli.paper.plans.settings import Data, Settings
@@ -106,6 +106,7 @@ def images(data: Data, folder: Path | None, device: torch.device, dtype: torch.d
     return pipeline.load(data, folder, device, dtype)
 
 
+@full_precision()
 def train(job: Job) -> Outcome:
     """Train one run from the start, or from the state that the job carries."""
     settings, run = job.settings, job.runs[0]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +47,20 @@ class Machine:
             found = ", ".join(name for name, is_there in there.items() if is_there)
             raise BadExperiment(f"--device {self.device} is not available here. Available: {found}.")
         return torch.device(self.device)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32 on a GPU as long as the context lasts: rounded so, a convolution is no exact identity, and other layers would be offered."""
+    parts: Any = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [each.allow_tf32 for each in parts]
+    try:
+        for each in parts:
+            each.allow_tf32 = False
+        yield
+    finally:
+        for each, was in zip(parts, before, strict=True):
+            each.allow_tf32 = was
 
 
 @lru_cache
