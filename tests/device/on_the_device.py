@@ -35,7 +35,6 @@ from sensli.modules import random_state
 from sensli.modules.running import to_device
 
 SIM, OTHER = torch.device("sim", 0), torch.device("sim", 1)
-GROW = ("layers", "units", "both")
 
 
 def mlp(dropout: float = 0.0) -> nn.Module:
@@ -177,8 +176,7 @@ def test_merits_are_those_of_the_cpu(make: Any, what: str, norm: str) -> None:
     assert found == pytest.approx(expected, rel=1e-4) and any("units" in name for name in found)
 
 
-@pytest.mark.parametrize("what", GROW)
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make, what", [(mlp, "layers"), (mlp, "units"), (cnn, "both"), (Transformer, "units")])
 def test_an_example_on_the_cpu_is_moved(make: Any, what: str) -> None:
     model, (x, _) = make().to(SIM), data(make)
     expected = find_sites(model, x[:2].to(SIM), grow=what)
@@ -235,8 +233,7 @@ def test_strategies_grow_what_they_grow_on_the_cpu(strategy: str) -> None:
 # --- random numbers ---
 
 
-@pytest.mark.parametrize("device", [SIM, OTHER], ids=str)
-@pytest.mark.parametrize("make", [mlp, Transformer])
+@pytest.mark.parametrize("make, device", [(mlp, SIM), (mlp, OTHER), (Transformer, OTHER)], ids=str)
 def test_a_look_gives_the_numbers_of_all_devices_back(make: Any, device: torch.device) -> None:
     x, y = data(make, device=device)
     model, before = make(0.2).to(device), states()
@@ -415,8 +412,9 @@ class OverTwo(nn.Module):
         return self.two(self.one(x).relu().to(self.second))
 
 
-@pytest.mark.parametrize("first, second", [(SIM, OTHER), ("cpu", SIM), (SIM, "cpu")], ids=str)
-@pytest.mark.parametrize("norm", ["frobenius", "natural"])
+@pytest.mark.parametrize(
+    "first, second, norm", [(SIM, OTHER, "natural"), ("cpu", SIM, "frobenius"), (SIM, "cpu", "natural")], ids=str
+)
 def test_a_model_over_two_devices(first: Any, second: Any, norm: str) -> None:
     x, y = data(mlp, 256)
     torch.manual_seed(3)
@@ -488,7 +486,7 @@ class NoDouble(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("make, norm", [(mlp, "natural"), (cnn, "operator"), (Transformer, "natural")])
+@pytest.mark.parametrize("make, norm", [(mlp, "natural"), (cnn, "operator")])
 def test_nothing_needs_double_precision_on_the_device(make: Any, norm: str) -> None:
     (x, y), model = data(make, 64, SIM), make().to(SIM)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -503,6 +501,13 @@ def test_nothing_needs_double_precision_on_the_device(make: Any, norm: str) -> N
             sites = find_sites(model, x[:2], grow="units", start=start)
             grow(model, measure(model, sites, [(x, y)], cross_entropy).best.site, optimizer=optimizer, check=x)
         trained(model, x, y, optimizer)
+
+
+def test_nor_do_blocks_of_a_transformer() -> None:
+    (x, y), model = data(Transformer, 64, SIM), Transformer().to(SIM)
+    with NoDouble():
+        best = measure(model, find_sites(model, x[:2]), [(x, y)], cross_entropy, norm="natural").best
+        grow(model, best.site, check=x)
 
 
 @pytest.mark.parametrize("strategy", ["firefly", "morphnet", "net2net-deeper", "senn", "splitting"])
@@ -533,3 +538,11 @@ def test_the_host_waits_twice_per_batch_and_a_few_times_per_site(make: Any, what
     few, many = counted(2), counted(4)
     assert many[0] - few[0] <= 2 * 2 and many[1] - few[1] <= 0
     assert few[0] <= 20 * len(sites)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_search_for_units_waits_a_few_times_per_module(make: Any) -> None:
+    (x, _), model = data(make, device=SIM), make().to(SIM)
+    sim_device.reset_counts()
+    find_sites(model, x[:2], grow="units")
+    assert sim_device.waits() <= 10 * len(list(model.modules()))

@@ -194,9 +194,10 @@ class _Run:
         nan = each.isnan()
         dim = _of_sample(each, x, channel) + 1
         places = nan.movedim(dim, 1).flatten(2).any(2) if nan.dim() > 2 else nan
-        return {
-            s: frozenset(places[s].nonzero().flatten().tolist()) for s in places.any(1).nonzero().flatten().tolist()
-        }
+        found: dict[int, set[int]] = {}
+        for sample, place in places.nonzero().tolist():  # all at once: on a device each question is a wait
+            found.setdefault(sample, set()).add(place)
+        return {sample: frozenset(marked) for sample, marked in found.items()}
 
 
 def _rows(module: nn.Module) -> int:
