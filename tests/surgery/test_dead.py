@@ -27,7 +27,7 @@ from sensli.errors import MeasurementError, OptimizerError
 from sensli.modules.running import untouched
 from sensli.moves.stretching import Exchange
 from sensli.moves.width.width import Axis, Width
-from sensli.surgery.averaging import follow, unfollow
+from sensli.surgery.averaging import follow
 from widths import normal
 
 CHANGE = {"recycle": recycle, "remove": remove_dead}
@@ -613,5 +613,5 @@ def test_an_average_follows_and_goes_back_to_the_bit(change: str) -> None:
     before = everything(average.module)
     (growth,) = CHANGE[change](model, X)
     follow(average, growth, model)
-    unfollow(average, growth)
+    undo(average.module, growth)
     assert same(before, everything(average.module))

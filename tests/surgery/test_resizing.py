@@ -447,6 +447,7 @@ def widened(optimizer: Optimizer, resize: Resize) -> None:
     plan.build()
     resize.tensor.grad, resize.tensor.data = None, resize.stretched(resize.tensor.detach(), 1.0)
     plan.apply()
+    plan.settle()
 
 
 def test_a_sparse_gradient_is_kept_as_a_dense_one() -> None:

@@ -19,7 +19,7 @@ from optimizers import KEEPING_COPIES
 from sensli import Growth, History, find_sites, grow, load_checkpoint, measure, replay, save_checkpoint, undo
 from sensli.errors import FunctionChanged, HistoryError
 from sensli.moves.sites import Site
-from sensli.surgery.averaging import check_alike, follow, unfollow
+from sensli.surgery.averaging import check_alike, follow
 from widths import normal
 
 X, Y = normal(32, 4, seed=1), torch.arange(32) % 3
@@ -135,12 +135,12 @@ def test_an_average_keeps_its_function_and_is_taken_back(start: str) -> None:
     follow(average, growth, model)
     check_alike(model, average)
     torch.testing.assert_close(average(X).detach(), kept, rtol=1e-12, atol=1e-14)
-    unfollow(average, growth)
+    undo(average.module, growth)
     assert same(values(average.module), before)
     follow(average, growth, model)
     step(model, optimizer)
     average.update_parameters(model)
-    unfollow(average, growth)
+    undo(average.module, growth)
     undo(model, growth, optimizer=optimizer)
     check_alike(model, average)
 

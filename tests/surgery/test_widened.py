@@ -20,7 +20,7 @@ import ranks
 from sensli import Growth, History, find_sites, grow, load_checkpoint, replay, save_checkpoint, undo
 from sensli.errors import CheckpointError, DistributedError, HistoryError, OptimizerError
 from sensli.moves.sites import Site
-from sensli.surgery.averaging import check_alike, follow, unfollow
+from sensli.surgery.averaging import check_alike, follow
 from sensli.surgery.rewinding import rewind
 from widths import normal, width_site
 
@@ -99,7 +99,7 @@ def test_an_average_gets_the_model_s_new_units_and_goes_on(ema: bool, buffers: b
     average.update_parameters(model)
     expected = before + (model[0].weight[5:] - before) * (0.5 if ema else 1 / (number + 1))
     torch.testing.assert_close(average.module[0].weight[5:], expected)
-    unfollow(average, growth)
+    undo(average.module, growth)
     undo(model, growth, optimizer=optimizer)
     check_alike(model, average)
 
@@ -111,7 +111,7 @@ def test_an_average_that_is_taken_back_is_to_the_bit_what_it_was() -> None:
     before = copy.deepcopy(average.module)
     growth = grow(model, first(model))
     follow([average], growth, model)
-    unfollow([average], growth)
+    undo(average.module, growth)
     assert same_values(before, average.module) and str(before) == str(average.module)
 
 

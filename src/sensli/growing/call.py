@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from sensli.growing.trials.arms import Outcome, Trying
 from sensli.growing.trigger import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit, Merits
+from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
@@ -47,7 +47,7 @@ class Call:
         recycling: What gives dead units a new start.
         history: The growths so far, and the record.
         together: All ranks.
-        on_failure: What takes a change back, for what a trial changes.
+        change: What takes everything back if the call raises.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Call:
     recycling: Recycling
     history: History
     together: Together
-    on_failure: ExitStack
+    change: AllOrNothing
 
     def run(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked | None:
         """What the look came to, or None if the trigger did not fire; recorded either way."""
@@ -77,6 +77,7 @@ class Call:
 
     def _looked(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked:
         """All that a look does."""
+        self.followers.keep(self.change, self.model, self.history)
         self.options.trigger.looked()
         if self.options.recycle or self.options.trial is not None:
             batches = reusable(batches)
@@ -140,7 +141,7 @@ class Call:
         if not candidates:
             return None
         trying = Trying(trial, self.model, self.followers, self.history, options, self.example, self.together)
-        return trying.run(candidates, batches, loss_fn, self.on_failure)
+        return trying.run(candidates, batches, loss_fn, self.change)
 
     def _grow(self, chosen: Sequence[Merit], measured: bool) -> list[tuple[Merit, Growth]]:
         """Grow at the first ones that the trigger still allows, at most ``count``; at all of them if they are one decision."""

@@ -1,4 +1,4 @@
-"""What follows a model when a Grower inserts a layer, and when it takes one back: optimizers, schedulers, averages, the history."""
+"""What follows a model when a Grower inserts a layer: optimizers, schedulers, averages, the history."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 
 from sensli.growing.options import Options
 from sensli.merits.merits import Merit
+from sensli.modules.engines.all_or_nothing import AllOrNothing, Kept
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
-from sensli.surgery.averaging import Averaged, check_alike, follow, unfollow
+from sensli.surgery.averaging import Averaged, check_alike, follow, networks
 from sensli.surgery.dead import renew
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
 from sensli.surgery.insertion import grow
-from sensli.surgery.state.optim import Optimizers, as_optimizers
-from sensli.surgery.state.rates import Schedulers
-from sensli.surgery.undoing import undo
+from sensli.surgery.state.optim import Optimizers, as_list, as_optimizers
+from sensli.surgery.state.rates import Schedulers, as_schedulers
 
 
 @dataclass
@@ -54,27 +54,29 @@ class Followers:
     ) -> Growth:
         """Insert the layer, and let everything follow. What concerns the rest of the model is done once per look, with the ``first``."""
         check_alike(model, self.averaged)
-        growth = grow(
-            model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=options.lr_scale if first else 1.0,
-            own_rate=options.own_rate, group=options.group, freeze_rest=options.freeze_rest,
-        )  # fmt: skip
-        found = {"merit": merit.value, "ratio": merit.ratio} if measured else {}
-        growth = replace(growth, details={**when, **found})
-        history.append(growth)  # at once: what is in the history is taken back if anything fails from here on
-        follow(self.averaged, growth, model)
+        with AllOrNothing() as change:
+            self.keep(change, model, history)
+            growth = grow(
+                model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=options.lr_scale if first else 1.0,
+                own_rate=options.own_rate, group=options.group, freeze_rest=options.freeze_rest,
+            )  # fmt: skip
+            found = {"merit": merit.value, "ratio": merit.ratio} if measured else {}
+            growth = replace(growth, details={**when, **found})
+            history.append(growth)
+            follow(self.averaged, growth, model)
         return growth
 
     def recycle(self, model: nn.Module, site: Site, history: History, *, when: Mapping[str, int], check: Any) -> Growth:
         """Give dead units a new start, and let everything follow."""
         check_alike(model, self.averaged)
-        growth = replace(renew(model, site, optimizer=self.optimizer, check=check), details=dict(when))
-        history.append(growth)
-        follow(self.averaged, growth, model)
+        with AllOrNothing() as change:
+            self.keep(change, model, history)
+            growth = replace(renew(model, site, optimizer=self.optimizer, check=check), details=dict(when))
+            history.append(growth)
+            follow(self.averaged, growth, model)
         return growth
 
-    def take_back(self, model: nn.Module, history: History, kept: int) -> None:
-        """Undo all growths but the first ones, the last one first."""
-        for growth in reversed(history[kept:]):
-            unfollow(self.averaged, growth)
-            undo(model, growth, optimizer=self.optimizer, scheduler=self.scheduler)
-            history.pop()
+    def keep(self, change: AllOrNothing, model: nn.Module, history: History) -> Kept:
+        """Let a change keep the model, all that follows it, and the history."""
+        averages = (*as_list(self.averaged), *networks(self.averaged))
+        return change.keep(model, *self.optimizers, *as_schedulers(self.scheduler), *averages, history)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,8 @@ from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merits
 from sensli.merits.ranking import Selection
 from sensli.modules import checks
+from sensli.modules.autocast import without_inference_mode
+from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.wrappers import bare
@@ -197,20 +199,17 @@ class Grower:
         if not self._said_no_optimizer and self._in_training:
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
             self._said_no_optimizer = True
-        with ExitStack() as on_failure:
-            on_failure.callback(self._count_again, self.calls, self.last_merits)
-            with Together(self.model, "step the grower") as together:
-                checks.batches("batches", batches)
-                checks.loss("loss_fn", loss_fn)
-                on_failure.callback(
-                    remember(self.model, self.history, self._followers, self._strategy, self.options.trigger)
-                )
-                call = self._call(together, metric, on_failure)
-                self.calls = call.number
-                looked = call.run(batches, loss_fn)
-                if looked is not None:
-                    self._tell_of(looked)
-            on_failure.pop_all()
+        # No decorator: warnings are to name the caller's line.
+        with without_inference_mode(), AllOrNothing() as change, Together(self.model, "step the grower") as together:
+            change.on_failure(partial(self._count_again, self.calls, self.last_merits, self._said_too_large))
+            checks.batches("batches", batches)
+            checks.loss("loss_fn", loss_fn)
+            change.on_failure(remember(self.history, self._strategy, self.options.trigger))
+            call = self._call(together, metric, change)
+            self.calls = call.number
+            looked = call.run(batches, loss_fn)
+            if looked is not None:
+                self._tell_of(looked)
         return looked.grown[0][1] if looked is not None and looked.grown else None
 
     @property
@@ -218,13 +217,13 @@ class Grower:
         """Whether something trains the model: an expansion before there is an optimizer is one call, and no gradient is there."""
         return self.calls > 0 or any(parameter.grad is not None for parameter in bare(self.model).parameters())
 
-    def _count_again(self, calls: int, merits: Merits | None) -> None:
-        self.calls, self.last_merits = calls, merits
+    def _count_again(self, calls: int, merits: Merits | None, said: bool) -> None:
+        self.calls, self.last_merits, self._said_too_large = calls, merits, said
 
-    def _call(self, together: Together, metric: Any, on_failure: ExitStack) -> Call:
+    def _call(self, together: Together, metric: Any, change: AllOrNothing) -> Call:
         return Call(
             self.calls + 1, self._agreed_metric(together, metric), self.model, self._example, self.options, self._strategy,
-            self._followers, self._recycling, self.history, together, on_failure,
+            self._followers, self._recycling, self.history, together, change,
         )  # fmt: skip
 
     def _tell_of(self, looked: Looked) -> None:
@@ -255,7 +254,8 @@ class Grower:
             SensliError: If there are none.
         """
         # One rank may ask alone, unless the parameters have to be put together for it.
-        with Together(self.model if is_sharded(bare(self.model)) else None, "find sites") as together:
+        sharded = self.model if is_sharded(bare(self.model)) else None
+        with without_inference_mode(), Together(sharded, "find sites") as together:
             sites = proposed(self._strategy, self.model, self._example, self._followers.optimizer, self.options)
             together.agree()
         return sites

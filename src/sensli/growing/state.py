@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from sensli.errors import HistoryError, SensliError
-from sensli.growing.following import Followers
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.trigger import Trigger
 from sensli.modules import checks
@@ -20,15 +19,12 @@ from sensli.surgery.history.history import History
 _NEWER = {"largest_loss"}  # states that were saved earlier lack it
 
 
-def remember(
-    model: nn.Module, history: History, followers: Followers, strategy: Strategy, trigger: Trigger
-) -> Callable[[], None]:
-    """How to put back all that a step changes; with several processes all of them have to do it together."""
-    growths, record = len(history), history.record.copied()
+def remember(history: History, strategy: Strategy, trigger: Trigger) -> Callable[[], None]:
+    """How to put back what a step changes of a Grower itself."""
+    record = history.record.copied()
     chosen, fired = strategy.state_dict(), trigger.state_dict()
 
     def put_back() -> None:
-        followers.take_back(model, history, growths)
         history.record.become(record)
         strategy.load_state_dict(chosen)
         if trigger.state_dict() != fired:

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sensli.errors import said
 from sensli.integrations import missing
 from sensli.integrations.committee import Committee, networks
 from sensli.integrations.fitting import Fit, Plan
 from sensli.integrations.folds import Data, Diverged, train_on
 from sensli.integrations.stacked import Stacked
 from sensli.modules import random_state
+from sensli.modules.failing import brief_error
 from sensli.surgery.history.history import History
 
 try:
@@ -194,7 +194,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise ValueError(
                 f"device must be one that torch finds on this machine for {type(self).__name__}, such as 'cpu', got "
-                f"{str(self.device)!r} ({said(error)})."
+                f"{str(self.device)!r} ({brief_error(error)})."
             ) from None
 
     def _plan(self) -> Plan:

@@ -1,12 +1,13 @@
-"""Mixed precision around a call of ours: what we compute about a model is computed in the precision of its tensors.
+"""Mixed precision or inference mode around a call of ours: what we compute about a model is computed as if they were not there.
 
 In half precision a layer that is not exact looks exact, products of ours would lose their digits, and the graph of a run is full of casts.
+What is made in inference mode can never be trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -15,19 +16,27 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "privateuseone")
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """No autocast as long as the context lasts, even inside of somebody's `torch.autocast`; also a decorator.
+    """No autocast as long as the context lasts, even inside of somebody's `torch.autocast`, and no inference mode; also a decorator.
 
     Weights may have changed meanwhile, so what was cast of them before is forgotten.
     """
     devices = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     try:
         with ExitStack() as stack:
+            stack.enter_context(without_inference_mode())
             for device in devices:
                 stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         if devices:
             torch.clear_autocast_cache()
+
+
+@contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """No inference mode as long as the context lasts; also a decorator."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # it turns gradients on
+        yield
 
 
 def autocast_of_now() -> Callable[[], AbstractContextManager[None]]:

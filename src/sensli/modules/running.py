@@ -81,7 +81,8 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def to_device(value: Any, device: torch.device | None) -> Any:
-    """The same nest of tensors on a device."""
+    """The same nest of tensors on a device. Those that were made in inference mode become ordinary ones, which autograd takes."""
+    value = mapped(value, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
     if device is None:
         return value
     # What comes to the host is waited for: until a copy has arrived, anybody would read what was there before.

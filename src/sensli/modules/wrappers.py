@@ -47,10 +47,16 @@ def bare(model: nn.Module, name: str = "model") -> nn.Module:
             path = next(path for path, module in own.named_modules() if is_a(module, name))
             place = f"'{path}'" if path else "the model"
             raise UnsupportedModel(f"{place} is wrapped in {name}: {reason}.")
-    if any(isinstance(each, nn.UninitializedParameter) for part in parts for each in part._parameters.values()):
+    parameters = [each for part in parts for each in part._parameters.values() if each is not None]
+    if any(isinstance(each, nn.UninitializedParameter) for each in parameters):
         raise UnsupportedModel(
             f"{type(own).__name__} has lazy layers whose parameters are not initialized. Run one batch through it first: a growing "
             "model needs to know its shapes."
+        )
+    if any(each.is_inference() for each in parameters):
+        raise UnsupportedModel(
+            f"{type(own).__name__} has parameters that were made inside torch.inference_mode(), which can never train. Build the model, "
+            "and move it to its device, outside of inference mode."
         )
     return own
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.chain import Chain
+from sensli.modules.engines.all_or_nothing import about_to_change
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Fact:
     def inserted(self, holder: Any, position: int, source: int) -> None:
         """One block more, at a position, alike the block that stood at ``source``."""
         value = getattr(holder, self.name)
+        about_to_change(holder, self.name)
         if self.kind == "count":
             setattr(holder, self.name, value + 1)
             return
@@ -58,6 +60,7 @@ class Fact:
     def removed(self, holder: Any, position: int) -> None:
         """The inverse of `inserted`."""
         value = getattr(holder, self.name)
+        about_to_change(holder, self.name)
         if self.kind == "count":
             setattr(holder, self.name, value - 1)
             return

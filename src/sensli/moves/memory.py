@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.engines.fsdp import whole
 from sensli.modules.running import capable
 from sensli.moves.stretching import Resize
@@ -22,12 +22,13 @@ class _Kept:
     sizes: list[float]
 
 
-_KEPT: weakref.WeakKeyDictionary[nn.Module, deque[_Kept]] = weakref.WeakKeyDictionary()
+_KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[_Kept, ...]] = weakref.WeakKeyDictionary()
 
 
 def remember(module: nn.Module, resized: Sequence[Resize]) -> None:
     """After an edit of this module: what it took is in `Resize.lost`."""
-    _KEPT.setdefault(module, deque(maxlen=_DEEP)).append(_Kept(resized, _sizes(resized)))
+    about_to_change(_KEPT)
+    _KEPT[module] = (*_KEPT.get(module, ()), _Kept(resized, _sizes(resized)))[-_DEEP:]
 
 
 def recall(module: nn.Module, resized: Sequence[Resize]) -> Sequence[Resize]:
@@ -39,7 +40,8 @@ def recall(module: nn.Module, resized: Sequence[Resize]) -> Sequence[Resize]:
 def forget(module: nn.Module, resized: Sequence[Resize]) -> None:
     """After the edit was taken back."""
     if _last(module, resized) is not None:
-        _KEPT[module].pop()
+        about_to_change(_KEPT)
+        _KEPT[module] = _KEPT[module][:-1]
 
 
 def _last(module: nn.Module, resized: Sequence[Resize]) -> _Kept | None:

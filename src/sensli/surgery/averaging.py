@@ -15,12 +15,10 @@ from torch import nn
 
 from sensli.errors import UnsupportedModel
 from sensli.modules.engines.fsdp import sharded_like, whole
-from sensli.modules.marks import grown
 from sensli.modules.wrappers import bare
 from sensli.moves.copying import is_own
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.replaying import repeat
-from sensli.surgery.undoing import undo
 
 Averaged: TypeAlias = nn.Module | Sequence[nn.Module] | None
 
@@ -31,13 +29,6 @@ def follow(averaged: Averaged, growth: Growth, model: nn.Module) -> None:
         again = repeat(network, growth)
         if again.resized:
             _take_units(network, again, bare(model))
-
-
-def unfollow(averaged: Averaged, growth: Growth) -> None:
-    """Take the last growth back in each average that has made it."""
-    for network in networks(averaged):
-        if any(number == growth.number and path == growth.name for number, path, _ in grown(network)):
-            undo(network, growth)
 
 
 def check_alike(model: nn.Module, averaged: Averaged) -> None:

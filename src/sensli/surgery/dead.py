@@ -12,7 +12,8 @@ from sensli.errors import MeasurementError
 from sensli.merits.backward import split
 from sensli.merits.measuring import EMPTY
 from sensli.modules import checks, random_state
-from sensli.modules.autocast import without_autocast
+from sensli.modules.autocast import without_autocast, without_inference_mode
+from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together
 from sensli.modules.running import untouched
 from sensli.modules.wrappers import bare
@@ -130,25 +131,24 @@ def renew(model: nn.Module, site: Site, *, optimizer: Optimizers, check: Any) ->
 
     Recycled units that are dead there again get the opposite rows: a ReLU that is zero for some rows everywhere is not for these.
     """
-    growth = grow(model, site, optimizer=optimizer, check=check)
-    move = growth.site.move
-    if not isinstance(move, Recycle):
-        return growth
-    try:
+    with AllOrNothing() as change:
+        change.keep(model, *as_optimizers(optimizer))
+        growth = grow(model, site, optimizer=optimizer, check=check)
+        move = growth.site.move
+        if not isinstance(move, Recycle):
+            return growth
         with Together(model, f"look for {site} once more") as together:
             again = find_dead(model, [replace(site, move=move.width)], check[0], None, together)
             together.agree()
-    except BaseException:
+        still = {unit for each in again.sites if isinstance(each.move, Recycle) for unit in each.move.which}
+        turned = tuple(sorted(still.intersection(move.which)))
+        if not turned:
+            return growth
         undo(model, growth, optimizer=optimizer)
-        raise
-    still = {unit for each in again.sites if isinstance(each.move, Recycle) for unit in each.move.which}
-    turned = tuple(sorted(still.intersection(move.which)))
-    if not turned:
-        return growth
-    undo(model, growth, optimizer=optimizer)
-    return grow(model, replace(site, move=replace(move, _turned=turned)), optimizer=optimizer, check=check)
+        return grow(model, replace(site, move=replace(move, _turned=turned)), optimizer=optimizer, check=check)
 
 
+@without_inference_mode()
 def _exchange(
     model: nn.Module,
     example: Any,
@@ -157,20 +157,14 @@ def _exchange(
     move: type[Recycle] | type[Narrow],
     what: str,
 ) -> list[Growth]:
-    with Together(model, what) as together:
+    with AllOrNothing() as change, Together(model, what) as together:
         bare(model)
         checks.example("example", example)
         if batches is not None:
             checks.batches("batches", batches)
-        as_optimizers(optimizer)
+        change.keep(model, *as_optimizers(optimizer))
         widths = find_sites(model, example, grow="units", units=1)
-        found, growths = find_dead(model, widths, example, batches, together, move), list[Growth]()
-        try:
-            for site in found.sites:
-                growths.append(renew(model, site, optimizer=optimizer, check=found.check))
-        except BaseException:
-            for growth in reversed(growths):
-                undo(model, growth, optimizer=optimizer)
-            raise
+        found = find_dead(model, widths, example, batches, together, move)
+        growths = [renew(model, site, optimizer=optimizer, check=found.check) for site in found.sites]
         together.agree()
     return growths

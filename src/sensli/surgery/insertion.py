@@ -15,9 +15,10 @@ from sensli.merits.ahead import made_for
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks
 from sensli.modules.autocast import without_autocast
+from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.engines.fsdp import whole
-from sensli.modules.marks import grown, mark, tell, told, unmark
+from sensli.modules.marks import grown, mark, tell, told
 from sensli.modules.wrappers import bare
 from sensli.moves.move import Edit
 from sensli.moves.naming import named
@@ -25,9 +26,9 @@ from sensli.moves.sites import Site
 from sensli.moves.width.width import Width
 from sensli.surgery.history.growth import Growth, Resized, names_of_today
 from sensli.surgery.same_output import Outputs, given_of
-from sensli.surgery.state.optim import Joining, Optimizers, check_needed, plan_joining
+from sensli.surgery.state.optim import Joining, Optimizers, as_optimizers, check_needed, plan_joining
 from sensli.surgery.state.own_rate import OwnRate, check_own_factor, plan_own_rate
-from sensli.surgery.state.rates import RateScaling, Schedulers, check_factor, plan_rate_scaling
+from sensli.surgery.state.rates import RateScaling, Schedulers, as_schedulers, check_factor, plan_rate_scaling
 from sensli.surgery.state.resizing import Resizing, plan_resizing
 
 
@@ -76,7 +77,7 @@ def grow(
         OptimizerError: If the optimizer or the scheduler cannot follow.
         FunctionChanged: If the output on ``check`` changed. Everything was put back.
     """
-    with Changing(model, f"insert {site}") as together:
+    with AllOrNothing() as change, Changing(model, f"insert {site}") as together:
         network = bare(model)
         site = named(network, site) if isinstance(site, str) else as_site("site", site)
         checks.flag("freeze_rest", freeze_rest)
@@ -85,7 +86,8 @@ def grow(
         if check is not None:
             checks.batch("check", check)
         options = _Options(optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
-        return _grow(network, site, together, options)
+        change.keep(model, *as_optimizers(optimizer), *as_schedulers(scheduler))
+        return _grow(network, site, together, options, change)
 
 
 def insert(
@@ -145,7 +147,7 @@ class _Options:
     own_rate: float | None
 
 
-def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -> Growth:
+def _grow(model: nn.Module, site: Site, together: Changing, options: _Options, change: AllOrNothing) -> Growth:
     """Plan and check everything, then make the change, then let everybody follow."""
     site = made_for(together, model, site, None if options.check is None else given_of(options.check))
     edit = site.move.plan(model, site)
@@ -163,20 +165,12 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
     number = 1 + max((number for number, _, _ in grown(model)), default=0)
     before = Outputs.of(model, options.check) if options.check is not None else None
 
+    change.wait()
     edit.apply()
-    marked = edit.added or [edit.module]
-    for module in marked:
+    for module in edit.added or [edit.module]:
         mark(module, number, new=bool(edit.added))
-    try:
-        if before is not None:
-            before.check(model, edit.added, site)
-        together.agree_on({"the growth": f"number {number}: {site}, as {edit.name}"})
-    except BaseException:
-        for module in marked:
-            unmark(module, number)
-        edit.revert()
-        follow.resizing.give_up()
-        raise
+    if before is not None:
+        before.check(model, edit.added, site)
     groups = follow.apply()
     growth = Growth(
         site=edit.site,
@@ -192,6 +186,8 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options) -
         freeze_rest=options.freeze_rest,
     )
     tell(edit.module, number, growth)
+    together.agree_on({"the growth": f"number {number}: {site}, as {edit.name}"})
+    follow.resizing.settle()
     return growth
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from sensli.errors import HistoryError, SensliError
+from sensli.modules.autocast import without_inference_mode
 from sensli.modules.copies import copied_model
+from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.failing import let_memory_through
 from sensli.modules.marks import grown, tell
@@ -16,11 +18,11 @@ from sensli.moves.cutting import nested
 from sensli.surgery.history.growth import Growth, Resized, as_growths
 from sensli.surgery.history.history import History
 from sensli.surgery.insertion import grow
-from sensli.surgery.state.optim import Optimizers
-from sensli.surgery.state.rates import Schedulers
-from sensli.surgery.undoing import undo
+from sensli.surgery.state.optim import Optimizers, as_optimizers
+from sensli.surgery.state.rates import Schedulers, as_schedulers
 
 
+@without_inference_mode()
 def replay(model: nn.Module, history: History) -> nn.Module:
     """Grow a fresh model in the same way, so that the grown model's state dict fits. Values of new units come with that state dict.
 
@@ -34,8 +36,9 @@ def replay(model: nn.Module, history: History) -> nn.Module:
     Raises:
         HistoryError: If the model has grown already, or is not the one that the history began with.
     """
-    with Changing(model, "replay a history") as together:
+    with AllOrNothing() as change, Changing(model, "replay a history") as together:
         network, growths = bare(model), as_growths("history", history)
+        change.keep(model)
         together.agree_on({"the number of growths": len(growths)})
         _replay(network, growths)
     return model
@@ -53,22 +56,20 @@ def _replay(model: nn.Module, history: Sequence[Growth]) -> None:
 def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> Growth:
     """Make the same growth at the same place of another model, found by its path. An optimizer follows: its rates stay, and groups of
     the growth's own come with it."""
-    try:
-        own = growth.own_rate.factor if growth.own_rate is not None and optimizer is not None else None
-        again = grow(model, growth.site.by_path(), optimizer=optimizer, scheduler=scheduler, own_rate=own)
-    except (SensliError, ValueError, TypeError, RuntimeError) as error:
-        let_memory_through(error)
-        raise HistoryError(
-            f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
-            "The factory must build the architecture that the history began with."
-        ) from error
-    try:
+    own = growth.own_rate.factor if growth.own_rate is not None and optimizer is not None else None
+    with AllOrNothing() as change:
+        try:
+            change.keep(model, *as_optimizers(optimizer), *as_schedulers(scheduler))
+            again = grow(model, growth.site.by_path(), optimizer=optimizer, scheduler=scheduler, own_rate=own)
+        except (SensliError, ValueError, TypeError, RuntimeError) as error:
+            let_memory_through(error)
+            raise HistoryError(
+                f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
+                "The factory must build the architecture that the history began with."
+            ) from error
         _check_same_growth(model, growth, again)
-    except HistoryError:
-        undo(model, again, optimizer=optimizer, scheduler=scheduler)
-        raise
-    # What followed the growth the first time (rates, groups, frozen parameters) is known to the record of then alone.
-    tell(bare(model).get_submodule(again.name), again.number, growth)
+        # What followed the growth the first time (rates, groups, frozen parameters) is known to the record of then alone.
+        tell(bare(model).get_submodule(again.name), again.number, growth)
     return again
 
 

@@ -8,17 +8,20 @@ from typing import Any
 from torch import nn
 
 from sensli.errors import HistoryError
+from sensli.modules.autocast import without_inference_mode
 from sensli.modules.copies import copied_model
+from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.marks import count_growths, grown, told
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
 from sensli.surgery.replaying import repeat
-from sensli.surgery.state.optim import Optimizers
-from sensli.surgery.state.rates import Schedulers
+from sensli.surgery.state.optim import Optimizers, as_optimizers
+from sensli.surgery.state.rates import Schedulers, as_schedulers
 from sensli.surgery.undoing import undo
 
 
+@without_inference_mode()
 def rewind(
     model: nn.Module,
     now: History,
@@ -38,11 +41,13 @@ def rewind(
         return
     gone, new = now[shared:], wanted[shared:]
     _go(copied_model(bare(model)), gone, new)  # a history that does not fit must leave the model as it was
-    _go(model, gone, new, optimizer=optimizer, scheduler=scheduler)
-    for _ in gone:
-        now.pop()
-    for growth in new:
-        now.append(growth)
+    with AllOrNothing() as change:
+        change.keep(model, now, *as_optimizers(optimizer), *as_schedulers(scheduler))
+        _go(model, gone, new, optimizer=optimizer, scheduler=scheduler)
+        for _ in gone:
+            now.pop()
+        for growth in new:
+            now.append(growth)
 
 
 def carried(model: nn.Module) -> History:

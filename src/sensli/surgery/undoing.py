@@ -7,12 +7,13 @@ from torch import nn
 from sensli.errors import HistoryError
 from sensli.modules import checks
 from sensli.modules.autocast import without_autocast
+from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.marks import grown, told, unmark
 from sensli.modules.wrappers import bare
 from sensli.surgery.history.growth import Growth
-from sensli.surgery.state.optim import Optimizers, as_optimizers, leave
-from sensli.surgery.state.rates import Schedulers, as_schedulers
+from sensli.surgery.state.optim import Optimizers, as_optimizers, check_own, leave
+from sensli.surgery.state.rates import Schedulers, as_schedulers, check_driven
 from sensli.surgery.state.resizing import plan_shrinking
 
 
@@ -37,8 +38,9 @@ def undo(
 
     Raises:
         HistoryError: If it is not the last growth of this model.
+        OptimizerError: If the optimizer is that of another model, or the scheduler that of another optimizer.
     """
-    with Changing(model, f"undo {getattr(growth, 'name', 'the last growth')}") as together:
+    with AllOrNothing() as change, Changing(model, f"undo {getattr(growth, 'name', 'the last growth')}") as together:
         network = bare(model)
         if growth is not None:
             checks.instance(
@@ -47,11 +49,21 @@ def undo(
                 Growth,
                 "the Growth that grow or insert returned (for example grower.history[-1]), or None",
             )
-        return _undo(network, growth, together, optimizer, scheduler)
+        known, drivers = as_optimizers(optimizer), as_schedulers(scheduler)
+        check_own(network, known)
+        if known:
+            check_driven(known, drivers)
+        change.keep(model, *known, *drivers)
+        return _undo(network, growth, together, optimizer, scheduler, change)
 
 
 def _undo(
-    model: nn.Module, growth: Growth | None, together: Changing, optimizer: Optimizers, scheduler: Schedulers
+    model: nn.Module,
+    growth: Growth | None,
+    together: Changing,
+    optimizer: Optimizers,
+    scheduler: Schedulers,
+    change: AllOrNothing,
 ) -> Growth:
     last = max(grown(model), key=lambda entry: entry[0], default=None)
     if last is None:
@@ -65,8 +77,6 @@ def _undo(
             f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(model).__name__} is number "
             f"{number} ({path}), and later growths build on earlier ones. Undo in reverse order."
         )
-    as_optimizers(optimizer)  # refuses what is none, before anything changes
-    as_schedulers(scheduler)
     # By its paths: the growth may be that of another model, of which this one is a copy or an average.
     site = growth.site.by_path()
     edit = site.move.made(model, site, module, path)
@@ -77,6 +87,7 @@ def _undo(
     trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
     together.agree_on({"the last growth": f"number {number}, {path}"})
     shrinking.build()
+    change.wait()
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
     unmark(module, number)
@@ -87,6 +98,7 @@ def _undo(
     leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
     if growth.own_rate is not None and optimizer is not None:
         growth.own_rate.remove(optimizer, scheduler)
+    shrinking.settle()
     return growth
 
 

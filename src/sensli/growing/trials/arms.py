@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,7 @@ from sensli.growing.trials.trial import Trial
 from sensli.merits.backward import LossFunction
 from sensli.merits.merits import Merit
 from sensli.modules import checks, random_state
+from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together
 from sensli.modules.flops import count_flops
 from sensli.modules.samples import count_samples
@@ -60,20 +61,17 @@ class Trying:
     together: Together
 
     def run(
-        self, candidates: Sequence[Merit], batches: Iterable[Any], loss_fn: LossFunction | None, on_failure: ExitStack
+        self, candidates: Sequence[Merit], batches: Iterable[Any], loss_fn: LossFunction | None, change: AllOrNothing
     ) -> Outcome:
-        """Train every network and put everything back. What to do if this step fails, now or later, goes to ``on_failure``."""
+        """Train every network and put everything back. What to do if this step fails, now or later, is told to the ``change``."""
         source = batches if self.trial.batches is None else self.trial.batches
-        on_failure.callback(random_state.restore, random_state.capture())
-        on_failure.callback(random_state.capture_of_loader(source))
+        change.on_failure(partial(random_state.restore, random_state.capture()))
+        change.on_failure(random_state.capture_of_loader(source))
         drawn = _drawn(source, self.trial.steps)
-        start, kept = self._snapshot(), len(self.history)
-
-        def rewind() -> None:
-            self.followers.take_back(self.model, self.history, kept)
-            start.restore()
-
-        on_failure.callback(rewind)
+        start = self._snapshot()
+        # First which tensors there are, then their values.
+        change.on_failure(start.restore)
+        kept = self.followers.keep(change, self.model, self.history)
         flops = [int(count_flops(bare(self.model), self.example))]
         flops += [flops[0] + merit.site.flops for merit in candidates]
         # Those of the first process for all: examples may differ.
@@ -90,7 +88,8 @@ class Trying:
             arms.append(self._arm(merit, losses[-compared:], number, spent))
             if best is None or self._better(arms[-1], arms[best[0]]):
                 best = len(arms) - 1, merit, end
-            rewind()
+            kept.put_back()
+            start.restore()
         assert best is not None
         score = "mean loss" if self.trial.metric is None else "metric"
         return Outcome(Tried(tuple(arms), best[0], score), best[1], best[2])

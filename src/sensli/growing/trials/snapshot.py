@@ -64,7 +64,10 @@ class _Module:
         for name, parameter in _present(module._parameters):
             value, gradient, trains = self._parameters[name]
             parameter.copy_(value)
-            parameter.grad = _clone(gradient)
+            if isinstance(parameter.grad, Tensor) and gradient is not None and _alike(parameter.grad, gradient):
+                parameter.grad.copy_(gradient)
+            else:
+                parameter.grad = _clone(gradient)
             parameter.requires_grad_(trains)
         for name, (buffer, values) in self._buffers.items():
             module._buffers[name] = buffer

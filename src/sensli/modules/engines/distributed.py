@@ -64,7 +64,7 @@ class Together:
 
     def failed(self, error: Exception) -> None:
         """Tell the other ranks, unless they know already or have continued."""
-        if self.group is None or self._agreed or _is_known(error):
+        if self.group is None or self._agreed or is_known(error):
             return
         self._agreed = True
         with suppress(DistributedError):  # raised for a rank that is gone: this error says more
@@ -141,7 +141,7 @@ def _known(text: str) -> DistributedError:
     return error
 
 
-def _is_known(error: BaseException | None) -> bool:
+def is_known(error: BaseException | None) -> bool:
     """Whether all ranks know of an error, or of the one that it was raised for."""
     while error is not None:
         if getattr(error, _KNOWN, False):

@@ -7,34 +7,37 @@ Where the new ones are copies, entries follow as the layer's own did: copied, or
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.moves.copying import Copied
 from sensli.moves.stretching import Stretch
 from sensli.moves.width.width import Axis, Width
 
 _DEEP = 64  # growths of one layer: nobody measures longer in advance
 
-_MADE: weakref.WeakKeyDictionary[nn.Module, deque[tuple[str, int, Stretch]]] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, int, Stretch], ...]] = weakref.WeakKeyDictionary()
 
 
 def note(width: Width) -> None:
     """Before the axes of a width, bound to its modules, get longer."""
+    about_to_change(_MADE)
     for axis in width.axes:
         module = axis.module.find_module()
         length = getattr(module, axis.name).shape[axis.dim]
-        _MADE.setdefault(module, deque(maxlen=_DEEP)).append((axis.name, length, width.stretch(axis)))
+        _MADE[module] = (*_MADE.get(module, ()), (axis.name, length, width.stretch(axis)))[-_DEEP:]
 
 
 def forget(width: Width) -> None:
     """After they have become as before."""
+    about_to_change(_MADE)
     for axis in reversed(width.axes):
-        made = _MADE.get(axis.module.find_module())
+        module = axis.module.find_module()
+        made = _MADE.get(module)
         if made and made[-1][0] == axis.name and made[-1][2] == width.stretch(axis):
-            made.pop()
+            _MADE[module] = made[:-1]
 
 
 def carried(entries: Tensor, stretch: Stretch) -> Tensor:

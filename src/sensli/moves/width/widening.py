@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MovedSite, UnknownSite
 from sensli.modules.attention import fit_class
+from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.engines.fsdp import check_resized, follow_shapes, put, sharded_like, whole
 from sensli.modules.marks import new_in
 from sensli.moves.copying import Copied, given_back, is_copied, is_shared
@@ -79,15 +80,7 @@ class Widening(Edit):
         self._new = [_filled(each, self._move, entries) for each in self.resized]
 
     def apply(self) -> None:
-        changed: list[Size] = []
-        try:
-            for size in self._move.sizes:  # first: an object that a module holds may refuse to be changed
-                _change(size, self._move, self._move.more)
-                changed.append(size)
-        except BaseException:
-            for size in changed:
-                _change(size, self._move, -self._move.more)
-            raise
+        change_sizes(self._move, self._move.more)
         note(self._move)
         for each, old, value in zip(self.resized, self._old, self._new, strict=True):
             if self._moves_old or is_shared(each):
@@ -108,8 +101,7 @@ class Widening(Edit):
             put(each.tensor, value)
         follow_shapes(self._model)
         unnote(self._move)
-        for size in self._move.sizes:
-            _change(size, self._move, -self._move.more)
+        change_sizes(self._move, -self._move.more)
 
 
 def _costing(width: Width, resized: Sequence[Resize]) -> Width:
@@ -144,8 +136,7 @@ class Widened(Edit):
             put(each.tensor, sharded_like(like_layout(_before(each, self._move), each.tensor), each.tensor))
         follow_shapes(self._model)
         unnote(self._move)
-        for size in self._move.sizes:
-            _change(size, self._move, -self._move.more)
+        change_sizes(self._move, -self._move.more)
 
 
 def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool = False) -> list[Resize]:
@@ -294,5 +285,6 @@ def _change(size: Size, width: Width, more: int) -> None:
     holder = size.holder(size.module.find_module())
     value = getattr(holder, size.name)
     count = (width.units * size.per_unit if value is None else value) + more * size.per_unit
+    about_to_change(holder, size.name)
     setattr(holder, size.name, None if size.unsaid and count == width.units * size.per_unit else count)
     fit_class(holder)

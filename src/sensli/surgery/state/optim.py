@@ -106,11 +106,16 @@ def check_able(optimizers: Iterable[Optimizer]) -> None:
 
 def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Group | None = None) -> None:
     """Refuse optimizers that could never follow a growth of this model, before any training."""
-    known = as_optimizers(optimizers)
     plan_joining(optimizers, (), group=group)
+    if group is None:
+        check_own(model, as_optimizers(optimizers))
+
+
+def check_own(model: nn.Module, known: Sequence[Optimizer]) -> None:
+    """Refuse optimizers of another model."""
     own = {id(parameter) for parameter in model.parameters()}
     held = (id(parameter) for optimizer in known for its in optimizer.param_groups for parameter in its["params"])
-    if known and group is None and own.isdisjoint(held):
+    if known and own.isdisjoint(held):
         names = ", ".join(map(called, known))
         raise OptimizerError(
             f"optimizer={names} contains no parameter of this {called(model)}, so it belongs to another model, or was built before the "

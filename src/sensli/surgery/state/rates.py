@@ -91,13 +91,7 @@ def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: fl
     """Check that the factor reaches every rate, and list what it changes; nothing has changed before `apply`."""
     factor = check_factor(factor)
     known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
-    driven = [unwrapped(scheduler.optimizer) for scheduler in drivers]
-    for scheduler, optimizer in zip(drivers, driven, strict=True):
-        if not any(optimizer is each for each in known):
-            raise OptimizerError(
-                f"the {called(scheduler)} drives an optimizer ({called(optimizer)}) other than those given, so it "
-                "could not follow. Pass the optimizer that the scheduler was made for."
-            )
+    driven = check_driven(known, drivers)
     if factor == 1:
         return RateScaling(1.0)
     for optimizer in known:
@@ -110,6 +104,18 @@ def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: fl
                 "initial_lr from the groups."
             )
     return RateScaling(float(factor), tuple(_rate_changes(known, drivers, factor)))
+
+
+def check_driven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> list[Optimizer]:
+    """The optimizers that the schedulers drive; raises if they are others than those given."""
+    driven = [unwrapped(scheduler.optimizer) for scheduler in schedulers]
+    for scheduler, optimizer in zip(schedulers, driven, strict=True):
+        if not any(optimizer is each for each in optimizers):
+            raise OptimizerError(
+                f"the {called(scheduler)} drives an optimizer ({called(optimizer)}) other than those given, so it "
+                "could not follow. Pass the optimizer that the scheduler was made for."
+            )
+    return driven
 
 
 def _rate_changes(

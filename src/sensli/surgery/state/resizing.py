@@ -116,11 +116,13 @@ class _Gradient:
         self.new = sharded_like(like_layout(new, dense), self.old)
 
     def apply(self) -> None:
-        if self.of.new_shape != self.of.old_shape:
-            _new_accumulator(self.parameter)
         if self.lost:
             self.of.lost[_GRADIENT] = self.lost
         self.parameter.grad = self.new
+
+    def settle(self) -> None:
+        if self.of.new_shape != self.of.old_shape:
+            _new_accumulator(self.parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +147,10 @@ class Resizing:
         for each in self.gradients:
             each.apply()
 
-    def give_up(self) -> None:
-        """After the parameters have changed and have been put back, instead of `apply`."""
+    def settle(self) -> None:
+        """After all ranks have agreed: DistributedDataParallel has to be rebuilt from here on."""
         for each in self.gradients:
-            each.parameter.grad = each.old
+            each.settle()
 
 
 def plan_resizing(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing:

@@ -1,0 +1,103 @@
+"""An error or an interrupt at every line of the code that changes things."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import sensli
+
+SOURCE = Path(sensli.__file__).parent
+# What changes a model or what follows it, and what calls that.
+CHANGES = (
+    "surgery", "growing/following.py", "growing/recycling.py", "growing/call.py", "growing/state.py", "growing/grower.py",
+    "growing/trials", "moves/inserting.py", "moves/cutting.py", "moves/lists.py", "moves/memory.py", "moves/copying.py",
+    "moves/stretching.py", "moves/width/widening.py", "moves/width/since.py", "moves/dead", "moves/stack/stack.py",
+    "modules/marks.py", "modules/chain.py", "modules/wrappers.py", "modules/compiled.py", "modules/engines", "modules/before.py",
+)  # fmt: skip
+# The way back itself: an error in it is not survived, so it is short. Before it has begun, or when it is over, errors may come.
+WAY_BACK = {
+    ("modules/engines/all_or_nothing.py", "__exit__"),
+    ("modules/engines/all_or_nothing.py", "put_back"),
+    ("modules/engines/all_or_nothing.py", "<lambda>"),
+}
+
+Line = tuple[str, int]
+
+
+class Injected(Exception):
+    """What no code expects."""
+
+
+class Tracer:
+    """Notes the lines that are reached, and raises at one of them, the first time or a later one."""
+
+    def __init__(self, at: Line | None = None, visit: int = 1, what: Callable[[], None] | None = None) -> None:
+        self.at, self.visit, self.what = at, visit, what
+        self.reached: dict[Line, int] = {}
+        self.fired = False
+        self._files: dict[str, str | None] = {}
+
+    def __enter__(self) -> Tracer:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if self.fired:
+            return None
+        code = frame.f_code
+        try:
+            name = self._files[code.co_filename]
+        except KeyError:
+            name = self._files[code.co_filename] = _covered(code.co_filename)
+        if name is None or (name, code.co_name) in WAY_BACK or (self.at is not None and self.at[0] != name):
+            return None
+        if name == "modules/before.py" and code.co_name not in (
+            "__init__",
+            "add",
+            "add_attribute",
+            "_add_module",
+            "_add_optimizer",
+        ):
+            return None
+        return lambda frame, event, arg: self._line(name, frame, event)
+
+    def _line(self, name: str, frame: FrameType, event: str) -> Any:
+        if event == "line" and not self.fired:
+            line = name, frame.f_lineno
+            count = self.reached[line] = self.reached.get(line, 0) + 1
+            if line == self.at and count == self.visit:
+                self.fired = True
+                sys.settrace(self._before)
+                assert self.what is not None
+                self.what()
+        return lambda frame, event, arg: self._line(name, frame, event)
+
+
+def _covered(path: str) -> str | None:
+    file = Path(path)
+    if not file.is_relative_to(SOURCE):
+        return None
+    name = file.relative_to(SOURCE).as_posix()
+    return name if any(name == each or name.startswith(f"{each}/") for each in CHANGES) else None
+
+
+def raising(error: type[BaseException]) -> Callable[[], None]:
+    def fire() -> None:
+        raise error("injected")
+
+    return fire
+
+
+def lines_of(work: Callable[[], Any]) -> dict[Line, int]:
+    """The lines that a piece of work reaches, in that order, and how often."""
+    with Tracer() as tracer:
+        work()
+    return tracer.reached

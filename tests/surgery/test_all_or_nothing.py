@@ -1,0 +1,311 @@
+"""All or nothing: whatever is raised at whatever line, the model and all that follows it are entirely old or entirely new, and train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel
+
+from every_line import Injected, Line, Tracer, lines_of, raising
+from models import alive
+from sensli import Grower, History, Site, Trial, find_sites, grow, measure, recycle, remove_dead, replay, triggers, undo
+from sensli.growing.strategies.strategy import Strategy
+from sensli.merits.merits import Merits
+from sensli.moves.memory import _KEPT
+from sensli.moves.sites import Sites
+from sensli.moves.width.since import _MADE
+from sensli.surgery.rewinding import rewind
+
+X = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = (X[:, 0] * X[:, 1] > 0).long()
+
+
+class Block(nn.Module):
+    def __init__(self, config: SimpleNamespace, number: int) -> None:
+        super().__init__()
+        self.number, self.norm = number, nn.LayerNorm(config.width)
+        self.attention = nn.MultiheadAttention(config.width, config.heads, batch_first=True)
+        self.up, self.act, self.down = nn.Linear(config.width, 6), nn.ReLU(), nn.Linear(6, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return x + self.down(self.act(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Blocks in a list, which the model counts and each block numbers; an object that is no module says how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(width=4, heads=2, layers=2)
+        self.first = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList([Block(self.config, i) for i in range(self.config.layers)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).unsqueeze(1)
+        for i in range(self.config.layers):
+            x = self.blocks[i](x)
+        return self.head(x.squeeze(1))
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return alive(
+        nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
+    )
+
+
+def dying() -> nn.Module:
+    """Two units of each layer are dead."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
+    alive(model)
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight[1:3], layer.bias[1:3] = 0.0, -1.0
+    return model
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return alive(Blocks())
+
+
+class Training:
+    """A model with all that follows it, after two steps; the rate is a tensor, which is written in place."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        torch.manual_seed(0)
+        self.model = make()
+        rate = torch.tensor(0.01, dtype=torch.float64)
+        self.optimizer = torch.optim.AdamW(list(self.model.named_parameters()), lr=rate, foreach=False)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.average = AveragedModel(self.model)
+        self.history = History()
+        self.grower: Grower | None = None
+        for _ in range(2):
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        cross_entropy(self.model(X), Y).backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.average.update_parameters(self.model)
+
+    def seen(self, *, objects: bool) -> Any:
+        """Everything, in a form that compares with ==; with the objects that hold it, or by values alone."""
+        number = id if objects else (lambda thing: 0)
+        order = {id(p): i for i, p in enumerate(self.model.parameters())}
+
+        def tensor(value: Tensor | None) -> Any:
+            if value is None:
+                return None
+            gradient = value.grad.tolist() if value.is_leaf and value.grad is not None else None
+            return number(value), value.requires_grad, value.detach().tolist(), gradient
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return tensor(value)
+            if isinstance(value, SimpleNamespace):
+                return number(value), dict(vars(value))
+            if isinstance(value, dict):
+                return [(key, plain(each)) for key, each in value.items()]
+            if isinstance(value, (list, tuple)):
+                return [plain(each) for each in value]
+            if isinstance(value, set):
+                return sorted(value)
+            return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+        def modules(root: nn.Module) -> Any:
+            return [
+                (path, number(module), type(module).__name__, sorted((k, plain(v)) for k, v in vars(module).items()))
+                for path, module in root.named_modules(remove_duplicate=False)
+            ]
+
+        optimizer, scheduler = self.optimizer, self.scheduler
+        return {
+            "model": modules(self.model),
+            "average": modules(self.average),
+            "groups": [
+                [(k, [order.get(id(p)) for p in v] if k == "params" else plain(v)) for k, v in group.items()]
+                for group in optimizer.param_groups
+            ],
+            "state": [(order.get(id(p)), plain(state)) for p, state in optimizer.state.items()],
+            "scheduler": plain({k: v for k, v in vars(scheduler).items() if k != "optimizer"}),
+            "history": self.history.to_dict(),
+            "grower": None if self.grower is None else [self.grower.state_dict(), number(self.grower.last_merits)],
+            "memory": [[len(kept.get(module, ())) for module in self.model.modules()] for kept in (_KEPT, _MADE)],
+            "random": torch.get_rng_state().tolist(),
+        }
+
+    def still_trains(self) -> None:
+        """A backward pass, after which the gradients are those of before."""
+        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        cross_entropy(self.model(X), Y).backward()
+        for parameter, gradient in gradients:
+            assert not parameter.requires_grad or (
+                parameter.grad is not None and parameter.grad.shape == parameter.shape
+            )
+            parameter.grad = gradient
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+class Known(Strategy):
+    """Answers at once, always the same."""
+
+    def __init__(self, merits: Merits, all_at_once: bool = False) -> None:
+        self.merits = merits
+
+    def propose(self, model: nn.Module, example: Any) -> Sites:
+        return Sites([merit.site for merit in self.merits])
+
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: Any) -> Merits:
+        return self.merits
+
+    def choose(self, merits: Merits, moment: Any) -> list[Site]:
+        return [merit.site for merit in merits]
+
+
+# --- what is done ---
+
+Work = Callable[[], Any]
+Case = tuple[Training, Work]
+
+
+def growth_of(make: Callable[[], nn.Module], name: str, *, back: bool = False, **options: Any) -> Case:
+    """One growth, or the undoing of one."""
+    training = Training(make)
+    finding = {key: options.pop(key) for key in ("grow", "start") if key in options}
+    sites = find_sites(training.model, X, units=1, **finding)
+    site = next(site for site in sites if name in str(site))
+    followers: dict[str, Any] = {"optimizer": training.optimizer, "scheduler": training.scheduler}
+
+    def work() -> None:
+        grow(training.model, site, **followers, **options)
+
+    if not back:
+        return training, work
+    work()
+    return training, lambda: undo(training.model, **followers)
+
+
+def dead_units(change: Callable[..., Any], back: bool = False) -> Case:
+    training = Training(dying)
+    if not back:
+        return training, lambda: change(training.model, X, optimizer=training.optimizer)
+    change(training.model, X, optimizer=training.optimizer)
+    return training, lambda: undo(training.model, optimizer=training.optimizer)
+
+
+def replayed() -> Case:
+    model = plain()
+    history = History(
+        [
+            grow(model, find_sites(model, X)[0]),
+            grow(model, find_sites(model, X, grow="units", units=2)[0]),
+        ]
+    )
+    training = Training(plain)
+    return training, lambda: replay(training.model, history)
+
+
+def rewound() -> Case:
+    """From one growth to two others."""
+    other = plain()
+    wanted = History(
+        [grow(other, find_sites(other, X, grow="units", units=2)[0]), grow(other, find_sites(other, X)[0])]
+    )
+    training = Training(plain)
+    followers: dict[str, Any] = {"optimizer": training.optimizer, "scheduler": training.scheduler}
+    training.history.append(grow(training.model, find_sites(training.model, X)[0], **followers))
+    return training, lambda: rewind(training.model, training.history, wanted, **followers)
+
+
+def stepped(make: Callable[[], nn.Module], names: Sequence[str], **options: Any) -> Case:
+    """A step of a Grower, with all that can follow."""
+    training = Training(make)
+    sites = list(find_sites(training.model, X, grow="both", units=1))
+    known = measure(
+        training.model, [next(site for site in sites if name in str(site)) for name in names], [(X, Y)], cross_entropy
+    )
+    training.grower = Grower(
+        training.model, training.optimizer, example=X[:2], trigger=triggers.Every(1), strategy=Known(known), max_factor=None,
+        scheduler=training.scheduler, averaged=training.average, lr_scale=0.5, **options,
+    )  # fmt: skip
+    training.history = training.grower.history
+    return training, lambda: training.grower.step([(X, Y)], cross_entropy)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "layer": lambda: growth_of(plain, "after 4", lr_scale=0.5, check=X),
+    "layer of its own": lambda: growth_of(plain, "after 2", own_rate=2.0, freeze_rest=True),
+    "units": lambda: growth_of(plain, "in 0", grow="units", lr_scale=0.5, check=X),
+    "copied units": lambda: growth_of(plain, "in 0", grow="units", start="net2net"),
+    "twin": lambda: growth_of(blocks, "Block", lr_scale=0.5),
+    "heads": lambda: growth_of(blocks, "head", grow="units"),
+    "undo layer": lambda: growth_of(plain, "after 4", lr_scale=0.5, back=True),
+    "undo layer of its own": lambda: growth_of(plain, "after 2", own_rate=2.0, freeze_rest=True, back=True),
+    "undo units": lambda: growth_of(plain, "in 0", grow="units", lr_scale=0.5, back=True),
+    "undo copied units": lambda: growth_of(plain, "in 0", grow="units", start="net2net", back=True),
+    "undo twin": lambda: growth_of(blocks, "Block", back=True),
+    "undo heads": lambda: growth_of(blocks, "head", grow="units", back=True),
+    "recycle": lambda: dead_units(recycle),
+    "undo recycle": lambda: dead_units(recycle, back=True),
+    "remove dead": lambda: dead_units(remove_dead),
+    "undo remove dead": lambda: dead_units(remove_dead, back=True),
+    "replay": replayed,
+    "rewind": rewound,
+    "step": lambda: stepped(dying, ["after 3", "in 0"], count=2, recycle=True),
+    "trial": lambda: stepped(plain, ["after 4", "in 0"], trial=Trial(2, candidates=2)),
+}
+
+
+def check_lines(name: str, errors: Sequence[type[BaseException]], chosen: Callable[[int, Line], bool]) -> None:
+    """Raise at the chosen ones of all lines that are reached, one after the other, and look at everything each time."""
+    training, work = CASES[name]()
+    lines = lines_of(work)
+    new = training.seen(objects=False)
+    training, work = CASES[name]()
+    old = training.seen(objects=True)
+    wanted = [line for number, line in enumerate(lines) if chosen(number, line)]
+    assert len(wanted) > 20
+    for number, line in enumerate(wanted):
+        error = errors[number % len(errors)]
+        done = False
+        with suppress(Exception, KeyboardInterrupt), Tracer(line, 1, raising(error)) as tracer:
+            work()
+            done = True  # somebody knew what to do without
+        assert tracer.fired, line
+        if training.seen(objects=True) != old:
+            now = training.seen(objects=False)
+            assert done or not [key for key in new if now[key] != new[key]], (line, error)
+            training.still_trains()
+            training, work = CASES[name]()
+            old = training.seen(objects=True)
+        training.still_trains()
+    work()
+    assert training.seen(objects=False) == new
+    optimizer = training.optimizer if name != "replay" else torch.optim.SGD(training.model.parameters())
+    cross_entropy(training.model(X), Y).backward()
+    optimizer.step()
+    if training.grower is not None:
+        training.average.update_parameters(training.model)
+    grow(training.model, find_sites(training.model, X)[0], optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_error_at_every_line_leaves_all_as_it_was_or_comes_when_all_is_done(name: str) -> None:
+    check_lines(name, (Injected, KeyboardInterrupt), lambda number, line: True)
