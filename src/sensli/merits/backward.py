@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.merits.sensitivity import Catch
+from sensli.merits.whose import Measured
 from sensli.modules.running import describe, device_of, run, taken_by, tensors, to_device
 from sensli.moves.trace.graph import leaves
 
@@ -24,6 +25,7 @@ def backward(
     device = device_of(model)
     given, target = to_device(given, device), to_device(target, device)
     size = _size(given, batch)
+    catch.whose = own_pass = Measured()  # not those that the loss or the model take themselves
     # A dict is keyword arguments; a tuple inside a batch is several arguments.
     with catch.around():
         output = run(model, given)
@@ -32,20 +34,22 @@ def backward(
     own = {id(weight) for weight in virtual}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in own] if catch.weights else []
     # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
-    wanted = virtual + (trained + catch.leaves if catch.weights else list(catch.watched))
+    wanted = [*virtual, catch.mark.leaf] + (trained + catch.leaves if catch.weights else list(catch.watched))
     if catch.weights and loss.grad_fn is not None and (index == 0 or catch.others):
         # A model or its input may hold tensors that require a gradient and are not parameters. Unless they are asked for too,
         # autograd leaves out the way to them, and the sites on that way would seem worthless.
         known = {id(tensor) for tensor in wanted}
         others = [leaf for leaf in leaves(loss.grad_fn) if id(leaf) not in known]
         catch.others, wanted = bool(others), wanted + others
-    if not wanted or not loss.requires_grad:
+    if len(wanted) == 1 or not loss.requires_grad:
         raise MeasurementError(
             f"the loss of batch {index} does not depend on any site: no gradient arrives. Check that loss_fn uses the model's output "
             "and that nothing detaches it."
         )
     try:
-        gradients = torch.autograd.grad(loss * (size / (unit or size)), wanted, allow_unused=True)
+        weighted = loss * (size / (unit or size))
+        with own_pass.of(weighted):
+            gradients = torch.autograd.grad(weighted, wanted, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -53,6 +57,7 @@ def backward(
             "the model checkpoints activations with use_reentrant=True, which allows gradients only through loss.backward(). Set "
             "use_reentrant=False, or use Probe around your own step."
         ) from error
+    catch.check_order()
     by_parameter = {id(p): g for p, g in zip(wanted, gradients, strict=True)}
     catch.add_weight_gradients(by_parameter[id(weight.parameter)] for weight in catch.weights)
     catch.forget_pass()

@@ -25,7 +25,7 @@ from sensli.modules import checks, random_state
 from sensli.modules.autocast import autocast_of_now, without_autocast
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import is_sharded, unsharded
-from sensli.modules.running import device_of, untouched
+from sensli.modules.running import device_of, gradients_kept, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
 
@@ -95,7 +95,7 @@ def measure(
         catch.keeps_activations, catch.around = not catch.weights, around
         clear, remaining = None, 0.0
         kept = random_state.kept_of_loader(batches)
-        with untouched(model), kept, torch.inference_mode(False), torch.enable_grad():
+        with untouched(model), gradients_kept(model), kept, torch.inference_mode(False), torch.enable_grad():
             taken = _Taken(model, catch, batches, loss_fn, max_batches)
             look_ahead(together, model, catch, taken.first(), taken.expected, loss_fn)
             with catch.hooked():

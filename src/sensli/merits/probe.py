@@ -109,7 +109,8 @@ class Probe:
     def _arrived(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             # A copy: the tensor becomes the user's .grad, which the next backward pass or step may overwrite.
-            self._catch.weights[index].add(self._catch.unscaled(gradient.clone()), 0)
+            if self._catch.counts():
+                self._catch.weights[index].add(self._catch.unscaled(gradient.clone()), 0)
 
         return hook
 
@@ -129,6 +130,7 @@ class Probe:
                     "the probe saw no backward pass. Call loss.backward() inside `with Probe(...)`, on the output of the model "
                     "it was made for."
                 )
+            self._catch.check_order()
             passes = max(1, self._catch.caught // len(self._catch.sites))
             # As DistributedDataParallel does with the gradients: the mean over the processes.
             own = Caught(self._catch.sites, self._catch.weights, [1.0], 1.0, passes)

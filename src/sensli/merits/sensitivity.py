@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.merits.caught import SiteCatch, WeightCatch
+from sensli.merits.whose import NOWHERE, Mark, Measured, Stepped, task
 from sensli.modules.running import tensors, widened
 from sensli.modules.wrappers import eager
 from sensli.moves.factors import Outer
 from sensli.moves.move import Gauge
 from sensli.moves.point import Point
 from sensli.moves.sites import Site
-from sensli.moves.taps import Watch, handed_on, tap
+from sensli.moves.taps import Watch, handed_on, is_transformed, is_transformed_from, tap
 from sensli.moves.trace.activations import CONVOLUTIONS
 from sensli.moves.uses import Use, watch_uses
 
@@ -61,6 +62,9 @@ class Catch:
             nullcontext  # the user's code: autocast, where it is on
         )
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
+        self.whose: Measured | Stepped = Stepped(model, self.forget)  # which backward passes count
+        self.mark = Mark()
+        self._refused: dict[str, str] = {}  # sites that a derivative passed which the loss depends on, and in which way
         # Activations whose gradient has not come back yet, and their versions.
         self._waiting: dict[int, tuple[Site, Tensor, int]] = {}
 
@@ -69,8 +73,9 @@ class Catch:
         handles: list[Any] = []
         try:
             for catch in self.sites:
+                catch.gauge.counts, catch.gauge.marked = self.counts, self._marker(catch.site)
                 for index, (point, module) in enumerate(catch.gauge.points):
-                    handles.append(tap(point, module, self._watcher(catch, index, point)))
+                    handles.append(tap(point, module, self._watcher(catch, index, point), raw=catch.gauge.raw))
                 handles += catch.gauge.hooks(self._arrived(catch), self.unscaled)
             for weight in self.weights:
                 if isinstance(weight.owner, CONVOLUTIONS):
@@ -92,6 +97,10 @@ class Catch:
 
     def _watcher(self, catch: SiteCatch, index: int, point: Point) -> Watch:
         def watch(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            if is_transformed(value):
+                if is_transformed_from(self.model):
+                    self._refused[str(catch.site)] = "may depend on a derivative by torch.func or forward mode"
+                return value
             asking, watched = handed_on(value, point)
             if asking is not value:  # after frozen layers
                 self.leaves.append(asking)
@@ -105,24 +114,29 @@ class Catch:
 
     def _arrived(self, catch: SiteCatch) -> Callable[[Mapping[str, Tensor | Outer]], None]:
         def add(values: Mapping[str, Tensor | Outer]) -> None:
-            if self.active:
+            if self.counts():
                 with torch.no_grad():
                     catch.add(values, self.group)
                 self.caught += 1
 
         return add
 
+    def counts(self, near: Any = None, born: int = NOWHERE) -> bool:
+        """Whether the backward pass in progress is one that is measured; the arguments are those of `Measured.counts`."""
+        return self.active and self.whose.counts(near, born)
+
     def _watch_weights(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Have what the natural merits of the existing weights need arrive with the backward pass."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_transformed():
             return
         samples = next((len(tensor) for tensor in tensors((args, kwargs)) if tensor.dim()), 1)
         catches = {id(weight.parameter): weight for weight in self.weights}
 
-        def arrived(key: int, use: Use, cotangent: Tensor) -> None:
-            if self.active:
+        def arrived(key: int, use: Use, cotangent: Tensor) -> Tensor:
+            if self.counts():
                 with torch.no_grad():
-                    catches[key].met(use, self.unscaled(cotangent), samples, self.group)
+                    catches[key].met(use, self.unscaled(cotangent.detach()), samples, self.group)
+            return self._marker(catches[key].name)(cotangent)
 
         nodes = [tensor.grad_fn for tensor in tensors(output)]
         watch_uses(nodes, {key: weight.parameter for key, weight in catches.items()}, arrived)
@@ -143,19 +157,53 @@ class Catch:
     ) -> None:
         version, key = x._version, id(watched)
         self._waiting[key] = (catch.site, x, version)
+        born, caught = task(), catch.gauge.catching(index, x)
+        if born != NOWHERE:
+            self.counts()  # while that pass can still be asked what it is for
+        # What is before it, which does not hold the hook: a node that it held would keep itself alive.
+        assert watched.grad_fn is not None
+        near = watched.grad_fn.next_functions[0][0]
 
         def back(cotangent: Tensor) -> None:
-            if not self.active:  # a pass that began inside the context and ends outside
+            if not self.counts(near, born):  # or a pass that began inside the context and ends outside
                 return
             if x._version != version:
                 raise _overwritten(catch.site)
             self._waiting.pop(key, None)
             # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                catch.add(catch.gauge.caught(index, x, self.unscaled(cotangent.detach()), args, kwargs), self.group)
+                catch.add(caught(x, self.unscaled(cotangent.detach()), args, kwargs), self.group)
             self.caught += 1
 
         watched.register_hook(back)
+        # Where a gradient leaves the place of the site.
+        marked = self._marker(catch.site)
+        watched.grad_fn.register_hook(lambda cotangents, _: None if cotangents[0] is None else (marked(cotangents[0]),))
+
+    def _marker(self, place: object) -> Callable[[Tensor], Tensor]:
+        """From a cotangent that passes a place to the same; if a loss turns out to depend on it, the place is refused."""
+
+        def met(near: Any) -> None:
+            if self.counts(near):
+                self._refused[str(place)] = "depends on a gradient that your code takes itself"
+
+        # Only with a graph can somebody differentiate it once more.
+        return lambda cotangent: self.mark.on(cotangent, met) if self.active and torch.is_grad_enabled() else cotangent
+
+    def check_order(self) -> None:
+        """Refuse merits of a loss that depends on a derivative through the sites: they are not products of what was caught."""
+        for site, how in self._refused.items():
+            raise MeasurementError(
+                f"the loss {how} (a gradient penalty, a PINN, forces), and that passes '{site}', so the merit there is not known. Measure "
+                "with a loss without that term, or leave out the sites that it passes."
+            )
+
+    def forget(self) -> None:
+        """Begin once more: what was caught so far does not count."""
+        self.caught = 0
+        self._refused.clear()
+        for sums in (*(site.sums for site in self.sites), *(weight.sums for weight in self.weights)):
+            sums.clear()
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,11 +67,14 @@ def _enlargement(weight: Tensor) -> float:
     return 2.0 ** math.floor(math.log2(wanted / norm)) if 0 < norm < wanted else 1.0
 
 
-def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: bool = False) -> nn.Module:
+def copied_block(
+    block: nn.Module, outside: nn.Module | None = None, *, share: bool = False, recorders: bool = False
+) -> nn.Module:
     """A copy of one block that carries none of the user's hooks and no mark of a growth.
 
     What the block has in common with modules around it in the model ``outside`` (a configuration, a table) it keeps having in common.
-    ``share``: the parameters too are the block's own, not copies of them: a twin to be measured costs no memory.
+    ``share``: the parameters too are the block's own, not copies of them: a twin to be measured costs no memory. ``recorders``: hooks of
+    transformers come along, by which its models collect what they return.
     """
     memo = _prepared(block)
     parts = list(block.modules())
@@ -83,7 +87,7 @@ def copied_block(block: nn.Module, outside: nn.Module | None = None, *, share: b
         for name in _HOOKS:
             hooks = getattr(module, name, None)
             if hooks is not None:
-                memo[id(hooks)] = _hooks_of_torch(module, name)
+                memo[id(hooks)] = _own_hooks(module, name, recorders)
     if share:
         memo.update({id(p): p for p in block.parameters()})
     twin = copy.deepcopy(block, memo)
@@ -129,12 +133,20 @@ def _is_object(value: Any) -> bool:
     )
 
 
-def _hooks_of_torch(module: nn.Module, name: str) -> Any:
+def made_by(hook: Any) -> str:
+    """The package that the function of a hook comes from; a method, a partial or an object counts as what is behind it."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or "").partition(".")[0]
+
+
+def _own_hooks(module: nn.Module, name: str, recorders: bool) -> Any:
     """The hooks that are part of how the module works (weight norm of the old kind); the user's stay with the user's module."""
     hooks = getattr(module, name)
     base = getattr(module, name.replace("_with_kwargs", "").replace("_always_called", ""))
     kept = type(hooks)()
     for key, value in hooks.items():
-        if type(base.get(key)).__module__.startswith("torch."):
+        hook = base.get(key)
+        if type(hook).__module__.startswith("torch.") or (recorders and made_by(hook) == "transformers"):
             kept[key] = value
     return kept

@@ -143,6 +143,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
                         buffer.copy_(values)
 
 
+@contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Gradients are put back when the context ends: the user's code may call ``backward()``. Inside there are none: nothing is copied."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
 def _same(one: Tensor, other: Tensor) -> bool:
     """Equal values, where nan equals nan."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from sensli.moves.search import Search
     from sensli.moves.sites import Site
     from sensli.moves.trace.flow import Call, Seen
+
+# From an activation, its cotangent and the arguments of the module's call to what goes to the sums.
+Caught = Callable[[Tensor, Tensor, tuple[Any, ...], dict[str, Any]], Mapping[str, Tensor | Outer]]
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class Gauge:
     """
 
     factors: ClassVar[bool] = False  # whether it can catch the moments of the natural merit
+    raw: ClassVar[bool] = False  # whether it wants what modules give before hooks of the user change it
     enters: ClassVar[bool] = (
         False  # whether `inside` puts something into the model, which moves what comes after it in a list
     )
@@ -139,12 +144,20 @@ class Gauge:
         default=()
     )  # of the activation, with its batch; the geometry of a convolution needs it
     natural: bool = False  # whether the moments of the natural merit are wanted, with the gradients as matrices
+    # Whether the backward pass in progress is measured: the user's code may take others.
+    counts: Callable[[], bool] = field(default=lambda: True, repr=False)
+    # From a cotangent to the same; the site is refused if the loss depends on it, being a gradient that the user's code takes.
+    marked: Callable[[Tensor], Tensor] = field(default=lambda cotangent: cotangent, repr=False)
 
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Mapping[str, Tensor | Outer]:
         """What one pass adds to the sums: an activation, the cotangent that came back to it, the arguments of the module's call."""
         raise NotImplementedError
+
+    def catching(self, index: int, x: Tensor) -> Caught:
+        """`caught` for the call of the module at a point that is being made: its cotangent comes later, perhaps twice, or never."""
+        return partial(self.caught, index)
 
     def hooks(
         self, add: Callable[[Mapping[str, Tensor | Outer]], None], unscaled: Callable[[Tensor], Tensor]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from sensli.errors import MeasurementError
 from sensli.modules.arguments import first_tensor, value_at, with_first, with_value
@@ -20,10 +21,13 @@ from sensli.moves.point import Point
 Watch = Callable[[Tensor, tuple[Any, ...], dict[str, Any]], Tensor]
 
 
-def tap(point: Point, module: nn.Module, watch: Watch) -> Any:
-    """Catch the value of a point at its module in every pass with gradients; returns the handle that ends it."""
+def tap(point: Point, module: nn.Module, watch: Watch, *, raw: bool = False) -> Any:
+    """Catch the value of a point at its module in every pass with gradients; returns the handle that ends it.
+
+    ``raw``: what the module itself gives, before hooks of the user change it; a layer after it would come after them.
+    """
     if point.side == "after":
-        return module.register_forward_hook(_after(point, watch), with_kwargs=True)
+        return module.register_forward_hook(_after(point, watch), prepend=raw, with_kwargs=True)
     # before the user's own hooks, as the layer would be
     return module.register_forward_pre_hook(_before(point, watch), prepend=True, with_kwargs=True)
 
@@ -35,6 +39,27 @@ def handed_on(value: Tensor, point: Point) -> tuple[Tensor, Tensor]:
     """
     asking = value if value.requires_grad else value.detach().requires_grad_()
     return asking, asking.clone() if point.overwritten else asking.view_as(asking)
+
+
+def is_transformed(value: Tensor | None = None) -> bool:
+    """Whether a pass runs inside of torch.func (grad, vmap, jvp), or a value carries a derivative of forward mode.
+
+    Hooks on tensors see nothing of what such a derivative does to a loss.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return value is not None and forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+
+
+def is_transformed_from(model: nn.Module) -> bool:
+    """Whether such a pass takes the model's parameters: it does not where `functional_call` gives it values without a gradient."""
+    return any(isinstance(each, nn.Parameter) or _inner(each).requires_grad for each in model.parameters())
+
+
+def _inner(value: Tensor) -> Tensor:
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
 
 
 def _after(point: Point, watch: Watch) -> Callable[..., Any]:

@@ -30,17 +30,17 @@ _RESHAPING = {"View", "UnsafeView", "Unsqueeze", "ReshapeAlias", "Squeeze"}
 
 
 def watch_uses(
-    outputs: Iterable[Any], weights: Mapping[int, Tensor], arrived: Callable[[int, Use, Tensor], None]
+    outputs: Iterable[Any], weights: Mapping[int, Tensor], arrived: Callable[[int, Use, Tensor], Tensor]
 ) -> None:
     """In the backward pass of a graph, hand over each operation that uses one of the weights (by their ids) with its output's cotangent.
 
-    Weights that an operation of an unknown kind uses are left out: what it adds to their gradients has no moments.
+    What is returned goes on in the place of the cotangent. Weights that an operation of an unknown kind uses are left out: what it adds to
+    their gradients has no moments.
     """
 
-    def hook(key: int, use: Use) -> Callable[[tuple[Tensor, ...]], None]:
-        return lambda cotangents: arrived(
-            key, use, cotangents[0].detach()
-        )  # without the node: it would keep itself alive
+    def hook(key: int, use: Use) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        # without the node: it would keep itself alive
+        return lambda cotangents: (arrived(key, use, cotangents[0]), *cotangents[1:])
 
     found = list(_uses(outputs, weights))
     unknown = {key for _, key, use in found if use is None}

@@ -39,12 +39,14 @@ class _TwinGauge(Gauge):
         parts = sums["gradient"].split([weight.numel() for weight in self._maps])
         return [(part.view(weight.shape), Geometry()) for part, weight in zip(parts, self._maps, strict=True)]
 
-    def _watch(self, output: Tensor) -> None:
-        """Have the cotangents at all maps arrive with the backward pass from the twin's output."""
+    def _watch(self, output: Tensor, *, aside: bool) -> None:
+        """Have the cotangents at all maps arrive with the backward pass from the twin's output; ``aside``: in one of its own."""
         numbers = {id(weight): index for index, weight in enumerate(self._maps)}
 
-        def arrived(key: int, use: Use, cotangent: Tensor) -> None:
-            self._met.append((numbers[key], use, cotangent))
+        def arrived(key: int, use: Use, cotangent: Tensor) -> Tensor:
+            if aside or self.counts():
+                self._met.append((numbers[key], use, cotangent.detach()))
+            return cotangent if aside else self.marked(cotangent)
 
         watch_uses([output.grad_fn], {id(weight): weight for weight in self._maps}, arrived)
 
@@ -92,7 +94,7 @@ class VirtualTwin(_TwinGauge):
                     "it did for find_sites. Find the sites with an example like the training data."
                 )
             if self.natural:
-                self._watch(output)
+                self._watch(output, aside=True)
             gradients = torch.autograd.grad(output, self._maps, cotangent.to(output.dtype), allow_unused=True)
         pairs = zip(self._maps, gradients, strict=True)
         if self.natural:
@@ -144,10 +146,12 @@ class AddedTwin(_TwinGauge):
             value = first_tensor(output)
             if value is not None and value.grad_fn is not None:
                 samples[:] = [len(value)]
-                self._watch(value)
+                self._watch(value, aside=False)
 
         def hook(index: int) -> Callable[[Tensor], None]:
             def arrived(gradient: Tensor) -> None:
+                if not self.counts():
+                    return
                 mine = [(number, use, unscaled(g)) for number, use, g in self._met if number == index]
                 others, self._met = [each for each in self._met if each[0] != index], mine
                 gradients: list[Tensor | None] = [None] * len(self._maps)

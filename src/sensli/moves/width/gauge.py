@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from sensli.modules.attention import holder_of
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.running import widened
-from sensli.moves.factors import Factored
+from sensli.moves.factors import Factored, Outer
 from sensli.moves.geometry import Geometry
-from sensli.moves.move import Gauge
+from sensli.moves.move import Caught, Gauge
 from sensli.moves.point import Point, Ref
 from sensli.moves.width.entries import Entries, by_unit
 from sensli.moves.width.layers import column_gradient
@@ -39,6 +39,8 @@ _REPLICAS: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictio
 
 class ReaderGauge(Gauge):
     """Catches the cotangents of the layers that read a width, and what the replica would give them to read."""
+
+    raw: ClassVar[bool] = True
 
     def __init__(self, width: Width) -> None:
         self._width = width
@@ -70,11 +72,14 @@ class ReaderGauge(Gauge):
         """What the replica runs, as it understands it."""
         raise NotImplementedError
 
-    def _read(self, index: int) -> Tensor:
-        """What a reader would be given, in the call that the backward pass meets now: it meets them in reverse."""
+    def catching(self, index: int, x: Tensor) -> Caught:
         assert self._replica is not None
-        read: Tensor = widened(self._replica.read[id(self), self._readers[index].module.path].pop())
-        return read
+        call = self._replica.call(self._readers[index].module.path, x)
+        return lambda x, cotangent, args, kwargs: self._sums(index, widened(call.read_by(self)), cotangent)
+
+    def _sums(self, index: int, read: Tensor, cotangent: Tensor) -> Mapping[str, Tensor | Outer]:
+        """What one call of a reader adds: what candidates would give it to read, and the cotangent of what it gave."""
+        raise NotImplementedError
 
     def _columns(self, index: int, read: Tensor, cotangent: Tensor) -> Tensor:
         """The gradient of the columns that would read it: [units, columns of one]."""
@@ -125,10 +130,7 @@ class ColumnGauge(ReaderGauge):
     def _candidates(self) -> Entries:
         return self._entries
 
-    def caught(
-        self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        read = self._read(index)
+    def _sums(self, index: int, read: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
         sums = {f"columns{index}": self._columns(index, read, cotangent)}
         if self._chooses:
             sums["likeness"] = self._likeness(index, read)

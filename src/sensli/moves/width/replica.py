@@ -7,13 +7,15 @@ the model does between two layers is done to the candidates too, and hardly anyt
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
@@ -24,11 +26,38 @@ from sensli.modules.engines.fsdp import is_sharded, unsharded, whole
 from sensli.modules.failing import let_memory_through
 from sensli.moves.roles import Role, role_of
 from sensli.moves.stretching import Stretch, like_layout
+from sensli.moves.taps import is_transformed
 from sensli.moves.width.entries import Entries, filled
 from sensli.moves.width.layers import applied, inputs_per_unit, unfolded
+from sensli.moves.width.user_hooks import UserHooks
 from sensli.moves.width.width import Axis, Size, Width
 
-_WAITING = 16  # passes whose gradients may still come: a reader that no gradient reaches would keep all of them
+_WAITING = 16  # calls without gradients that a checkpoint may make once more: others would keep all of them
+
+
+class Pass:
+    """One pass of the model: by the asker's id and the reader, what candidates gave it in each of its calls."""
+
+    def __init__(self) -> None:
+        self.read: dict[tuple[int, str], list[Tensor]] = {}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a reader in a pass; without a pass where something else than the model has called it."""
+
+    path: str
+    pass_: Pass | None
+    number: int
+
+    def read_by(self, asker: Any) -> Tensor:
+        """What the candidates of the asker gave to be read there."""
+        if self.pass_ is None:
+            raise MeasurementError(
+                f"'{self.path}' was called outside of a pass of the model, by loss_fn for example, so what new units would give it to read "
+                "is not known. Call the model itself, or measure only layers (grow='layers')."
+            )
+        return self.pass_.read[id(asker), self.path][self.number]
 
 
 class Replica:
@@ -49,11 +78,18 @@ class Replica:
         # inputs and outputs of layers in the pass that was made last, and the versions of the outputs
         self._calls: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
         self._again: Counter[str] = Counter()  # how often the copy has called them
+        self._given_back: list[Tensor] = []  # by the layer of the copy that is being called
         self._random: dict[str, Any] = {}  # the random states with which that pass began
         # of layers whose units are zero: those, and what rows multiply
         self._zeros: dict[str, tuple[Tensor, Tensor]] = {}
+        self._hooks = UserHooks()
         self._depth = 0  # of calls of the model in progress: what stands in for its forward may call the model itself
-        self.read: dict[tuple[int, str], list[Tensor]] = {}  # by the asker's id and the reader: what candidates gave it
+        self.last = Pass()  # the one in progress, or the last one
+        self._began = -1  # the backward pass in which that began; -1 is none
+        # Calls that were made without gradients, with what they gave: all of one pass, and of readers. A checkpoint makes them once more in
+        # the backward pass.
+        self._blind: list[tuple[Call, Tensor]] = []
+        self._unwatched: deque[tuple[Call, Tensor]] = deque(maxlen=_WAITING)
 
     def ask(self, asker: Any, width: Width, candidates: Entries | float) -> None:
         """Run these candidates too.
@@ -62,6 +98,19 @@ class Replica:
         the bias last, would move what is read of a unit.
         """
         self._widths.append((asker, width, candidates))
+
+    def call(self, path: str, made: Tensor) -> Call:
+        """The call of a reader that is being made, and gives ``made``."""
+        if self._is_direct():
+            return Call(path, self.last if self._random else None, len(self._calls.get(path, ())))
+        for call, before in reversed(self._unwatched):
+            if call.path == path and torch.equal(before, made):
+                return call
+        return Call(path, None, 0)
+
+    def _is_direct(self) -> bool:
+        """Whether a call is made by the pass itself: in a backward pass since, a checkpoint makes some once more."""
+        return bool(torch._C._current_graph_task_id() == self._began)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -77,14 +126,16 @@ class Replica:
         self._depth = 0
         try:
             self._sharded = is_sharded(self._model)
-            self._copy = copied_block(unsharded(self._model) if self._sharded else self._model, share=True)
+            whole_model = unsharded(self._model) if self._sharded else self._model
+            self._copy = copied_block(whole_model, share=True, recorders=True)
             self._pairs = list(zip(self._copy.modules(), self._model.modules(), strict=True))
-            yield
+            with self._hooks.seen(self._modules.values()):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
             self._copy, self._made = None, False
-            for held in (self._modules, self._givers, self._pairs, self._calls, self._random, self.read):
+            for held in (self._modules, self._givers, self._pairs, self._calls, self._random, self._unwatched):
                 held.clear()
 
     def _giving(self) -> Iterator[tuple[str, nn.Module]]:
@@ -95,23 +146,27 @@ class Replica:
 
     def _record(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._random:
+            if self._random and self._is_direct():
                 given, made = first_tensor(args) if args else first_tensor(tuple(kwargs.values())), first_tensor(output)
                 assert given is not None and made is not None
                 # A copy where the layer could not make it once more: its weights are sharded, or torch reads them elsewhere.
                 apart = self._sharded or isinstance(module, nn.MultiheadAttention)
                 made = made.detach().clone() if apart else made.detach()
-                self._calls.setdefault(path, []).append((given.detach(), made, made._version))
+                calls = self._calls.setdefault(path, [])
+                if not torch.is_grad_enabled():
+                    self._blind.append((Call(path, self.last, len(calls)), made))
+                calls.append((given.detach(), made, made._version))
 
         return hook
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._depth == 0:
             self._calls.clear()
+            self._blind.clear()
+            self._hooks.changing.clear()
             # A pass without gradients is not measured, but a part of one that is may be without.
-            self._random = random_state.capture() if torch.is_grad_enabled() else {}
-            for held in self.read.values():
-                del held[:-_WAITING]
+            self._random = random_state.capture() if torch.is_grad_enabled() and not is_transformed() else {}
+            self.last, self._began = Pass(), torch._C._current_graph_task_id()
             if self._sharded:
                 self._gather()
         self._depth += 1
@@ -142,19 +197,24 @@ class Replica:
         try:
             random_state.restore(drawn)  # what is drawn once more is the same, such as which blocks are left out
             # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
-            with torch.enable_grad():
+            # What it would save for a backward pass goes nowhere: not to another device, and not into somebody's checkpoint.
+            with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
                 self._copy(*args, **kwargs)
             self._check_calls()
+            self._hooks.check()
+            self._unwatched.extend(each for each in self._blind if each[0].path in self._readers)
         except MeasurementError:
             raise
         except Exception as error:
             let_memory_through(error)
             raise MeasurementError(
                 f"the model's code fails with candidates for new units ({type(error).__name__}: {error}), although it did not for "
-                "find_sites. Find the sites with an example like the training data."
+                "find_sites. Find the sites with an example like the training data; if forward takes a gradient itself, measure only "
+                "layers (grow='layers')."
             ) from error
         finally:
             random_state.restore(now)
+            self._blind.clear()
             self._calls.clear()
             self._again.clear()
             self._zeros.clear()
@@ -163,6 +223,11 @@ class Replica:
         """What candidates gave belongs to the cotangents of the pass only if the copy has called all readers that the pass had called."""
         for path in self._readers:
             before = len(self._calls.get(path, ()))
+            if self._hooks.changes_all(self._givers[path]):
+                raise MeasurementError(
+                    f"a hook of all modules (register_module_forward_hook) changes what '{path}' gives, before it can be caught. Set it on "
+                    "the modules themselves, or measure only layers (grow='layers')."
+                )
             if self._again[path] != before:
                 raise self._went_astray(path, before)
 
@@ -202,10 +267,20 @@ class Replica:
             for size in width.sizes:
                 self._set_size(copy, size, width, count)
         self._readers = tuple(readers)
+        # What a layer gives back is what its hooks had made of it. (An attention that is not read runs as it is.)
+        done = {
+            id(given)
+            for path, given in self._givers.items()
+            if path not in makers and (path in readers or given is self._modules[path])
+        }
+        for mine, its in self._pairs:
+            self._hooks.install(mine, its, after=id(its) not in done)
         for path in self._givers:
             mine, role = copy.get_submodule(path), role_of(self._modules[path])
             assert role is not None
             mine.forward = self._forward(path, mine, role, makers.get(path), readers.get(path))
+            if path not in makers:  # hooks of all modules (register_module_forward_hook) have been there too
+                mine.register_forward_hook(lambda module, args, output: self._given_back.pop())
             attention = holder_of(copy, path)
             if attention is not None and path in readers:
                 attention[1].__class__ = WideAttention
@@ -246,11 +321,13 @@ class Replica:
                             held = held.index_select(role.channel % x.dim(), places.to(x.device))
                         if held.requires_grad:
                             held = _moved(held, *self._zeros[width.axes[0].module.path])
-                        self.read.setdefault((id(asker), path), []).append(held)
+                        self.last.read.setdefault((id(asker), path), []).append(held)
             if rows is None:
                 # What somebody has overwritten in place is made once more.
                 layer: Any = module
-                return output if output._version == version else applied(module, given, layer.weight, layer.bias)
+                output = output if output._version == version else applied(module, given, layer.weight, layer.bias)
+                self._given_back = [output]
+                return output
             if not isinstance(rows, list):
                 inputs = unfolded(module, given)
                 zero = torch.full_like(inputs, rows).requires_grad_()
@@ -261,6 +338,10 @@ class Replica:
             return applied(module, given, weight, bias)
 
         return forward
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _count(width: Width, candidates: Entries | float) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from sensli.errors import MeasurementError
 from sensli.modules.arguments import first_tensor
 from sensli.modules.dropout import NoDropout
 from sensli.modules.running import run, untouched
@@ -53,7 +54,10 @@ class GradMax(Start):
             return problem
         if trial.changes(site):
             return 'start="gradmax" needs units that are zero where their rows are, and here they are not'
-        slope = _slope(trial, width)
+        try:
+            slope = _slope(trial, width)
+        except MeasurementError:
+            return 'start="gradmax" needs the gradient where rows are zero, and the model\'s code cannot give it (a checkpoint, say)'
         if slope == 0:
             return 'start="gradmax" needs a gradient where rows are zero, and here is none (torch\'s ReLU has the slope 0 at 0)'
         if slope > _STEEPEST:
@@ -73,10 +77,8 @@ class RowGauge(ReaderGauge):
     def _candidates(self) -> float:
         return _bias(self._width)
 
-    def caught(
-        self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        return {f"bypass{index}": self._columns(index, self._read(index), cotangent)}
+    def _sums(self, index: int, read: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        return {f"bypass{index}": self._columns(index, read, cotangent)}
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
         bypass = self._bypass(sums)
@@ -142,7 +144,7 @@ def _slope(trial: Trial, width: Width) -> float:
     try:
         with replica.beside(), untouched(trial.model), torch.enable_grad(), eager(), NoDropout():
             run(trial.model, trial.example)
-            read = [float(each.abs().max()) for held in replica.read.values() for each in held]
+            read = [float(each.abs().max()) for held in replica.last.read.values() for each in held]
     finally:
         handle.remove()
     return max(read) / (max(given) or 1.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,8 @@ class TryingGauge(ColumnGauge):
 
 class FittingGauge(Ahead):
     """Sees what the layers that make a width are given, and what comes back to those that read it."""
+
+    raw: ClassVar[bool] = True
 
     def __init__(self, width: Width, points: Sequence[tuple[Point, nn.Module]]) -> None:
         super().__init__(points=points)
