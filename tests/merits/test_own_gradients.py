@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -201,7 +202,7 @@ def test_other_passes_and_gradients_do_not_count(name: str, kind: str) -> None:
     model, x, loss = network(), data(), {**STANDS, **PASSES}[name]
     sites = find_sites(model, x[:2], **OPTIONS[kind])
     for ratio in (True, False):
-        found = measure(model, sites, [(x, x)], lambda out, x: loss(model, out, x), norm="frobenius", ratio=ratio)
+        found = measure(model, sites, [(x, x)], partial(loss, model), norm="frobenius", ratio=ratio)
         assert len(found) == 2
         for merit in found:
             assert merit.value == pytest.approx(expected(model, merit.site, loss, x), rel=1e-10) and merit.value > 0
@@ -220,7 +221,7 @@ def test_a_loss_that_depends_on_a_gradient_through_the_sites_is_refused(name: st
     sites = find_sites(model, x[:2], **OPTIONS[kind])
     for options in ({}, {"ratio": False}):
         with pytest.raises(MeasurementError, match=r"the loss (may )?depends? on a (gradient|derivative)"):
-            measure(model, sites, [(x, x)], lambda out, x: loss(model, out, x), norm="frobenius", **options)
+            measure(model, sites, [(x, x)], partial(loss, model), norm="frobenius", **options)
     with pytest.raises(MeasurementError, match=r"the loss (may )?depends? on a (gradient|derivative)"):
         with Probe(model, sites, norm="frobenius") as probe:
             loss(model, model(x), x).backward()
@@ -232,9 +233,7 @@ def test_a_backward_pass_in_the_loss_leaves_the_gradients_alone(kind: str) -> No
     model, x = network(), data()
     model(x).sum().backward()
     before = [(p.grad, p.grad.clone()) for p in model.parameters()]
-    measure(
-        model, find_sites(model, x[:2], **OPTIONS[kind]), [(x, x)], lambda out, x: virtual_adversarial(model, out, x)
-    )
+    measure(model, find_sites(model, x[:2], **OPTIONS[kind]), [(x, x)], partial(virtual_adversarial, model))
     assert all(
         p.grad is old and torch.equal(old, value) for p, (old, value) in zip(model.parameters(), before, strict=True)
     )
@@ -385,3 +384,82 @@ def test_checkpoints_run_once_more_and_belong_to_their_pass(reentrant: bool, kin
 def test_gradmax_is_refused_inside_of_a_checkpoint() -> None:
     sites = find_sites(Checkpointed(False), data(2), grow="units", start="gradmax")
     assert not sites and "a checkpoint" in sites.explain()
+
+
+class Block(nn.Module):
+    def __init__(self, *, adds: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.adds = nn.Linear(4, 6), nn.Linear(6, 4), adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.b(torch.tanh(self.a(x)))
+        return x + made if self.adds else made
+
+
+class Stack(nn.Module):
+    """Blocks that add what they make themselves, or whose loop does."""
+
+    def __init__(self, *, adds: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head, self.adds = nn.ModuleList(Block(adds=adds) for _ in range(3)), nn.Linear(4, 1), adds
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.adds else x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_twins_count_the_measured_pass_alone(adds: bool) -> None:
+    model, x = Stack(adds=adds), data()
+    sites = [site for site in find_sites(model, x[:2]) if site.kind == "block"]
+    plainly = measure(model, sites, [(x, x)], lambda out, x: out.square().mean(), norm="natural")
+    for loss in (logged_with_graph, virtual_adversarial):
+        for merit in measure(model, sites, [(x, x)], partial(loss, model), norm="frobenius"):
+            assert merit.value == pytest.approx(expected(model, merit.site, loss, x), rel=1e-10)
+    natural = measure(model, sites, [(x, x)], partial(logged_with_graph, model), norm="natural")
+    assert [m.value for m in natural] == pytest.approx([m.value for m in plainly], rel=1e-10)
+    with pytest.raises(MeasurementError, match="depends on a gradient"):
+        measure(model, sites, [(x, x)], partial(penalty, model), norm="natural", ratio=False)
+    if adds:
+        with pytest.raises(MeasurementError, match="depends on a gradient"):
+            measure(model, sites, [(x, x)], partial(penalty, model), norm="frobenius")
+    else:  # such twins are in the model while it is measured, so that autograd knows all of it
+        for merit in measure(model, sites, [(x, x)], partial(penalty, model), norm="frobenius"):
+            assert merit.value == pytest.approx(expected(model, merit.site, penalty, x), rel=1e-10)
+
+
+class Forces(nn.Module):
+    """Takes a gradient in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().clone().requires_grad_()
+            energy = self.net(x)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, force
+
+
+def test_forces_are_refused_only_where_the_loss_depends_on_them() -> None:
+    model, x = Forces(), data()
+    sites = find_sites(model, x[:2])
+    plainly = measure(model.net, find_sites(model.net, x[:2]), [(x, x)], lambda out, x: out.square().mean())
+    found = measure(model, sites, [(x, x)], lambda out, x: out[0].square().mean())
+    assert [m.value for m in found] == pytest.approx([m.value for m in plainly], rel=1e-12)
+    with pytest.raises(MeasurementError, match="depends on a gradient that your code takes itself"):
+        measure(model, sites, [(x, x)], lambda out, x: out[1].square().mean())
+    with pytest.raises(MeasurementError, match="if forward takes a gradient itself, measure only layers"):
+        measure(model, find_sites(model, x[:2], grow="units"), [(x, x)], lambda out, x: out[0].square().mean())
+
+
+def test_units_that_the_loss_reads_by_a_part_of_the_model_are_refused() -> None:
+    model, x = network(), data()
+    sites = find_sites(model, x[:2], grow="units")
+    with pytest.raises(MeasurementError, match="'4' was called outside of a pass of the model"):
+        measure(model, sites, [(x, x)], lambda out, x: out.mean() + model[3:](x @ x.T[:, :6]).mean())

@@ -44,3 +44,13 @@ def test_of_equal_candidates_one_is_taken_before_any_other_twice(dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_that_can_be_told_apart_is_a_choice_too(dtype: torch.dtype) -> None:
     assert len(greedy(torch.zeros(5, 3, dtype=dtype), torch.zeros(5, 5, dtype=dtype), 3)) == 3
+
+
+def test_huge_numbers_are_compared_and_those_that_are_none_end_the_choice() -> None:
+    generator = torch.Generator().manual_seed(0)
+    activations = torch.randn(50, 9, generator=generator).relu()
+    gradients, likeness = activations.T @ torch.randn(50, 4, generator=generator), activations.T @ activations
+    chosen = greedy(gradients, likeness, 4)
+    assert greedy(gradients * 2.0**100, likeness * 2.0**118, 4) == chosen  # their squares overflow
+    for bad in (torch.nan, torch.inf):
+        assert greedy(gradients * bad, likeness, 4) == greedy(gradients, likeness * bad, 4) == [0, 1, 2, 3]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -314,3 +316,26 @@ def test_blocks_of_one_configuration_start_as_they_can(start: str, blocks: list[
         loss(wider).backward()
         expected = new_gradients(edit, "row" if start == "gradmax" else "column")
         assert merit.value == pytest.approx(expected, rel=1e-10)
+
+
+def _huge(output: Tensor, target: Tensor) -> Tensor:
+    return 1e38 * F.cross_entropy(output, target)
+
+
+def _bent(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target) + (0 * output).sum().sqrt()  # finite, and its gradient is not
+
+
+@pytest.mark.parametrize("start", ["sensitive", "random", "net2net", "gradmax"])
+@pytest.mark.parametrize("scale, loss", [(1e30, F.cross_entropy), (1e20, F.cross_entropy), (1.0, _huge), (1.0, _bent)])
+def test_a_training_that_diverges_is_told_or_measured(start: str, scale: float, loss: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    x, y = torch.randn(16, 4), torch.randint(3, (16,))
+    sites = find_sites(model, x[:2], grow="units", start=start)
+    for norm in ("frobenius", "operator", *(["natural"] if start != "gradmax" else [])):
+        try:
+            merits = measure(model, sites, [(scale * x, y)], loss, norm=norm)
+        except MeasurementError as error:
+            assert "finite" in str(error) or "diverged" in str(error) or "are zero" in str(error)
+        else:
+            assert loss is not _bent and all(math.isfinite(merit.value) for merit in merits)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +24,15 @@ def backward(
     """One batch: its loss, weighted by its size, back through the model. Returns the size and the loss."""
     given, target = split(batch, index, model if loss_fn is not None else None)
     device = device_of(model)
+    if any(tensor.is_meta for tensor in tensors((given, target))):
+        raise MeasurementError(
+            f"batch {index} is on the meta device, where tensors have no values. Give data with values."
+        )
     given, target = to_device(given, device), to_device(target, device)
     size = _size(given, batch)
     catch.whose = own_pass = Measured()  # not those that the loss or the model take themselves
     # A dict is keyword arguments; a tuple inside a batch is several arguments.
-    with catch.around():
+    with catch.around(), _of_inference(index):
         output = run(model, given)
         loss = _loss(output, target, loss_fn, index)
     virtual = catch.virtual
@@ -62,6 +67,20 @@ def backward(
     catch.add_weight_gradients(by_parameter[id(weight.parameter)] for weight in catch.weights)
     catch.forget_pass()
     return size, float(loss.detach())
+
+
+@contextmanager
+def _of_inference(index: int) -> Iterator[None]:
+    """What torch says of tensors that were made in inference mode, with the place and the remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "inference tensor" not in str(error).lower():
+            raise
+        raise MeasurementError(
+            f"batch {index} or the model has tensors that were made under torch.inference_mode(), and no gradient passes them. Make them "
+            "outside of it, or give copies: x.clone()."
+        ) from error
 
 
 def split(batch: Any, index: int, model: nn.Module | None) -> tuple[Any, Any]:
@@ -123,5 +142,10 @@ def scalar_loss(output: Any, target: Any, loss_fn: LossFunction | None, index: i
         raise MeasurementError(
             f"the loss of batch {index} has {what}, not a scalar tensor. loss_fn must return the mean over the batch "
             "(for torch losses reduction='mean')."
+        )
+    if loss.is_complex():
+        raise MeasurementError(
+            f"the loss of batch {index} is a complex number ({loss.dtype}), which cannot be minimised. loss_fn must return a real one, for "
+            "example its .abs()."
         )
     return loss

@@ -69,7 +69,8 @@ def measure(
         The merits in the order of the sites; they print as a table, best first.
 
     Raises:
-        MeasurementError: If there are no data, no gradient reaches the sites, or the loss is not a finite number.
+        MeasurementError: If there are no data, no gradient reaches the sites, the loss is not a finite number, or it depends on a
+            gradient that it takes itself.
         ZeroMerits: If all merits are zero.
     """
     together, around = Together(model, "measure the merits"), autocast_of_now()

@@ -32,7 +32,8 @@ class Probe:
     """Measures the same merits as `measure` during your own training step, without an extra pass.
 
     Inside the context every backward pass of the model adds to the merits what it adds to the gradients, so accumulating over
-    several batches means the same as for ``.grad``. The step itself does not change. New units that were never measured have
+    several batches means the same as for ``.grad``. ``torch.autograd.grad`` counts only where nobody calls ``backward()``, and if it is
+    asked for gradients of the model's parameters. The step itself does not change. New units that were never measured have
     other rows than in `measure`, which sees a few samples beforehand: give measured merits for the same rows.
 
         with Probe(model, sites) as probe:
@@ -122,7 +123,7 @@ class Probe:
             The merits in the order of the sites.
 
         Raises:
-            MeasurementError: If no backward pass of the model was seen.
+            MeasurementError: If no backward pass of the model was seen, or the loss depends on a gradient that the step takes itself.
         """
         with self._together as together:
             if self._catch.caught == 0:

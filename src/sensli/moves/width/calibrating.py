@@ -66,7 +66,7 @@ def calibrated(width: Width, entries: Entries, inputs: Mapping[str, Tensor], *, 
         factor = (wanted.mean((2, 3), keepdim=True) / size).sqrt()
         # nothing to compare with where all that is there is dead, or a unit that does not move on these samples, which stays as it was
         factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0).flatten()
-        mean = torch.where(size > 0, mean, 0.0).flatten()
+        mean = torch.where((size > 0) & size.isfinite(), mean, 0.0).flatten()
         values[making.weight] = _scaled(rows, factor, axis)
         if making.bias is not None and bias is not None:
             values[making.bias] = (bias - mean) * factor
@@ -83,8 +83,11 @@ def directions(given: Tensor, back: Tensor, count: int) -> Tensor:
 
     ``given`` is [places, inputs], ``back`` the cotangents of all readers, [places, outputs]. Rows are the left singular vectors of the
     gradient of a bypass between them, the largest first, each with the sign for which what is above zero is worth more. They are not
-    divided by the spread of the inputs: that points to where inputs hardly move, and units overfit.
+    divided by the spread of the inputs: that points to where inputs hardly move, and units overfit. There are none where values are so
+    large that their products overflow.
     """
+    if not bool((given.square().sum() * back.square().sum()).square().isfinite()):  # no product here is larger
+        return given.new_zeros(0, given.shape[1])
     given = given - given.mean(0)
     lead = _leading(given, back, min(count, _MOST, *back.shape, given.shape[1]))
     rows = (given.T @ (back @ lead)).T

@@ -168,6 +168,9 @@ def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
     ``gradients``: [candidates, columns of one]; ``likeness``: the inner products of the candidates' activations. Of very many a few are
     taken at a time, as they stand.
     """
+    gradients, likeness = _tamed(gradients), _tamed(likeness)
+    if not bool(gradients.isfinite().all() and likeness.isfinite().all()):
+        return list(range(count))  # training has diverged: none is better than another, and their merits say so
     # Sums in single precision are not quite those of vectors: so little is added that it changes nothing.
     finest = torch.finfo(likeness.dtype)
     least = finest.eps * len(likeness) * float(likeness.diagonal().max()) + finest.tiny
@@ -190,6 +193,12 @@ def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
         half = shared - 0.5 * within @ along
         left.addmm_(along.T, half, alpha=-1).addmm_(half.T, along, alpha=-1)
         likeness.addmm_(along.T, along, alpha=-1)
+
+
+def _tamed(values: Tensor) -> Tensor:
+    """The same, divided by a power of four where squares might overflow: only sizes beside each other matter."""
+    largest = float(values.abs().max())
+    return values / 4.0 ** math.floor(math.log(largest, 4)) if 2**16 < largest < math.inf else values
 
 
 def _basis(products: Tensor, least: float) -> Tensor:

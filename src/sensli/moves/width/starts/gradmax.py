@@ -102,6 +102,8 @@ class RowGauge(ReaderGauge):
 
 def largest(width: Width, bypass: Tensor) -> Tensor:
     """Columns along the largest singular values; random ones where there are more units than these."""
+    if not bool(bypass.isfinite().all()):  # training has diverged, and the merit says so
+        return _random(width, width.more)
     _, _, found = torch.linalg.svd(bypass, full_matrices=False)
     found = found[: width.more]
     signs = found.gather(1, found.abs().argmax(1, keepdim=True)).sign()  # which svd leaves open
