@@ -70,7 +70,7 @@ def with_ours(start: nn.Sequential, part: Part, strategy: str = "sensli") -> nn.
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     grower = Grower(
         model, optimizer, example=part.x[:2], trigger=At(MOMENTS), strategy=strategy, grow="units", units=UNITS,
-        tau=0.0, max_factor=None, unit="step",
+        tau=0.0 if strategy == "sensli" else 1.0, max_factor=None, unit="step",  # only ours has a threshold
     )  # fmt: skip
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -153,7 +153,8 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) 
 
 
 def grower_of(model: nn.Module, optimizer: Any, strategy: Any, **options: Any) -> Grower:
-    options = {"trigger": Every(1), "max_factor": None, **options}
+    always = {"tau": 0.0} if strategy == "random-place" else {}  # the others have no threshold
+    options = {"trigger": Every(1), "max_factor": None, **always, **options}
     return Grower(model, optimizer, example=X, strategy=strategy, **options)
 
 
@@ -180,7 +181,7 @@ def test_a_growth_is_taken_back_to_the_bit_and_the_log_says_whether_the_function
     trained(model, optimizer)
     model.eval()
     before, output = snapshot(model, optimizer), model(X)
-    grower = grower_of(model, optimizer, name, tau=0.0, log=told.append)
+    grower = grower_of(model, optimizer, name, log=told.append)
     growth = grower.step(BATCHES, F.cross_entropy, metric=1.0)
     assert growth is not None and ("not kept" in str(told[-1])) is not keeps
     # A batch norm that undoes itself changes the function in training mode; in eval mode it is rounding, or not even that.
@@ -203,7 +204,7 @@ def test_a_training_that_is_saved_and_loaded_goes_on_to_the_bit(name: str, tmp_p
             grower.step(BATCHES, F.cross_entropy, metric=metric)
 
     kind, _ = DEEPENING[name]
-    limits = {"trigger": Every(1) & Budget(parameters=2000), "tau": 0.0}
+    limits = {"trigger": Every(1) & Budget(parameters=2000)}
     model = made(kind)
     optimizer = adam(model)
     grower = grower_of(model, optimizer, name, **limits)

@@ -112,8 +112,8 @@ def test_units_become_sparse() -> None:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
         grower = Grower(
-            model, optimizer, example=batches[0][0], trigger=Every(1), strategy=strategy if strategy == "morphnet" else "sensli", tau=1e9,
-            max_factor=None,
+            model, optimizer, example=batches[0][0], trigger=Every(1), max_factor=None,
+            **({"strategy": "morphnet"} if strategy == "morphnet" else {"tau": 1e9}),
         )  # fmt: skip
         grower.step(batches, F.cross_entropy)
         for _ in range(150):

@@ -14,13 +14,15 @@ import torch
 
 from models import batches, cnn, deep, fnn, images, loss_fn, points, residual, untouched
 from sensli import Grower, Merits, Site, Sites, find_sites, measure, undo
-from sensli.growing.options import Options
-from sensli.growing.strategies import STRATEGIES
+from sensli.growing.options import OF_STRATEGIES, Options
+from sensli.growing.strategies import STRATEGIES, class_of
+from sensli.growing.strategies.sensli import Sensli
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.triggers import At, Budget, Every, Moment
 from sensli.merits.merits import Merit
 from sensli.merits.ranking import BY_MERIT, SELECTIONS
 from sensli.paper.plans.settings import Data, Network, Optimizer, Settings
+from sensli.text.names import GROW
 
 DATA = batches((8, 8, 4))
 OF_A_RUN = {"model", "optimizer", "example", "scheduler", "averaged"}
@@ -49,13 +51,15 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
         "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
         "grow": "both", "units": 3, "start": "random", "per": "flops",
         "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": None, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
-        "log": print, "recycle": True, "strategy": Backwards(), "kernel_size": 5, "init": "fresh", "freeze_rest": False,
+        "log": print, "recycle": True, "strategy": "sensli", "kernel_size": 5, "init": "fresh", "freeze_rest": False,
         "unit": "step", "trial": None,
     }  # fmt: skip
     model = deep()
     made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)
     assert vars(made.options) == given and made.options == Options(**given)
     assert given.keys() == {field.name for field in dataclasses.fields(Options)}
+    own = Backwards()
+    assert Grower(model, example=points(2), trigger=At(3), strategy=own).options.strategy is own
 
 
 def test_they_are_frozen_and_hold_plain_numbers() -> None:
@@ -275,7 +279,7 @@ def test_a_strategy_says_where_what_it_is_worth_and_what_is_taken() -> None:
     model = deep()
     last = find_sites(model, points(2))[-1]
     strategy = Backwards()
-    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy, tau=1.0)
     growth = growing.step(DATA, loss_fn)
     assert growth is not None and growth.site == last and len(growing.last_merits or ()) == 2
     assert growing.history.record.looks[0].reason == "Backwards chose 1 of 2 sites"
@@ -290,9 +294,122 @@ def test_a_strategy_says_where_what_it_is_worth_and_what_is_taken() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_registered_strategy_is_made_by_its_name(name: str) -> None:
-    growing = grower(deep(), strategy=name)
+    growing = grower(deep(), strategy=name, tau=1.0)
     assert isinstance(growing.strategy, Strategy) and growing.options.common["strategy"] == name
     assert type(growing.strategy).__module__ == f"sensli.growing.strategies.{STRATEGIES[name][0]}"
+
+
+# an option of those that say how to grow -> a value that is not its default
+GIVEN: dict[str, Any] = {
+    "tau": 0.5, "norm": "operator", "select": "largest", "layer": "relu", "where": "linear", "kernel_size": 5, "init": "fresh", "units": 3,
+    "start": "random", "per": "flops", "confidence": 0.9, "tolerance": 0.5, "floor": 0.0,
+}  # fmt: skip
+
+
+class Asked:
+    """Options that remember what was read of them."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.read = options, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.options, name)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_option_that_the_strategy_does_not_use_is_refused_with_those_that_it_uses(name: str) -> None:
+    kind = class_of(name)
+    assert GIVEN.keys() == OF_STRATEGIES and kind.takes <= OF_STRATEGIES
+    for option, value in GIVEN.items():
+        level = {"confidence": 0.9} if option == "tolerance" and "confidence" in kind.takes else {}
+        grow = "both" if "both" in kind.grows else kind.grows[0]
+        given = {"strategy": name, "grow": grow, option: value, **level}
+        if option in kind.takes:
+            assert getattr(Options(trigger=At(1), **given), option) == value
+        elif option == "tolerance":
+            with pytest.raises(ValueError, match=r"tolerance=0\.5 needs confidence="):
+                Options(trigger=At(1), **given)
+        else:
+            with pytest.raises(
+                ValueError, match=f"^{option} must be left out with strategy='{name}', got .*: of the"
+            ) as told:
+                Options(trigger=At(1), **given)
+            assert all(used in str(told.value) for used in kind.takes)
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if not issubclass(class_of(name), Sensli)])
+def test_what_a_strategy_says_that_it_takes_is_what_it_reads(name: str) -> None:
+    asked: Any = Asked(Options(trigger=At(1), strategy=name))
+    class_of(name).made(asked)
+    assert asked.read & OF_STRATEGIES == class_of(name).takes
+
+
+def test_what_is_about_layers_or_units_is_refused_where_these_do_not_grow() -> None:
+    for option, grow, other in (("units", "layers", "units"), ("start", "layers", "units"), ("layer", "units", "layers"),
+                                ("kernel_size", "units", "layers"), ("init", "units", "layers")):  # fmt: skip
+        with pytest.raises(
+            ValueError, match=f"^{option} must be left out with grow='{grow}', got .*: it is about {other}\\. Leave"
+        ):
+            grower(deep(), grow=grow, **{option: GIVEN[option]})
+        assert getattr(grower(deep(), grow="both", **{option: GIVEN[option]}).options, option) == GIVEN[option]
+
+
+def test_a_strategy_grows_what_it_says() -> None:
+    for name in STRATEGIES:
+        grows = class_of(name).grows
+        assert Options(trigger=At(1), strategy=name).grow == grows[0]
+        for grow in GROW:
+            if grow in grows:
+                assert Options(trigger=At(1), strategy=name, grow=grow).grow == grow
+            else:
+                with pytest.raises(
+                    ValueError, match=f"^grow must be '{grows[0]}' with strategy='{name}', got '{grow}': it"
+                ):
+                    Options(trigger=At(1), strategy=name, grow=grow)
+
+
+@pytest.mark.parametrize("name", ["gradmax", "random-units", "morphnet", "convsenn"])
+def test_what_only_new_layers_can_have_is_refused_with_a_strategy_that_adds_units(name: str) -> None:
+    model = deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grows = class_of(name).grows[0]
+    with pytest.raises(
+        ValueError, match=f"^own_rate must be None with strategy='{name}', which grows {grows}, got 0.5: "
+    ):
+        Grower(model, optimizer, example=points(2), trigger=At(3), strategy=name, own_rate=0.5)
+    with pytest.raises(
+        ValueError, match=f"^freeze_rest must be False with strategy='{name}', which grows {grows}, got T"
+    ):
+        Grower(model, optimizer, example=points(2), trigger=At(3), strategy=name, freeze_rest=True)
+    if grows == "units":
+        with pytest.raises(
+            ValueError, match=r"^depth in Budget\(depth=3\) must be left out where only units grow, got 3"
+        ):
+            Grower(model, optimizer, example=points(2), trigger=At(3) & Budget(depth=3), strategy=name)
+    Grower(model, optimizer, example=points(2), trigger=At(3), strategy="autogrow", own_rate=0.5, freeze_rest=True)
+
+
+def test_options_for_a_strategy_object_are_given_to_the_object() -> None:
+    for option, value in GIVEN.items():
+        with pytest.raises(ValueError, match=option):
+            Options(trigger=At(1), strategy=Backwards(), **{option: value})
+    with pytest.raises(
+        ValueError,
+        match=r"^tau must be left out with strategy=Backwards\(\.\.\.\), got 0\.5: .* Give it to Backwards\(\.\.\.\) i",
+    ):
+        Options(trigger=At(1), strategy=Backwards(), tau=0.5)
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_callback_refuses_them_when_it_is_made(library: str) -> None:
+    pytest.importorskip(library)
+    make = importlib.import_module(f"sensli.integrations.{library}").GrowthCallback
+    with pytest.raises(ValueError, match=r"^tau must be left out with strategy='net2net', got 0\.0: "):
+        make(Every(2), strategy="net2net", tau=0.0)
+    with pytest.raises(ValueError, match=r"^depth in Budget\(depth=3\) must be left out"):
+        make(Budget(depth=3), grow="units")
 
 
 def test_a_strategy_that_is_not_registered_is_refused_with_those_that_are() -> None:

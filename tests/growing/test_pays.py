@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 from models import fnn, labels, points
 from sensli import Grower, Probe, count_flops, find_sites, measure, triggers
 from sensli.growing.pays import payoff
-from sensli.growing.triggers import At, AtMost, Moment, Pays
+from sensli.growing.strategies.random_units import RandomUnits
+from sensli.growing.triggers import At, AtMost, Diminishing, Every, Moment, Pays
 
 
 def data() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -116,10 +117,21 @@ def test_a_wrong_factor_is_refused(factor: object) -> None:
         Pays(factor)  # type: ignore[arg-type]
 
 
+class Unsaid(RandomUnits):
+    """A strategy that does not say that its merits have no share."""
+
+    shares = True
+
+
 def test_a_strategy_without_shares_is_refused_before_anything_changes() -> None:
     model, x, y = data()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    grower = Grower(model, example=x[:1], trigger=Pays(), strategy="random-units", max_factor=None)
+    for trigger in (Pays(), Every(2) & (Diminishing() | Pays())):
+        with pytest.raises(
+            ValueError, match=r"^Pays\(2\) needs merits that are compared with the existing weights, which this"
+        ):
+            Grower(model, example=x[:1], trigger=trigger, strategy="random-units", max_factor=None)
+    grower = Grower(model, example=x[:1], trigger=Pays(), strategy=Unsaid(), max_factor=None)
     with pytest.raises(
         ValueError, match=r"Pays needs merits that are compared with the existing weights, but that of '.*' is not"
     ):

@@ -19,6 +19,7 @@ import ranks
 from parallel import data, same_on_all_ranks
 from sensli import Grower
 from sensli.errors import DistributedError, UnsupportedModel
+from sensli.growing.options import used
 from sensli.growing.triggers import Every
 
 METHODS = ("tiny", "north", "splitting", "convsenn", "variance-transfer", "net2net-deeper", "morphnet")
@@ -34,7 +35,8 @@ def network(normed: bool = False) -> nn.Sequential:
 def growing(model: nn.Module, name: str, example: Any) -> Grower:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Grower(
-        model, optimizer, example=example, trigger=Every(1), strategy=name, units=2, tau=0.0, floor=0.0, max_factor=None, seed=3,
+        model, optimizer, example=example, trigger=Every(1), strategy=name, max_factor=None, seed=3,
+        **{option: value for option, value in {"units": 2, "tau": 0.0, "floor": 0.0}.items() if option in used(name)},
     )  # fmt: skip
 
 

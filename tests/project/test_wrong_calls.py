@@ -333,7 +333,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "select"): (5, 1.5, True, [], "nonsense", None),
     ("Grower", "count"): (*NOT_WHOLE, None, 0, -1),
     ("Grower", "layer"): (*NOT_A_NAME, None),
-    ("Grower", "grow"): (*NOT_A_NAME, None),
+    ("Grower", "grow"): NOT_A_NAME,
     ("Grower", "units"): (*NOT_A_NUMBER, None, 0, -1, 1.5, INF),
     ("Grower", "start"): (*NOT_A_NAME, None),
     ("Grower", "per"): NOT_A_NAME,

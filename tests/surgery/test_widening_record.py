@@ -167,8 +167,6 @@ def test_a_budget_counts_widths_as_they_are() -> None:
 def test_a_full_depth_leaves_room_for_units() -> None:
     for what, growths in (("layers", 0), ("both", 1)):
         model = make_model()
-        grower = Grower(
-            model, example=X[:1], trigger=triggers.Every(1) & triggers.Budget(depth=3), tau=0, grow=what, units=1
-        )
+        grower = Grower(model, example=X[:1], trigger=triggers.Every(1) & triggers.Budget(depth=3), tau=0, grow=what)
         grower.step(BATCHES, cross_entropy)
         assert [growth.site.kind for growth in grower.history] == ["units"] * growths

@@ -61,8 +61,8 @@ class Grower:
             not take, such as labels, are left out.
         trigger: When to look, one of `sensli.growing.triggers`, for example ``Every(10) & AtMost(3)``.
         strategy: What is proposed at a look, how it is scored and what is taken: a name that is registered, or a `Strategy` object. The
-            options that say where, what and by which merit to grow are those of ``"sensli"``; another strategy uses those that it
-            has a use for (default: "sensli").
+            options that say where, what and by which merit to grow are those of ``"sensli"``. One that another strategy has no use for
+            is refused, with those that it uses (default: "sensli").
         tau: The threshold: insert only if the merit is at least this many times the mean over the existing weights
             (default: 1.0).
         norm: The norm of the gradient, as in `measure` (default: "auto").
@@ -77,8 +77,8 @@ class Grower:
             None considers all of them.
         kernel_size: The kernel size of new convolutions, as in `find_sites`. None takes the neighbour's if it is odd, otherwise 3.
         init: How a twin gets the weights that need not be zero, as in `find_sites` (default: "copy").
-        grow: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more
-            (default: "layers").
+        grow: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more. None grows what
+            the strategy grows, with ``"sensli"`` layers.
         units: How many units a layer gets at a growth: a number, or a share of those it has (default: 0.25).
         start: How new units start, as in `find_sites` (default: "sensitive").
         per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are.
@@ -126,7 +126,7 @@ class Grower:
         where: Where = None,
         kernel_size: int | None = None,
         init: str = "copy",
-        grow: str = "layers",
+        grow: str | None = None,
         units: int | float = 0.25,
         start: str = "sensitive",
         per: str | None = None,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from sensli.errors import UnsupportedModel
 from sensli.growing.logs import Log, check_log
-from sensli.growing.strategies import STRATEGIES
+from sensli.growing.strategies import STRATEGIES, class_of
 from sensli.growing.strategies.strategy import Strategy, check_strategy
 from sensli.growing.trials.trial import Trial
 from sensli.growing.trigger import Trigger
@@ -29,6 +29,9 @@ from sensli.surgery.state.rates import Schedulers, check_factor, plan_rate_scali
 
 # What may differ between ranks. What a trigger says is compared when it says it, and so is a choice that depends on the seed.
 _OWN = ("trigger", "group", "seed", "log")
+_OF_LAYERS, _OF_UNITS = frozenset({"layer", "kernel_size", "init"}), frozenset({"units", "start"})
+# What a strategy may take (`Strategy.takes`). All other options are for `Grower` itself, whatever the strategy is.
+OF_STRATEGIES = _OF_LAYERS | _OF_UNITS | {"tau", "norm", "select", "where", "per", "confidence", "tolerance", "floor"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class Options:
     where: Where = None
     kernel_size: int | None = None
     init: str = "copy"
-    grow: str = "layers"
+    grow: str = None  # type: ignore[assignment]  # becomes what the strategy grows
     units: int | float = 0.25
     start: str = "sensitive"
     per: str | None = None
@@ -69,10 +72,6 @@ class Options:
         check_strategy(self.strategy, STRATEGIES)
         self._become(tau=checks.at_least("tau", self.tau, 0, 1.0), count=checks.whole("count", self.count, 1))
         check_selection(self.select)
-        if self.confidence is not None and (self.select not in BY_MERIT or self.count != 1):
-            raise ValueError(
-                "confidence= stops when the single largest merit is clear; use it with select='auto' or 'largest', and count=1."
-            )
         confidence, tolerance = check_level(self.confidence, self.tolerance)
         self._become(
             confidence=confidence,
@@ -87,19 +86,15 @@ class Options:
         choose(self.norm, ())
         self._become(kernel_size=check_request(self.layer, self.kernel_size, self.init))
         check_where(self.where)
-        check_growth(self.grow, self.start)
-        if self.own_rate is not None and self.grow != "layers":
-            raise ValueError(
-                f"own_rate must be None with grow={self.grow!r}, got {self.own_rate}: new units are part of existing parameters, "
-                "which cannot have a separate learning rate. Leave it out, or use grow='layers'."
-            )
-        if checks.flag("freeze_rest", self.freeze_rest) and self.grow != "layers":
-            raise ValueError(
-                f"freeze_rest must be False with grow={self.grow!r}, got True: new units are part of existing parameters, which cannot "
-                "train alone. Leave it out, or use grow='layers'."
-            )
+        check_growth("layers" if self.grow is None else self.grow, self.start)
+        checks.flag("freeze_rest", self.freeze_rest)
         self._become(units=check_units(self.units), recycle=checks.flag("recycle", self.recycle))
         check_per(self.per)
+        self._check_use()
+        if self.confidence is not None and (self.select not in BY_MERIT or self.count != 1):
+            raise ValueError(
+                "confidence= stops when the single largest merit is clear; use it with select='auto' or 'largest', and count=1."
+            )
         if self.trial is not None:
             checks.instance("trial", self.trial, Trial, "a Trial (for example sensli.Trial(steps=200))")
             if self.count != 1:
@@ -108,6 +103,62 @@ class Options:
                 )
         check_log(self.log)
         checks.one_of("unit", self.unit, UNITS)
+
+    def _check_use(self) -> None:
+        """Refuse what the strategy, or what grows, has no use for. An option that has its default counts as not given."""
+        strategy = class_of(self.strategy) if isinstance(self.strategy, str) else self.strategy
+        if self.grow is None:
+            self._become(grow=strategy.grows[0])
+        if self.grow not in strategy.grows:
+            raise ValueError(
+                f"grow must be {' or '.join(map(repr, strategy.grows))} with {self._named}, got {self.grow!r}: it grows nothing else. "
+                "Leave it out, or use another strategy."
+            )
+        takes = used(self.strategy, self.grow)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in OF_STRATEGIES - takes and not (value is each.default or value == each.default):
+                self._refuse_unused(each.name, value, takes)
+        where = f"grow={self.grow!r}" if len(strategy.grows) > 1 else f"{self._named}, which grows {self.grow}"
+        remedy = "Leave it out, or use grow='layers'." if "layers" in strategy.grows else "Leave it out."
+        if self.own_rate is not None and self.grow != "layers":
+            raise ValueError(
+                f"own_rate must be None with {where}, got {self.own_rate}: new units are part of existing parameters, "
+                f"which cannot have a separate learning rate. {remedy}"
+            )
+        if self.freeze_rest and self.grow != "layers":
+            raise ValueError(
+                f"freeze_rest must be False with {where}, got True: new units are part of existing parameters, which cannot "
+                f"train alone. {remedy}"
+            )
+        self.trigger.made_for(grow=self.grow, shares=strategy.shares)
+
+    def _refuse_unused(self, name: str, value: Any, takes: Collection[str]) -> NoReturn:
+        told = f"{name} must be left out with {self._named}, got {checks.shown(value)}:"
+        if not isinstance(self.strategy, str):
+            kind = type(self.strategy).__name__
+            raise ValueError(
+                f"{told} only a strategy that is given by its name gets it. Give it to {kind}(...) itself."
+            )
+        if name in class_of(self.strategy).takes:  # but not with what grows
+            other = "layers" if name in _OF_LAYERS else "units"
+            raise ValueError(
+                f"{name} must be left out with grow={self.grow!r}, got {checks.shown(value)}: it is about {other}. Leave it out, or use "
+                f"grow={other!r} or 'both'."
+            )
+        uses = " and ".join(filter(None, (", ".join(sorted(takes)[:-1]), *sorted(takes)[-1:]))) or "none"
+        raise ValueError(
+            f"{told} of the options that say how to grow it uses {uses}. Leave it out, or use another strategy."
+        )
+
+    @property
+    def _named(self) -> str:
+        """The strategy in an error text."""
+        return (
+            f"strategy={self.strategy!r}"
+            if isinstance(self.strategy, str)
+            else f"strategy={type(self.strategy).__name__}(...)"
+        )
 
     def _become(self, **values: Any) -> None:
         for name, value in values.items():
@@ -143,6 +194,15 @@ class Options:
         named = {name: "a function" if callable(value) else value for name, value in own.items()}
         strategy = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
         return {**named, "select": self.selection, "strategy": strategy, "trial": repr(self.trial)}
+
+
+def used(strategy: str | Strategy, grow: str | None = None) -> frozenset[str]:
+    """Which of the options that say how to grow mean something with a strategy; an object has got its own when it was made."""
+    if not isinstance(strategy, str):
+        return frozenset()
+    kind = class_of(strategy)
+    unused = {"layers": _OF_UNITS, "units": _OF_LAYERS}.get(grow or kind.grows[0], frozenset())
+    return kind.takes - unused
 
 
 def _factor(value: float | None) -> float | None:

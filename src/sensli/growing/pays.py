@@ -30,6 +30,13 @@ class Pays(Trigger):
         self._waited = 0  # calls since the last look
         self._vain = 0  # looks in a row without a growth
 
+    def made_for(self, *, grow: str, shares: bool) -> None:
+        if not shares:
+            raise ValueError(
+                f"{self!r} needs merits that are compared with the existing weights, which this strategy does not measure. Use "
+                "strategy='sensli', or another trigger."
+            )
+
     def fires(self, moment: Moment) -> bool:
         self._waited += 1
         return self._waited >= 1 << self._vain

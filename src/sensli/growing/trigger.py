@@ -49,6 +49,17 @@ class Trigger:
             f"{type(self).__name__} must define fires(self, moment): whether to look on this call."
         )
 
+    def made_for(self, *, grow: str, shares: bool) -> None:
+        """Called when a Grower is made, before anything trains.
+
+        Args:
+            grow: What grows: ``"layers"``, ``"units"`` or ``"both"``.
+            shares: Whether merits have a `share`.
+
+        Raises:
+            ValueError: If the trigger would mean nothing there, or could not decide.
+        """
+
     def allows(self, site: Site, moment: Moment) -> bool:
         """Whether the limits leave room for this site's layer.
 
@@ -116,6 +127,10 @@ class _Pair(Trigger):
             if not isinstance(side, Trigger):
                 raise TypeError(f"a trigger can only be combined with another trigger, got {side!r}.")
         self.left, self.right = left, right
+
+    def made_for(self, *, grow: str, shares: bool) -> None:
+        self.left.made_for(grow=grow, shares=shares)
+        self.right.made_for(grow=grow, shares=shares)
 
     def looked(self) -> None:
         self.left.looked()

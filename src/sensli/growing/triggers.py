@@ -149,6 +149,13 @@ class Budget(Trigger):
                 "Budget needs a limit: parameters, flops (per sample) or depth (for example Budget(parameters=1_000_000)), got none."
             )
 
+    def made_for(self, *, grow: str, shares: bool) -> None:
+        if "depth" in self.limits and grow == "units":
+            raise ValueError(
+                f"depth in {self!r} must be left out where only units grow, got {self.limits['depth']}: they make nothing deeper. Limit "
+                "parameters or flops instead."
+            )
+
     def fires(self, moment: Moment) -> bool:
         # units make nothing deeper, so the limit of the depth does not end them
         binding = {name: limit for name, limit in self.limits.items() if name != "depth" or moment.grow == "layers"}

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sensli import find_sites
+from sensli.growing.options import used
 from sensli.growing.strategies import STRATEGIES
 from sensli.paper.compare import training, work
 from sensli.paper.compare.flops import training_flops
@@ -252,6 +253,29 @@ def test_every_registered_strategy_is_a_method() -> None:
     assert [one.name for one in chosen(TINY, ["units", "small"])] == ["small", "units"]
     assert {one.kind for one in chosen(TINY, ["fixed", "control"])} == {"fixed", "control"}
     assert chosen(TINY, ["all"]) == list(known.values())
+
+
+def test_every_method_makes_its_grower() -> None:
+    """None gives its strategy an option that is refused, and what is common to all reaches those that use it."""
+    data = TINY.load(None, 0)
+    for method in methods(TINY).values():
+        grower = Training(Job(TINY, method, 0), data).grower
+        if grower is not None:
+            known = used(grower.options.strategy, grower.options.grow)
+            own = {"tau": 0.0, "floor": 0.0, "units": TINY.units, **method.options}
+            assert {name: getattr(grower.options, name) for name in own if name in known} == {
+                name: value for name, value in own.items() if name in known
+            }
+
+
+def test_results_of_before_stay_valid() -> None:
+    """The digests that name the folders of published results."""
+    expected = {
+        "units": "66e0ff321340", "net2net": "e145b5bde0d8", "random-start": "5d6ccf26e81d",
+        "llama-pro-own": "e9930bd7cc5c", "autogrow": "eb867cbcf55f",
+    }  # fmt: skip
+    known = methods(SPIRALS)
+    assert {name: Job(SPIRALS, known[name], 0).digest for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

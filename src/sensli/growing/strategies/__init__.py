@@ -41,10 +41,13 @@ STRATEGIES: dict[str, tuple[str, str]] = {
 }
 
 
+def class_of(name: str) -> type[Strategy]:
+    """The class that is registered under a name."""
+    file, kind = STRATEGIES[name]
+    found: type[Strategy] = getattr(import_module(f"{__name__}.{file}"), kind)
+    return found
+
+
 def strategy_of(options: Options) -> Strategy:
     """The strategy that the options name, or the object that they hold."""
-    if not isinstance(options.strategy, str):
-        return options.strategy
-    file, name = STRATEGIES[options.strategy]
-    made: Strategy = getattr(import_module(f"{__name__}.{file}"), name).made(options)
-    return made
+    return class_of(options.strategy).made(options) if isinstance(options.strategy, str) else options.strategy

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -54,7 +54,10 @@ class AutoGrow(Strategy):
         seed: The random seed of new blocks (default: 0).
     """
 
-    needs_metric = True
+    takes: ClassVar[frozenset[str]] = frozenset({"where"})
+    grows: ClassVar[tuple[str, ...]] = ("layers",)
+    shares: ClassVar[bool] = False
+    needs_metric: ClassVar[bool] = True
 
     def __init__(self, *, start: str = "zero", least: float = LEAST, where: Any = None, seed: int = 0) -> None:
         self.start = checks.one_of("start", start, LASTS)

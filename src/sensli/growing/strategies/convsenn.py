@@ -17,7 +17,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,10 @@ class ConvSenn(Strategy):
         where: Which sites to consider, as in `find_sites`.
         seed: The random seed.
     """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"tau", "units", "where"})
+    grows: ClassVar[tuple[str, ...]] = ("both",)
+    shares: ClassVar[bool] = False
 
     def __init__(
         self, *, tau: float = TAU, price: float = 0.0, units: int | float = 2, where: Any = None, seed: int = 0

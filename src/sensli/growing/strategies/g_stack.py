@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -46,6 +46,10 @@ class GStack(Strategy):
         factor: How many times as many blocks the stack has afterwards, at most (default: 4).
         where: Which stacks to copy, as in `find_sites`; a stack is named by its last block.
     """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"where"})
+    grows: ClassVar[tuple[str, ...]] = ("layers",)
+    shares: ClassVar[bool] = False
 
     def __init__(self, *, factor: int = FACTOR, where: Any = None) -> None:
         self.factor = checks.whole("factor", factor, FACTOR, least=2)

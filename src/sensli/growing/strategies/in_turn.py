@@ -30,6 +30,9 @@ class InTurn(Strategy):
         kernel_size: The kernel size of new convolutions, as in `find_sites`.
     """
 
+    takes: ClassVar[frozenset[str]] = frozenset({"where", "kernel_size"})
+    grows: ClassVar[tuple[str, ...]] = ("layers",)
+    shares: ClassVar[bool] = False
     form: ClassVar[str]  # as in `find_sites(layer=...)`
 
     def __init__(self, *, where: Any = None, kernel_size: int | None = None) -> None:

@@ -10,7 +10,7 @@ function is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -34,6 +34,10 @@ class LlamaPro(Strategy):
         count: How many blocks come at one look.
         where: Which sites to consider, as in `find_sites`.
     """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"where"})
+    grows: ClassVar[tuple[str, ...]] = ("layers",)
+    shares: ClassVar[bool] = False
 
     def __init__(self, *, count: int = 1, where: Any = None) -> None:
         self.count = checks.whole("count", count, 1)

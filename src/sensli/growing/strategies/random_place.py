@@ -6,6 +6,7 @@ It is `Grower(select="random")` under a name. The function is kept.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from sensli.growing.options import Options
 from sensli.growing.strategies.sensli import Sensli
@@ -14,6 +15,8 @@ from sensli.growing.strategies.sensli import Sensli
 class RandomPlace(Sensli):
     """Chooses among the sites by lot."""
 
+    takes: ClassVar[frozenset[str]] = Sensli.takes - {"select"}
+
     @classmethod
     def made(cls, options: Options) -> Sensli:
-        return cls(replace(options, select="random"))
+        return cls(replace(options, strategy="sensli", select="random"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -15,6 +15,8 @@ from sensli.moves.sites import Site
 
 class RandomStart(Sensli):
     """Chooses by the merits of the best rows, and hands over the sites as they were before the measurement, whose rows are random."""
+
+    takes: ClassVar[frozenset[str]] = Sensli.takes - {"start"}
 
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None

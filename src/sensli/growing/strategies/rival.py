@@ -34,6 +34,9 @@ class Rival(Strategy):
         seed: The random seed.
     """
 
+    takes: ClassVar[frozenset[str]] = frozenset({"units", "where"})
+    grows: ClassVar[tuple[str, ...]] = ("units",)
+    shares: ClassVar[bool] = False
     start_of_sites: ClassVar[str] = "random"
     keeps: ClassVar[bool] = True  # the function
     batches: ClassVar[int | None] = None  # how many it looks at; None: all

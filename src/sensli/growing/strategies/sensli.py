@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from sensli.growing.options import Options
+from sensli.growing.options import OF_STRATEGIES, Options
 from sensli.growing.searching import Search
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.threshold import Threshold
@@ -24,6 +24,8 @@ from sensli.surgery.history.reasons import reason_of, rule_of
 
 class Sensli(Strategy):
     """Proposes what `find_sites` finds, scores by `measure`, and takes what passes the threshold by the order of ``select``."""
+
+    takes: ClassVar[frozenset[str]] = OF_STRATEGIES
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -15,6 +15,7 @@ from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
 from sensli.moves.sites import Site, Sites
 from sensli.surgery.history.history import History
+from sensli.text.names import GROW
 
 if TYPE_CHECKING:  # the options know the names of strategies
     from sensli.growing.options import Options
@@ -28,11 +29,19 @@ class Strategy(Protocol):
     inherits what follows the three questions.
 
     Attributes:
+        takes: The options of `Grower` that `made` hands on, by name; others are refused when a Grower is made. ``seed`` may always be given
+            (default: none).
+        grows: What it can grow, as ``Grower(grow=...)`` names it; the first is meant where nothing is said. Whoever grows one thing alone
+            refuses the others (default: all three).
+        shares: Whether its merits have a `share`, which `triggers.Pays` needs (default: True).
         needs_metric: Whether `choose` reads ``moment.metric`` (default: False). Where FLOPs are compared, the metric is paid for then.
         all_at_once: Whether what `choose` returns is one decision, of which `Grower` takes everything that fits, however small ``count``
             is (default: False).
     """
 
+    takes: ClassVar[frozenset[str]] = frozenset()
+    grows: ClassVar[tuple[str, ...]] = GROW
+    shares: ClassVar[bool] = True
     needs_metric: ClassVar[bool] = False
     all_at_once: ClassVar[bool] = False
 

@@ -46,7 +46,8 @@ class Job:
             "warmup": task.warmup,
             "points": task.points,
             "budget": self.budget,
-            "options": dict(self.method.options),
+            # every strategy was given grow="both" once, whatever it grows: results of then stay valid
+            "options": {**({"grow": "both"} if "strategy" in self.method.options else {}), **self.method.options},
             **grows,
             # only where they differ from what all have in common: results of before they existed stay valid
             **({"schedule": self.method.schedule.facts()} if self.method.schedule is not None else {}),

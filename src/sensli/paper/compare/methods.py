@@ -108,7 +108,7 @@ def methods(task: Task) -> dict[str, Method]:
     }
     fixed = [Method(size, words.get(size, "a fixed size between them"), "fixed", size) for size in task.sizes]
     rivals = [
-        Method(name, f"Grower(strategy={name!r})", "rival", options={"strategy": name, "grow": "both"})
+        Method(name, f"Grower(strategy={name!r})", "rival", options={"strategy": name})
         for name in STRATEGIES
         if name not in _KNOWN
     ]

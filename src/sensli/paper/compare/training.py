@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from sensli.errors import SensliError
 from sensli.growing.checkpoint import load_checkpoint, save_checkpoint
 from sensli.growing.grower import Grower
+from sensli.growing.options import used
 from sensli.growing.trials.trial import Trial
 from sensli.growing.trigger import Trigger
 from sensli.growing.triggers import AtMost, Budget, Diminishing, Every, Pays
@@ -108,10 +109,13 @@ class Training:
 
     def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
         """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
+        options = self.job.method.options
+        known = used(options.get("strategy", "sensli"), options.get("grow"))
+        common = {"tau": 0.0, "floor": 0.0, "units": self.task.units}
         return Grower(
             model, optimizer, example=self.task.sample(), trigger=self._trigger() & Budget(flops=self.limit),
             max_factor=None, scheduler=scheduler, trial=self._trial, seed=run_seed(self.job.seed, 0, "place"),
-            **{"tau": 0.0, "floor": 0.0, "units": self.task.units, **self.job.method.options},
+            **{**{name: value for name, value in common.items() if name in known}, **options},
         )  # fmt: skip
 
     def _trigger(self) -> Trigger:
