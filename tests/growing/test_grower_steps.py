@@ -8,15 +8,19 @@ import math
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+import ranks
 from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points, residual, snapshot, untouched
 from sensli import Grower, find_sites, replay
 from sensli.errors import OptimizerError, SensliError
@@ -509,6 +513,109 @@ def test_it_stops_where_the_loss_is_zero_from_the_first_look() -> None:
     assert growing.step([(x, torch.ones(12, dtype=torch.long))], loss_fn) is None
     assert growing.last_merits is not None and growing.last_merits.loss == 0.0 < growing.last_merits.best.value
     assert "the problem is solved" in growing.history.record.looks[0].reason
+
+
+def late_look(error: float, scale: float, loss: Any = nn.functional.mse_loss, **options: Any) -> Grower:
+    """One look, the first one, at a network whose outputs of size ``scale`` are this near to the targets, as a share of that size."""
+    model: Any = deep()
+    with torch.no_grad():
+        model[8].weight *= scale
+        model[8].bias *= scale
+    x = points(12)
+    with torch.no_grad():
+        target = model(x) + scale * error * torch.randn(12, 2, generator=torch.Generator().manual_seed(0)).double()
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    with untouched(model, *growing.optimizers) if error < 1e-6 and "floor" not in options else nullcontext():
+        growing.step([(x, target)], loss)
+    return growing
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_it_stops_also_where_the_first_look_comes_late(scale: float) -> None:
+    """Whatever the unit of the targets is; and a problem that is not solved is not taken for one because its unit is small."""
+    solved = late_look(1e-11, scale)
+    assert not solved.history and "the problem is solved" in solved.history.record.looks[0].reason
+    assert len(late_look(1e-11, scale, floor=0.0).history) == 1
+    assert len(late_look(0.5, scale).history) == len(late_look(1e-2, scale).history) == 1
+
+
+def test_a_classification_that_is_learnt_before_the_first_look_does_not_grow_for_ever() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 4).double()
+    y = (x[:, 0] > 0).long()
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)).double()
+    with torch.no_grad():  # right, and sure of it
+        model[0].weight[:2] = torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0]])
+        model[0].bias[:2] = model[2].bias[:2] = model[4].bias[:] = 0.0
+        model[2].weight[:2], model[4].weight[:] = torch.eye(16)[:2], 0.0
+        model[4].weight[1, 0] = model[4].weight[0, 1] = 20.0 / x[:, 0].abs().min()
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x[:1])
+    assert growing.step([(x, y)], loss_fn) is None
+    merits = growing.last_merits
+    assert merits is not None and merits.loss is not None and 0 < merits.loss < 1e-7 and merits.best.value > 0
+    assert growing.state_dict()["largest_loss"] == pytest.approx(math.log(2))  # of equal outputs
+
+
+def test_a_loss_that_knows_no_constant_output_is_measured_as_before() -> None:
+    """It fails on one, or is smaller there than the loss of the network: neither says anything, and nothing is changed by asking."""
+
+    def fails(output: Any, target: Any) -> Any:
+        if output.detach().std(0).max() < 1e-9:
+            raise RuntimeError("all outputs are equal")
+        return nn.functional.mse_loss(output, target)
+
+    def spread(output: Any, target: Any) -> Any:
+        return output.square().mean()
+
+    for loss in (fails, spread):
+        growing = late_look(0.5, 1.0, loss)
+        merits = growing.last_merits
+        assert merits is not None and growing.state_dict()["largest_loss"] == merits.loss
+
+
+@dataclass
+class Output:
+    loss: Any
+
+
+def test_a_model_that_returns_its_own_loss_stops_at_a_loss_of_zero() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = deep().float()
+            self.shift = 28.0
+
+        def forward(self, x: Any) -> Any:
+            found = self.net(x) + torch.tensor([0.0, self.shift])
+            return Output(loss_fn(found, torch.ones(len(x), dtype=torch.long)))
+
+    model, x = Own(), points(12).float()
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x[:1])
+    model.shift = 14.0
+    assert growing.step([{"x": x}]) is not None  # nobody knows that such a loss is small
+    model.shift = 28.0
+    assert growing.step([{"x": x}]) is None
+    assert growing.last_merits is not None and growing.last_merits.loss == 0.0 < growing.last_merits.best.value
+    assert "the problem is solved" in growing.history.record.looks[1].reason
+
+
+def late_looks_on_ranks() -> None:
+    rank = dist.get_rank()
+    model: Any = DistributedDataParallel(deep())
+    x = points(12) + rank  # other data on each
+    with torch.no_grad():
+        target = model(x) * (1 + 1e-12 * (rank + 1))
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert growing.step([(x, target)], nn.functional.mse_loss) is None
+    assert "the problem is solved" in growing.history.record.looks[0].reason
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, growing.state_dict())
+    assert told[0] == told[1] and told[0]["largest_loss"] > 1e-6
+
+
+@pytest.mark.process
+def test_all_ranks_have_one_scale_of_the_loss(tmp_path: Path) -> None:
+    ranks.run(late_looks_on_ranks, 2, tmp_path)
 
 
 def test_the_scale_of_the_loss_comes_back_with_the_state() -> None:

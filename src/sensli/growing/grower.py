@@ -96,9 +96,9 @@ class Grower:
         freeze_rest: Whether after a growth only what has grown trains, as in `insert` (default: False). Only with ``grow="layers"``.
         max_factor: A layer that would bring the model to more than this many times its parameters is left out. None allows
             every layer (default: 2.0).
-        floor: Stops growth on a solved problem: once the loss has fallen to a thousandth of the largest one measured so far, a
-            change of the new weights by 1 must lower it, to first order, by this share of the largest. 0 turns it off
-            (default: 1e-7).
+        floor: Stops growth on a solved problem: once the loss has fallen to a thousandth of the largest one known (measured at a look,
+            or of an output that does not depend on the input), a change of the new weights by 1 must lower it, to first order, by
+            this share of the largest. 0 turns it off (default: 1e-7).
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
         averaged: A `torch.optim.swa_utils.AveragedModel` of the model, or several, that grow with it.
         seed: The random seed of ``select="random"`` (default: 0).

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sensli.growing.options import OF_STRATEGIES, Options
 from sensli.growing.searching import Search
 from sensli.growing.strategies.strategy import Strategy
-from sensli.growing.threshold import Threshold
+from sensli.growing.threshold import Blind, Threshold
 from sensli.growing.trigger import Moment
 from sensli.merits.backward import LossFunction
 from sensli.merits.measuring import measure
@@ -48,10 +48,14 @@ class Sensli(Strategy):
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         options = self.options
-        return measure(
-            model, sites, batches, loss_fn, norm=options.norm, ratio=True, confidence=options.confidence,
+        blind = Blind(loss_fn) if loss_fn is not None and options.floor else None
+        merits = measure(
+            model, sites, batches, blind or loss_fn, norm=options.norm, ratio=True, confidence=options.confidence,
             tolerance=options.tolerance,
         )  # fmt: skip
+        if options.floor:
+            self.threshold.learn_scale(model, blind, merits)
+        return merits
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         worth = self.threshold.worth(merits)
