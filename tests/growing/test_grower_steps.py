@@ -22,11 +22,12 @@ from torch.optim.swa_utils import AveragedModel
 
 import ranks
 from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points, residual, snapshot, untouched
-from sensli import Grower, find_sites, replay
+from sensli import Grower, Trial, count_flops, find_sites, replay
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing import searching as searching_module
 from sensli.growing.proposing import trained as trained_only
-from sensli.growing.triggers import At, Every, Moment, Plateau, Trigger
+from sensli.growing.sizes import Sizes
+from sensli.growing.triggers import At, Budget, Every, Moment, Pays, Plateau, Trigger
 from sensli.surgery.history.record import Look
 
 DATA = batches((8, 8, 4))
@@ -629,7 +630,56 @@ def test_the_scale_of_the_loss_comes_back_with_the_state() -> None:
     again.load_state_dict(older)
 
 
-# --- no search without need ---
+# --- nothing is counted or searched for without need ---
+
+
+@pytest.mark.parametrize(
+    ("trigger", "options", "growths", "counts"),
+    [
+        (Every(1) & Budget(flops=10**6), {"tau": 1e9}, 0, 1),
+        (Every(1) & Budget(flops=10**6), {}, 1, 2),  # once more after the growth, for the log
+        (
+            Every(1) & Budget(flops=10**6, parameters=10**6, depth=99),
+            {"count": 2},
+            2,
+            3,
+        ),  # does the second one still fit?
+        (Pays(1e9), {}, 0, 1),
+        (Pays(1e-9) & Budget(flops=10**6), {}, 1, 2),
+        (Every(1) & Budget(flops=10**6), {"trial": Trial(1), "tau": 1e9}, 0, 1),
+        (Every(2), {}, 0, 0),
+    ],
+)
+def test_flops_are_counted_once_per_look_and_again_after_a_growth(
+    trigger: Trigger, options: dict[str, Any], growths: int, counts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, counted = deep(), list[int]()
+
+    def counting(*args: Any) -> Any:
+        counted.append(1)
+        return count_flops(*args)
+
+    monkeypatch.setattr("sensli.growing.sizes.count_flops", counting)
+    growing = grower(model, trained(model), trigger=copy.deepcopy(trigger), max_factor=None, **options)
+    assert len(growing.sites()) == 4
+    growing.step(DATA, loss_fn)
+    assert (len(growing.history), len(counted)) == (growths, counts)
+
+
+def test_a_trigger_is_told_the_sizes_after_a_growth() -> None:
+    """The second of two layers is refused by what the first has made of the model."""
+    model = deep()
+    now = {name: Sizes(model, points(2))[name] for name in ("parameters", "flops", "depth")}
+    site = find_sites(model, points(2))[0]
+    added = {"parameters": site.parameters, "flops": site.flops, "depth": 1}
+    for name, size in now.items():
+        for limit, growths in ((size + added[name], 1), (size + 2 * added[name], 2)):
+            other = deep()
+            growing = grower(
+                other, trained(other), trigger=Every(1) & Budget(**{name: limit}), count=2, max_factor=None
+            )
+            growing.step(DATA, loss_fn)
+            assert len(growing.history) == growths and Sizes(other, points(2))[name] == size + growths * added[name]
 
 
 def test_it_searches_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:

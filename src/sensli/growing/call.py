@@ -41,6 +41,7 @@ class Call:
         metric: What the triggers watch, the same on all ranks.
         model: The network, or its wrapper.
         example: What the model is called with.
+        sizes: How large the model is; counted again after a growth.
         options: Those of the grower.
         strategy: What is asked at a look.
         followers: What follows a growth.
@@ -54,6 +55,7 @@ class Call:
     metric: float | None
     model: nn.Module
     example: Any
+    sizes: Sizes
     options: Options
     strategy: Strategy
     followers: Followers
@@ -69,7 +71,7 @@ class Call:
         fires = bool(self.options.trigger.fires(self._moment))
         self.together.agree_on({"whether the trigger fires": fires}, last=not fires)
         looked = self._looked(batches, loss_fn) if fires else None
-        look = None if looked is None else looked.noted(self.number, self.options, bare(self.model), self.example)
+        look = None if looked is None else looked.noted(self.number, self.options, self.sizes)
         keep(self.history.record, self.options, bare(self.model), self.number, self.metric, look)
         if fires:
             self.together.agree()
@@ -140,7 +142,7 @@ class Call:
         )
         if not candidates:
             return None
-        trying = Trying(trial, self.model, self.followers, self.history, options, self.example, self.together)
+        trying = Trying(trial, self.model, self.followers, self.history, options, self.sizes["flops"], self.together)
         return trying.run(candidates, batches, loss_fn, self.change)
 
     def _grow(self, chosen: Sequence[Merit], measured: bool) -> list[tuple[Merit, Growth]]:
@@ -160,6 +162,7 @@ class Call:
                 self.model, merit_now, self.history, options, when=self._when, first=not grown, measured=measured
             )
             grown.append((merit, growth))
+            self.sizes.forget()
         if grown:
             options.trigger.grown()
         # Before a sharded model runs for its FLOPs, for which all ranks are needed.
@@ -192,5 +195,4 @@ class Call:
     @property
     def _moment(self) -> Moment:
         """What triggers and strategies are told, as it is now."""
-        sizes = Sizes(bare(self.model), self.example)
-        return Moment(self.number, self.metric, self.history.additions, sizes, self.options.grow)
+        return Moment(self.number, self.metric, self.history.additions, self.sizes, self.options.grow)

@@ -17,6 +17,7 @@ from sensli.growing.looked import Looked
 from sensli.growing.options import Options
 from sensli.growing.proposing import proposed
 from sensli.growing.recycling import Recycling
+from sensli.growing.sizes import Sizes
 from sensli.growing.state import load, read, remember
 from sensli.growing.strategies import strategy_of
 from sensli.growing.strategies.strategy import Strategy
@@ -222,8 +223,9 @@ class Grower:
 
     def _call(self, together: Together, metric: Any, change: AllOrNothing) -> Call:
         return Call(
-            self.calls + 1, self._agreed_metric(together, metric), self.model, self._example, self.options, self._strategy,
-            self._followers, self._recycling, self.history, together, change,
+            self.calls + 1, self._agreed_metric(together, metric), self.model, self._example,
+            Sizes(bare(self.model), self._example), self.options, self._strategy, self._followers, self._recycling,
+            self.history, together, change,
         )  # fmt: skip
 
     def _tell_of(self, looked: Looked) -> None:

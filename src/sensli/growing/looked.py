@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from sensli.growing.logs import tell
 from sensli.growing.options import Options
 from sensli.growing.room import Room
-from sensli.growing.sizes import flops_if_counted
+from sensli.growing.sizes import Sizes
 from sensli.merits.merits import Merit, Merits
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.outline import outline
@@ -36,9 +35,9 @@ class Looked:
         """The merits that were taken."""
         return [merit for merit, _ in self.grown]
 
-    def noted(self, call: int, options: Options, network: nn.Module, example: Any) -> Look:
+    def noted(self, call: int, options: Options, sizes: Sizes) -> Look:
         """What the page and the log show. FLOPs are counted after a growth only."""
-        flops = flops_if_counted(network, example) if self.grown else None
+        flops = sizes.flops_for_log() if self.grown else None
         return Look.of(
             self.merits,
             self.taken,

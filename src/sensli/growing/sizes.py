@@ -12,9 +12,11 @@ from sensli.modules.flops import count_flops
 
 
 class Sizes(Mapping[str, int]):
-    """Sizes by name, counted when asked for: most triggers never do, and they are asked every epoch."""
+    """Sizes by name, counted when first asked for: most triggers never do, and they are asked every epoch."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
+        self._model = model
+        self._known: dict[str, int] = {}
         self._rules: dict[str, Callable[[], int]] = {
             "parameters": lambda: sum(p.numel() for p in model.parameters()),
             "flops": lambda: int(count_flops(model, example)),
@@ -22,7 +24,9 @@ class Sizes(Mapping[str, int]):
         }
 
     def __getitem__(self, name: str) -> int:
-        return self._rules[name]()
+        if name not in self._known:
+            self._known[name] = self._rules[name]()
+        return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rules)
@@ -30,12 +34,15 @@ class Sizes(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self._rules)
 
+    def forget(self) -> None:
+        """The model has grown: count again."""
+        self._known.clear()
 
-def flops_if_counted(model: nn.Module, example: Any) -> int | None:
-    """FLOPs for the log; None where they cannot be counted, because no decision depends on them."""
-    try:
-        return int(count_flops(model, example))
-    except Exception:
-        return None
-    finally:
-        reshard(model)  # a forward pass without a backward one leaves the parameters whole
+    def flops_for_log(self) -> int | None:
+        """None where they cannot be counted, because no decision depends on them."""
+        try:
+            return self["flops"]
+        except Exception:
+            return None
+        finally:
+            reshard(self._model)  # a forward pass without a backward one leaves the parameters whole

@@ -26,9 +26,7 @@ from sensli.merits.merits import Merit
 from sensli.modules import checks, random_state
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together
-from sensli.modules.flops import count_flops
 from sensli.modules.samples import count_samples
-from sensli.modules.wrappers import bare
 from sensli.surgery.history.history import History
 from sensli.surgery.history.tried import NO_GROWTH, Arm, Tried
 
@@ -57,7 +55,7 @@ class Trying:
     followers: Followers
     history: History
     options: Options
-    example: Any
+    flops: int  # of the model as it is, per sample
     together: Together
 
     def run(
@@ -72,7 +70,7 @@ class Trying:
         # First which tensors there are, then their values.
         change.on_failure(start.restore)
         kept = self.followers.keep(change, self.model, self.history)
-        flops = [int(count_flops(bare(self.model), self.example))]
+        flops = [self.flops]
         flops += [flops[0] + merit.site.flops for merit in candidates]
         # Those of the first process for all: examples may differ.
         steps = self.together.agree([_equal_steps(len(drawn), flops[0], each) for each in flops], last=False)[0]
