@@ -299,6 +299,29 @@ def test_a_damaged_state_changes_nothing_at_all() -> None:
                 other.load_state_dict(damaged(state, (key,), value))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "key"),
+    [("sensli", "generator"), ("random-units", "rival_generator"), ("convsenn", "convsenn_generator")],
+)
+def test_the_state_of_a_generator_is_short_and_that_of_older_versions_is_read(strategy: str, key: str) -> None:
+    model = deep()
+    growing, older, other = (
+        Grower(model, trained(model), example=points(2), trigger=At(9), strategy=strategy, seed=seed)
+        for seed in (3, 4, 5)
+    )
+    state = json.loads(json.dumps(growing.state_dict()))
+    assert isinstance(state[key], str) and len(json.dumps(state)) < 7_500
+    numbers = list(torch.Generator().manual_seed(3).get_state().tolist())
+    older.load_state_dict({**state, key: numbers})  # as it was saved once
+    other.load_state_dict(state)
+    assert older.state_dict() == other.state_dict() == growing.state_dict()
+    before = other.state_dict()
+    for wrong in (numbers[:-1], [300, *numbers[1:]], state[key][:-4], state[key][4:], "?" * 8, "", [], None, 3):
+        with pytest.raises(SensliError, match="the state of a random generator is damaged"):
+            other.load_state_dict({**state, key: wrong})
+    assert other.state_dict() == before
+
+
 # --- what the optimizer trains ---
 
 

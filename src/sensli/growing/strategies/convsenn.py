@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from sensli.errors import ZeroMerits
 from sensli.growing.searching import Search
+from sensli.growing.strategies import generators
 from sensli.growing.strategies.by_one import by_one
 from sensli.growing.strategies.fisher import natural_gradient
 from sensli.growing.strategies.pairs import order
@@ -106,10 +107,10 @@ class ConvSenn(Strategy):
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"convsenn_generator": self.generator.get_state().tolist()}
+        return {"convsenn_generator": generators.saved(self.generator)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.generator.set_state(torch.tensor(state["convsenn_generator"], dtype=torch.uint8, device="cpu"))
+        self.generator.set_state(generators.read(state["convsenn_generator"]))
 
     def _started(self, site: Site) -> Site:
         """A site whose units begin with small random entries on both sides; a layer as it is."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from sensli.errors import ZeroMerits
 from sensli.growing.searching import Search
+from sensli.growing.strategies import generators
 from sensli.growing.strategies.by_one import by_one
 from sensli.growing.strategies.pairs import Pair, look, order, pair_of
 from sensli.growing.strategies.strategy import Strategy
@@ -97,13 +98,13 @@ class Rival(Strategy):
         return [worth[index].site for index in order([merit.value for merit in worth])]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"turn": self.turn, "rival_generator": self.generator.get_state().tolist()}
+        return {"turn": self.turn, "rival_generator": generators.saved(self.generator)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         turn = state["turn"]
         if type(turn) is not int or turn < 0:
             raise ValueError(f"turn is {turn!r}")
-        self.generator.set_state(torch.tensor(state["rival_generator"], dtype=torch.uint8, device="cpu"))
+        self.generator.set_state(generators.read(state["rival_generator"]))
         self.turn = turn
 
     @staticmethod

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sensli.growing.options import OF_STRATEGIES, Options
 from sensli.growing.searching import Search
+from sensli.growing.strategies import generators
 from sensli.growing.strategies.strategy import Strategy
 from sensli.growing.threshold import Blind, Threshold
 from sensli.growing.trigger import Moment
@@ -72,10 +73,10 @@ class Sensli(Strategy):
         return rule_of(merits, taken, self.options.selection)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self._generator.get_state().tolist(), "largest_loss": self.threshold.largest_loss}
+        return {"generator": generators.saved(self._generator), "largest_loss": self.threshold.largest_loss}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        loss, generator = _loss(state.get("largest_loss", 0.0)), _generator(state["generator"])
+        loss, generator = _loss(state.get("largest_loss", 0.0)), generators.read(state["generator"])
         self.threshold.largest_loss = loss
         self._generator.set_state(generator)
 
@@ -84,11 +85,3 @@ def _loss(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < math.inf:
         raise ValueError(f"largest_loss is {value!r}")
     return float(value)
-
-
-def _generator(numbers: Any) -> Tensor:
-    if not isinstance(numbers, list) or any(type(number) is not int or not 0 <= number < 256 for number in numbers):
-        raise ValueError("generator is not a list of bytes")
-    state = torch.tensor(numbers, dtype=torch.uint8, device="cpu")
-    torch.Generator().set_state(state)  # raises if it is none
-    return state
