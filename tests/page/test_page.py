@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from forging import places
 from recorded import BATCHES, X, grow, make_model
-from sensli import Grower, History, find_sites, insert, measure, triggers
+from sensli import Grower, History, Trial, find_sites, insert, measure, triggers
 from sensli.cli.main import main
 from sensli.errors import HistoryError
 from sensli.growing.checkpoint import save_checkpoint
 from sensli.page import page_data, read_history
+from sensli.page.words import words
 from sensli.page.writing import render
 from sensli.surgery.history.outline import Unit
 
@@ -64,6 +68,44 @@ def test_what_is_no_history_is_refused_in_one_line(
 
 class Anything:
     """What a user may have put into a checkpoint."""
+
+
+def test_an_altered_look_gives_a_page_or_one_line() -> None:
+    """Whatever single entry of a look or of its trial was altered, and whatever it is now."""
+    trial = Trial(1, metric=lambda model: float(sum(p.numel() for p in model.parameters())), mode="max")
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"grow": "both", "units": 1, "per": "parameters", "trial": trial, "tau": 0, "max_factor": None}
+    grower = Grower(model, optimizer, example=X[:1], trigger=triggers.Every(1), **options)
+    grower.step(BATCHES, cross_entropy)
+    data = json.loads(grower.history.to_json())
+    look = data["record"]["looks"][0]
+    assert look["per"] == "parameters" and look["tried"]["winner"] > 0 and look["inserted"] == [1]
+    look["merits"], pages = look["merits"][: max(look["chosen"]) + 1], 0
+    for path in places(look):
+        for value in (None, "x", "flops", -1, 1.5, True, [], {}, [look["tried"]["arms"][0]]):
+            try:
+                words(
+                    page_data(
+                        History.from_dict({**data, "record": {**data["record"], "looks": [put(look, path, value)]}})
+                    )
+                )
+                pages += 1
+            except HistoryError as error:
+                assert "\n" not in str(error), (path, value)
+    assert pages > 20
+    with pytest.raises(HistoryError, match="the look at call 1 compares merits per 'x'"):
+        History.from_dict({**data, "record": {**data["record"], "looks": [put(look, ("per",), "x")]}})
+
+
+def put(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy with another value there."""
+    data = copy.deepcopy(data)
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return data
 
 
 def test_checkpoints_of_other_libraries_are_read_whatever_else_is_in_them(tmp_path: Path) -> None:

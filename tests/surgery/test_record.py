@@ -6,14 +6,18 @@ import json
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.nn.functional import cross_entropy
 
 from recorded import BATCHES, X, Y, grow, make_model
-from sensli import Grower, History, replay, triggers
+from sensli import Grower, History, replay, triggers, undo
 from sensli.errors import HistoryError
+from sensli.growing import looked
+from sensli.page import page_data, write_page
 from sensli.surgery.history import record as record_module
+from sensli.surgery.history.outline import outline
 from sensli.surgery.history.record import Look, Record
 
 
@@ -109,6 +113,45 @@ def test_a_call_that_raises_leaves_no_trace() -> None:
     with pytest.raises(RuntimeError):
         grower.step([(X[:, :1], Y)], cross_entropy, metric=7.0)
     assert grower.history.record.metrics == [(1, 1.0)] and not grower.history.record.looks
+
+
+def test_the_model_is_drawn_only_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+
+    def drawing(model: Any) -> Any:
+        drawn.append(sum(parameter.numel() for parameter in model.parameters()))
+        return outline(model)
+
+    monkeypatch.setattr(looked, "outline", drawing)
+    idle = grow(calls=6, tau=1e9)
+    assert len(idle.history.record.looks) == 3 and drawn == [42]
+    drawn.clear()
+    grower = grow(calls=5)
+    assert len(grower.history) == 2 and drawn == [42, 62, 82]
+    grower.history.pop()
+    undo(grower.model)
+    grower.options.trigger.allows = lambda site, moment: False  # type: ignore[method-assign]
+    grower.step(BATCHES, cross_entropy)
+    assert drawn == [42, 62, 82, 62]
+    assert [call for call, _ in grower.history.record.outlines] == [0, 2, 4, 6]
+
+
+def test_a_drawing_that_fails_does_not_stop_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(model: Any) -> Any:
+        raise RuntimeError("no pencil")
+
+    monkeypatch.setattr(looked, "outline", fails)
+    with pytest.warns(
+        UserWarning, match=r"could not be drawn for the page of the training: RuntimeError: no pencil"
+    ) as told:
+        grower = grow()
+    assert (
+        sum("drawn" in str(each.message) for each in told) == 3
+        and len(grower.history) == 2
+        and not grower.history.record.outlines
+    )
+    again = History.from_json(grower.history.to_json())
+    assert "2 layers inserted" in write_page(tmp_path / "page.html", page_data(again)).read_text()
 
 
 def test_metrics_stay_few_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:

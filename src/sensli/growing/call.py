@@ -11,7 +11,7 @@ from torch import nn
 
 from sensli.errors import MovedSite, ZeroMerits
 from sensli.growing.following import Followers
-from sensli.growing.looked import Looked, keep
+from sensli.growing.looked import Looked, draw, keep
 from sensli.growing.options import Options
 from sensli.growing.proposing import proposed
 from sensli.growing.recycling import Recycling, reusable
@@ -28,7 +28,6 @@ from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
-from sensli.surgery.history.outline import outline
 from sensli.text.names import UNMEASURED
 
 
@@ -67,7 +66,7 @@ class Call:
     def run(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked | None:
         """What the look came to, or None if the trigger did not fire; recorded either way."""
         if not self.history.record:
-            self.history.record.draw(0, outline(bare(self.model)))
+            draw(self.history.record, 0, bare(self.model))
         fires = bool(self.options.trigger.fires(self._moment))
         self.together.agree_on({"whether the trigger fires": fires}, last=not fires)
         looked = self._looked(batches, loss_fn) if fires else None

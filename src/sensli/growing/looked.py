@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -65,5 +66,16 @@ def keep(
     record.count(call, metric)
     if look is not None:
         record.looks.append(look)
-        record.draw(call, outline(network))
+        if look.inserted or look.parameters != record.drawn_parameters:  # or whoever undid a growth meanwhile
+            draw(record, call, network)
         tell(options.log, look)
+
+
+def draw(record: Record, call: int, network: nn.Module) -> None:
+    """Keep a drawing of the model for the page. One that fails warns: nothing depends on it but the page."""
+    try:
+        record.draw(call, outline(network))
+    except Exception as error:
+        warnings.warn(
+            f"the model could not be drawn for the page of the training: {type(error).__name__}: {error}", stacklevel=5
+        )

@@ -18,7 +18,7 @@ def read(state: Any) -> Tensor:
     """What `saved` returned, for `set_state`; a list of numbers, too, as states of before had it. Raises ValueError if it is neither."""
     try:
         numbers = base64.b64decode(state, validate=True) if isinstance(state, str) else bytes(_numbers(state))
-        found = torch.tensor(list(numbers), dtype=torch.uint8)
+        found = torch.tensor(list(numbers), dtype=torch.uint8, device="cpu")
         torch.Generator().set_state(found)  # raises if it is none
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"the state of a random generator is damaged: {error}") from error

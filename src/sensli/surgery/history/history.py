@@ -12,6 +12,7 @@ from sensli.modules import checks
 from sensli.surgery.history.growth import Growth, as_growth, as_growths, reading
 from sensli.surgery.history.record import UNITS, Record
 from sensli.text.html_tables import html_table
+from sensli.text.names import PER
 from sensli.text.strict_json import dumps as strict_json
 from sensli.text.strict_json import lenient, strict
 from sensli.text.typed import check_types
@@ -190,5 +191,7 @@ def _check_record(record: Record) -> None:
         if unit not in UNITS:
             raise ValueError(f"unit is {unit!r}")
     for look in record.looks:
+        if look.per not in (None, *PER):
+            raise ValueError(f"the look at call {look.call} compares merits per {look.per!r}")
         if look.call < 0 or any(not 0 <= index < len(look.merits) for index in look.chosen):
             raise ValueError(f"the look at call {look.call} has chosen {look.chosen} of {len(look.merits)} merits")

@@ -218,6 +218,11 @@ class Record:
         if not self.outlines or self.outlines[-1][1] != tuple(units):
             self.outlines.append((call, tuple(units)))
 
+    @property
+    def drawn_parameters(self) -> int | None:
+        """The parameters in the last drawing of the layers; None if there is none."""
+        return sum(unit.parameters for unit in self.outlines[-1][1]) if self.outlines else None
+
     def copied(self) -> Record:
         """A copy that does not change with this one."""
         return replace(self, looks=list(self.looks), metrics=list(self.metrics), outlines=list(self.outlines))

@@ -69,7 +69,7 @@ class Tried:
         """The inverse of `dataclasses.asdict`. What is not a trial raises ValueError: a file may have been altered."""
         arms: Sequence[Arm] = tuple(Arm(**arm) for arm in data["arms"])
         winner = data["winner"]
-        if type(winner) is not int or not 0 <= winner < len(arms):
+        if len(arms) < 2 or type(winner) is not int or not 0 <= winner < len(arms):
             raise ValueError(f"the winner of {len(arms)} networks is {winner!r}")
         return cls(tuple(arms), winner, data["score"])
 
