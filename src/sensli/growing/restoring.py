@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from sensli.errors import CheckpointError
 from sensli.growing import shards
 from sensli.modules.engines.fsdp import empty_like, reshard
+from sensli.modules.failing import let_memory_through
 from sensli.surgery.state.saved_state import check_scheduler_state
 
 
@@ -22,6 +23,7 @@ def loading(what: str) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        let_memory_through(error)
         raise CheckpointError(
             f"{what} cannot be loaded: {type(error).__name__}: {error}. Build it as it was when the checkpoint was saved; if it is, use an "
             "intact checkpoint."
@@ -43,6 +45,7 @@ def load_model(network: nn.Module, content: Mapping[str, Any], path: Any) -> Non
     try:
         network.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
+        let_memory_through(error)
         raise CheckpointError(
             f"the weights in {path} do not fit the {type(network).__name__} that make_model built: {error} "
             "The factory must build the network that growing began with."

@@ -25,6 +25,7 @@ from torch import Tensor
 from sensli.errors import CheckpointError
 from sensli.growing import storage
 from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.failing import let_memory_through
 from sensli.text.writing import ABANDONED
 
 _START = "shards-"
@@ -202,6 +203,7 @@ def read(path: Any, content: Mapping[str, Any], tensors: dict[str, Tensor]) -> N
     except (CheckpointException, OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
         failures = getattr(error, "failures", None)
         cause: Any = next(iter(failures.values()))[0] if failures else error
+        let_memory_through(cause)
         raise CheckpointError(
             f"the shards of {path} cannot be read: {type(cause).__name__}: {storage.told(cause)}. {_REMEDY}"
         ) from error

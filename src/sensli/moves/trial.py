@@ -110,15 +110,14 @@ class Trial:
 
         What an operation in place overwrites nobody may have needed before: a part without gradients saves nothing.
         """
-        own = self._own_failure
-        if own is None:
-            error = self._failure(sites)
-            if error is not None:
-                return Verdict(together=_BACKWARD.format(error))
-            # Behind the first one everything gets gradients; alone, because another layer may stand between a value and who overwrites it.
-            error = self._failure(sites[:1]) if len(sites) > 1 else None
-            if error is not None:
-                return Verdict({0: _BACKWARD.format(error)})
+        error = self._failure(sites)
+        # Behind the first one everything gets gradients; alone, because another layer may stand between a value and who overwrites it.
+        first = self._failure(sites[:1]) if error is None and len(sites) > 1 else None
+        own = self._own_failure if error or first or self._ungraded else None
+        if own is None and error is not None:
+            return Verdict(together=_BACKWARD.format(error))
+        if own is None and first is not None:
+            return Verdict({0: _BACKWARD.format(first)})
         unknown = own or self._ungraded
         if unknown is not None:
             where = "the model itself" if own is not None else "a copy in which nothing is frozen"
@@ -134,8 +133,8 @@ class Trial:
     def _failure(self, sites: Sequence[Site]) -> str | None:
         """What a backward pass of the copy with these layers raises."""
         training = self._baseline(True) is not None
-        frozen = [self.model.get_parameter(name) for name in self._flow.frozen]
-        frozen = [parameter for parameter in frozen if parameter.requires_grad]
+        named = self.model.named_parameters(remove_duplicate=False)
+        frozen = [p for name, p in named if name in self._flow.frozen and p.requires_grad]
         try:
             for parameter in frozen:
                 parameter.requires_grad_(False)
