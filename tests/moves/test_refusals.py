@@ -145,6 +145,24 @@ def test_the_last_layer_with_weights_says_why_nothing_goes_beside_it() -> None:
     )
 
 
+def test_no_reason_is_given_for_a_place_of_a_search_that_goes_on() -> None:
+    """Nothing goes between these blocks, so they are looked into, and there are places."""
+
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = {key: nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for key in "01"}
+            self.blocks, self.head = nn.ModuleDict(blocks), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for key in "10":
+                x = x + self.blocks[key](x)
+            return self.head(x)
+
+    found = find_sites(Crossed(), torch.randn(3, 2))
+    assert len(found) and not found.skipped
+
+
 def test_layers_inside_vmap() -> None:
     class Mapped(nn.Module):
         def __init__(self, way: Any) -> None:

@@ -26,6 +26,8 @@ from sensli.moves.twin.twins import INITS
 from sensli.moves.width.starts.registry import STARTS
 from sensli.text.names import FORMS, GROW
 
+_LOOKED_FOR = {"twin": "no stack of blocks", "relu": "no ReLU"}
+
 
 def check_request(layer: str, kernel_size: int | None, init: str) -> int | None:
     """Raise if a layer is asked for that does not exist; the kernel size as a number."""
@@ -121,4 +123,7 @@ def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site
         within = Search(model, example, flow, request, kinds, added=False, learned=search.learned)
         sites, others = within.find(trial)
         skipped = [*skipped, *(each for each in others if each not in skipped)]
+    if not sites and not skipped:
+        what = _LOOKED_FOR.get(request.layer, "no activation, no linear layer and no convolution")
+        skipped = [Skipped("", f"{what} was reached by the example, so there is nowhere to grow")]
     return sites, skipped, flow.notes

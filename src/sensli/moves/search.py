@@ -24,9 +24,6 @@ from sensli.moves.trial import Trial, Verdict
 _ATTEMPTS = 24  # trials of one search: more would cost more than they find
 
 
-_LOOKED_FOR = {"twin": "no stack of blocks", "relu": "no ReLU"}
-
-
 class Refused(SensliError):
     """A place that cannot grow; the text becomes its reason in `Sites.skipped`."""
 
@@ -90,9 +87,6 @@ class Search:
             for kind in self._kinds:
                 kind.otherwise(self)
             self._confirm(trial)
-        if not self.found and not self.skipped:
-            what = _LOOKED_FOR.get(self.request.layer, "no activation, no linear layer and no convolution")
-            self.skipped[""] = f"{what} was reached by the example, so there is nowhere to grow"
         self.found.sort(key=lambda candidate: candidate.moment)
         return [each.site for each in self.found], [Skipped(path, reason) for path, reason in self.skipped.items()]
 

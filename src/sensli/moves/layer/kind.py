@@ -148,12 +148,15 @@ class _Visit:
         return other if readers == 1 else None
 
     def layers(self) -> None:
+        looked_into = any(
+            stack.added for stack in self.search.stacks
+        )  # next, as nothing was found between those blocks
         for call in self.flow.calls:
             plain = isinstance(call.module, LAYERS) and not self.around.in_block(call.path)
             once = len(self.flow.calls_of(call.path)) == 1
             if plain and once and call.output is not None and self.around.weights_follow(call):
                 self.search.offer(call, "after", call.output, self.placing.sites(call, "after", call.output))
-            elif plain and once and not self.around.weights_follow(call):
+            elif plain and once and not self.around.weights_follow(call) and not looked_into:
                 self.search.skipped.setdefault(call.path, self._why_last(call))
 
     def _why_last(self, call: Call) -> str:
