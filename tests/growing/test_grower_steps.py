@@ -22,12 +22,13 @@ from torch.optim.swa_utils import AveragedModel
 
 import ranks
 from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points, residual, snapshot, untouched
-from sensli import Grower, Trial, count_flops, find_sites, replay
+from sensli import Grower, Trial, count_flops, find_sites, insert, replay, undo
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing import searching as searching_module
 from sensli.growing.proposing import trained as trained_only
 from sensli.growing.sizes import Sizes
 from sensli.growing.triggers import At, Budget, Every, Moment, Pays, Plateau, Trigger
+from sensli.integrations.looking import Facts
 from sensli.surgery.history.record import Look
 
 DATA = batches((8, 8, 4))
@@ -792,3 +793,15 @@ def test_a_search_that_failed_in_the_models_code_is_made_again(monkeypatch: pyte
     for _ in range(4):
         assert len(growing.sites()) == 2
     assert len(searches) == 6
+
+
+def test_what_callbacks_log_follows_undo_and_another_growth() -> None:
+    """As many growths as before, and other FLOPs."""
+    model, facts = deep(), Facts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    growing = grower(model, optimizer)
+    growing.step(DATA, loss_fn)
+    first = facts.of(growing, points(2))["sensli/flops"]
+    undo(model, growing.history.pop(), optimizer=optimizer)
+    growing.history.append(insert(model, find_sites(model, points(2), grow="units", units=1)[0], optimizer=optimizer))
+    assert facts.of(growing, points(2))["sensli/flops"] == count_flops(model, points(2)) != first

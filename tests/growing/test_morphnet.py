@@ -67,6 +67,45 @@ def test_the_regulariser_is_part_of_every_gradient_from_the_first_look_to_the_se
         torch.testing.assert_close(old - parameter, plain)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_regulariser_survives_undo(resumed: bool) -> None:
+    """It goes on with the units that the layers have then."""
+    model, batches = normed(), data((2, 6, 6), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    grower = growing(model, optimizer, batches)
+    for _ in range(3):  # begins, widens, begins again with the larger widths
+        optimizer.zero_grad()
+        mean_loss(model, batches).backward()
+        if not resumed:
+            optimizer.step()
+        grower.step(batches, F.cross_entropy)
+    assert shape_of(model) == [6, 9, 2] and grower.strategy.phase == SHRINK  # type: ignore[attr-defined]
+    while grower.history:
+        undo(model, grower.history.pop(), optimizer=optimizer)
+    if resumed:  # in a state that knows the larger ones alone
+        grower.load_state_dict(grower.state_dict())
+    flops = grower.strategy.sparsity.flops  # type: ignore[attr-defined]
+    costs = [width["move"]["flops"] / width["move"]["more"] for width in grower.strategy.sparsity.watched]  # type: ignore[attr-defined]
+    first = costs[0] / flops * model[1].weight.abs().sum()
+    second = costs[1] / flops * model[3].weight.square().mean((1, 2, 3)).sqrt().sum()
+    expected = torch.autograd.grad(mean_loss(model, batches) + first + second, list(model.parameters()))
+    optimizer.zero_grad()
+    mean_loss(model, batches).backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.step()
+    for parameter, old, gradient in zip(model.parameters(), before, expected, strict=True):
+        torch.testing.assert_close(old - parameter, gradient)
+
+
+def test_the_regulariser_leaves_out_what_is_gone() -> None:
+    model, batches = normed(), data((2, 6, 6), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    growing(model, optimizer, batches).step(batches, F.cross_entropy)
+    model[3], model[7] = nn.Conv2d(4, 5, 3).double(), nn.Linear(5, 2).double()  # of somebody else
+    mean_loss(model, batches).backward()
+    optimizer.step()
+
+
 def test_it_removes_small_units_then_widens_alike_and_draws_again() -> None:
     model, batches, told = mlp(), data(), list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

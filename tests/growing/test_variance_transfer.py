@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rivals import data, mean_loss, mlp
-from sensli import Grower, load_checkpoint, save_checkpoint, undo
+from sensli import Grower, History, find_sites, grow, load_checkpoint, save_checkpoint, undo
+from sensli.growing.strategies.generations import GenerationRates
 from sensli.growing.triggers import Every
 
 
@@ -159,3 +160,35 @@ def test_rates_survive_a_checkpoint(tmp_path: Path) -> None:
         step(one, its)
     for name, value in model.state_dict().items():
         assert torch.equal(value, found.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("popped", [True, False])
+def test_rates_of_generations_follow_undo_and_another_growth_of_the_same_number(popped: bool) -> None:
+    """The second growth has the number, the layer and not the units of the first."""
+    model, x = mlp(), data()[0][0]
+    optimizer, history, rates_of = torch.optim.SGD(model.parameters(), lr=0.1), History(), GenerationRates()
+    rates_of.attend(model, [optimizer], history)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for units in (2, 3):
+        history.append(grow(model, find_sites(model, x, grow="units", units=units)[0], optimizer=optimizer))
+        step()
+        if units == 2:
+            undo(model, history[-1], optimizer=optimizer)
+            if not popped:  # a step before the history is told
+                step()
+            history.pop()
+    weight = model[0].weight
+    ((_, generation),) = [(p, its) for p, its in rates_of.maps() if p is weight]
+    assert generation.shape == weight.shape == (8, 4) and (generation[5:] == 1).all() and not generation[:5].any()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    old, gradient = weight.detach().clone(), weight.grad.clone()
+    optimizer.step()
+    factor = torch.ones_like(old)
+    factor[5:] = old[5:].norm() / old[:5].norm()
+    torch.testing.assert_close(weight.detach(), old - 0.1 * factor * gradient)

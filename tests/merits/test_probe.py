@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from models import Named, alive, batches, cnn, fnn, images, labels, loss_fn, points, snapshot, untouched
-from sensli import Probe, find_sites, measure
+from models import Named, alive, batches, cnn, deep, fnn, images, labels, loss_fn, points, snapshot, untouched
+from sensli import Probe, find_sites, grow, measure, undo
 from sensli.errors import MeasurementError
 
 MODELS = {
@@ -134,3 +134,15 @@ def test_making_a_probe_touches_nothing():
         Probe(model, sites)
         with Probe(model, sites):
             pass
+
+
+@pytest.mark.parametrize("kind", ["layers", "units"])
+def test_a_probe_of_a_model_that_has_changed_since_is_refused(kind: str) -> None:
+    """In somebody's own training step: before a hook is set, and not as an error in the backward pass."""
+    model = deep()
+    growth = grow(model, find_sites(model, points(2), grow="units", units=2)[0])
+    probe = Probe(model, find_sites(model, points(2), grow=kind))
+    undo(model, growth)
+    with pytest.raises(MeasurementError, match="has grown or shrunk since this probe was made"), probe:
+        pass
+    model(points(4)).sum().backward()

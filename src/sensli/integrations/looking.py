@@ -68,16 +68,17 @@ class Facts:
     """What is logged at the end of an epoch: the size of the model and, after a look, the best merit."""
 
     def __init__(self) -> None:
-        self._flops: tuple[int, int] = (-1, 0)  # growths, and the count for so many
+        self._flops: tuple[Any, int] = (None, 0)  # what has grown, and the count for that
         self._seen: Merits | None = None
 
     def of(self, grower: Grower, example: Any) -> dict[str, float]:
         """Numbers by name; FLOPs are counted only after a growth."""
-        network, growths = bare(grower.model), grower.history.additions
-        if self._flops[0] != growths:
-            self._flops = (growths, int(count_flops(network, example)))
+        network = bare(grower.model)
+        grown = [(growth.number, growth.name, growth.resized) for growth in grower.history]
+        if self._flops[0] != grown:
+            self._flops = (grown, int(count_flops(network, example)))
         facts: dict[str, float | None] = {
-            "growths": growths,
+            "growths": grower.history.additions,
             "parameters": sum(parameter.numel() for parameter in network.parameters()),
             "flops": self._flops[1],
         }

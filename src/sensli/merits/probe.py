@@ -83,6 +83,7 @@ class Probe:
                 together.agree_on(numbered("site", sites))
         self._sites = sites
         self._catch = Catch(self._model, sites, weights=ratio, natural=self._norm == NATURAL)
+        self._shapes = self._shapes_now()
         self._open: ExitStack | None = None
         self._scaler = scaler
         if scaler is not None:
@@ -91,6 +92,10 @@ class Probe:
     def __enter__(self) -> Probe:
         if self._open is not None:
             raise MeasurementError("this probe is open already. Leave its `with` block first, or make another Probe.")
+        if self._shapes != self._shapes_now():
+            raise MeasurementError(
+                "the model has grown or shrunk since this probe was made. Call find_sites again, and make another Probe."
+            )
         with ExitStack() as stack:  # what fails half-way leaves no hook either
             stack.enter_context(self._catch.hooked())
             stack.callback(self._catch.forget_pass)
@@ -99,6 +104,9 @@ class Probe:
                     stack.callback(weight.parameter.register_hook(self._arrived(index)).remove)
             self._open = stack.pop_all()
         return self
+
+    def _shapes_now(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self._model.named_parameters()}
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

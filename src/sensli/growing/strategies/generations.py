@@ -41,8 +41,9 @@ class GenerationRates:
     def maps(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The weights that have grown, with the generation of each entry."""
         model = self._model()
-        now = [(growth.number, growth.name) for growth in self._history]
-        if now != self._seen:
+        # Shapes too: after `undo` another growth may have the same number and name, or the history still the growth.
+        now = [(growth.number, growth.name, growth.resized) for growth in self._history]
+        if now != self._seen or any(parameter.shape != its.shape for parameter, its in self._maps):
             self._maps = [] if model is None else generations(model, self._history)
             self._seen = now
         return self._maps

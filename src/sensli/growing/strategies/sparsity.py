@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sensli.errors import SensliError
 from sensli.moves.sites import Site
 from sensli.moves.width.entries import by_unit
 from sensli.moves.width.width import Axis, Width
@@ -29,7 +31,8 @@ class Sparsity:
     def __init__(self) -> None:
         self.flops = 1  # of the network
         self.watched: list[dict[str, Any]] = []  # the widths whose units are made sparse, as plain data
-        self._bound: list[Width] | None = None
+        self._bound: list[Width] = []
+        self._shapes: list[torch.Size] | None = None  # of what is bound; None: nothing yet
         self._handles: list[Any] = []
 
     def begin(self, sites: Iterable[Site]) -> None:
@@ -42,13 +45,13 @@ class Sparsity:
 
     def set(self, watched: Sequence[dict[str, Any]]) -> None:
         """The widths as plain data."""
-        self.watched, self._bound = list(watched), None
+        self.watched, self._shapes = list(watched), None
 
     def attend(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Follow the steps of these optimizers from now on, and of no others."""
         for handle in self._handles:
             handle.remove()
-        self._model, self._bound = weakref.ref(model), None
+        self._model, self._shapes = weakref.ref(model), None
         self._handles = [optimizer.register_step_pre_hook(self._add_gradient) for optimizer in optimizers]
 
     def penalty(self, widths: Iterable[Width]) -> Tensor:
@@ -61,15 +64,51 @@ class Sparsity:
         model = self._model()
         if not self.watched or model is None:
             return
-        if self._bound is None:
-            moves = [Site.from_dict(data).move for data in self.watched]
-            self._bound = [move.on(model) for move in moves if isinstance(move, Width)]
+        self._bind(model)
+        if not self._bound:
+            return
         known = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         with torch.enable_grad():
             found = torch.autograd.grad(self.penalty(self._bound), known, allow_unused=True)
         for parameter, gradient in zip(known, found, strict=True):
             if gradient is not None:
                 parameter.grad = parameter.grad + gradient
+
+    def _bind(self, model: nn.Module) -> None:
+        """Find the widths in the model, again if a shape has changed: by `undo`, or by a growth of somebody else."""
+        if self._shapes is None:
+            moves = [Site.from_dict(data).move for data in self.watched]
+        elif self._shapes != _shapes(self._bound):
+            moves = list(self._bound)
+        else:
+            return
+        found = (_of_today(move, model) for move in moves if isinstance(move, Width))
+        self._bound = [width for width in found if width is not None]
+        self._shapes = _shapes(self._bound)
+
+
+def _of_today(width: Width, model: nn.Module) -> Width | None:
+    """A width with the units that it has now; None where it is gone, or its layers no longer agree."""
+    try:
+        width = width.on(model)
+    except SensliError:
+        return None
+    axes, units = [], set()
+    for axis in width.axes:
+        tensor = getattr(axis.module.find_module(), axis.name, None)
+        if not isinstance(tensor, Tensor) or tensor.dim() <= axis.dim:
+            return None
+        each, length = axis.outer * axis.inner, tensor.shape[axis.dim]
+        more, rest = divmod(length - (axis.length or axis.start + each * width.units), each)
+        if rest:
+            return None
+        units.add(width.units + more)
+        axes.append(replace(axis, length=length))
+    return replace(width, units=units.pop(), axes=tuple(axes)) if len(units) == 1 and min(units) > 0 else None
+
+
+def _shapes(widths: Iterable[Width]) -> list[torch.Size]:
+    return [getattr(axis.module.find_module(), axis.name).shape for width in widths for axis in width.axes]
 
 
 def sizes(width: Width) -> Tensor:
