@@ -20,7 +20,7 @@ from sensli.merits.whose import NOWHERE, Mark, Measured, Stepped, task
 from sensli.modules.running import tensors, widened
 from sensli.modules.wrappers import eager
 from sensli.moves.factors import Outer
-from sensli.moves.move import Gauge
+from sensli.moves.move import Gauge, always, as_it_is
 from sensli.moves.point import Point
 from sensli.moves.sites import Site
 from sensli.moves.taps import Watch, handed_on, is_transformed, is_transformed_from, tap
@@ -62,7 +62,7 @@ class Catch:
             nullcontext  # the user's code: autocast, where it is on
         )
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
-        self.whose: Measured | Stepped = Stepped(model, self.forget)  # which backward passes count
+        self.whose: Measured | Stepped = Stepped(model)  # which backward passes count
         self.mark = Mark()
         self._refused: dict[str, str] = {}  # sites that a derivative passed which the loss depends on, and in which way
         # Activations whose gradient has not come back yet, and their versions.
@@ -94,6 +94,8 @@ class Catch:
             self.active = False
             for handle in handles:
                 handle.remove()
+            for catch in self.sites:  # no circles: what was caught is let go of at once
+                catch.gauge.counts, catch.gauge.marked = always, as_it_is
 
     def _watcher(self, catch: SiteCatch, index: int, point: Point) -> Watch:
         def watch(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -123,7 +125,11 @@ class Catch:
 
     def counts(self, near: Any = None, born: int = NOWHERE) -> bool:
         """Whether the backward pass in progress is one that is measured; the arguments are those of `Measured.counts`."""
-        return self.active and self.whose.counts(near, born)
+        found = self.active and self.whose.counts(near, born)
+        if self.whose.supersedes:
+            self.whose.supersedes = False
+            self._forget()
+        return found
 
     def _watch_weights(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Have what the natural merits of the existing weights need arrive with the backward pass."""
@@ -198,7 +204,7 @@ class Catch:
                 "with a loss without that term, or leave out the sites that it passes."
             )
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Begin once more: what was caught so far does not count."""
         self.caught = 0
         self._refused.clear()

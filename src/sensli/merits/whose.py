@@ -27,6 +27,8 @@ def task() -> int:
 class Measured:
     """Only the backward pass that the measurement itself takes counts."""
 
+    supersedes = False
+
     def __init__(self) -> None:
         self._own: int | None = None
 
@@ -55,11 +57,11 @@ class Stepped:
     """The backward passes of the user's own step: what they add to ``.grad`` is what counts.
 
     ``torch.autograd.grad`` counts where it is asked for gradients of the model's parameters and nobody calls ``backward()``. If somebody
-    does later, what was counted before is to be forgotten.
+    does later, the pass in progress ``supersedes`` what was counted before.
     """
 
-    def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
-        self._model, self._forget = model, forget
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.supersedes = model, False
         self._adds: dict[
             int, bool | None
         ] = {}  # by the number of a pass: whether it adds to .grad; None if it asks for nothing of ours
@@ -73,9 +75,7 @@ class Stepped:
         # What is computed once more inside of a backward pass, and goes back there, is part of that one.
         adds = self._adds[number] or (self._adds[number] if born == NOWHERE else self._adds.get(born))
         if adds and not self._taken:
-            self._taken = True
-            if self._asked:
-                self._forget()
+            self._taken, self.supersedes = True, self._asked
         self._asked = self._asked or adds is False
         return adds or (adds is False and not self._taken)
 

@@ -125,6 +125,16 @@ class Edit:
         return [each.parameter for each in self.new]
 
 
+def always() -> bool:
+    """Every backward pass is measured."""
+    return True
+
+
+def as_it_is(cotangent: Tensor) -> Tensor:
+    """A cotangent that nobody marks."""
+    return cotangent
+
+
 @dataclass
 class Gauge:
     """Measures one site during ordinary passes: values and cotangents are caught at points, and sums come of them.
@@ -145,9 +155,9 @@ class Gauge:
     )  # of the activation, with its batch; the geometry of a convolution needs it
     natural: bool = False  # whether the moments of the natural merit are wanted, with the gradients as matrices
     # Whether the backward pass in progress is measured: the user's code may take others.
-    counts: Callable[[], bool] = field(default=lambda: True, repr=False)
+    counts: Callable[[], bool] = field(default=always, repr=False)
     # From a cotangent to the same; the site is refused if the loss depends on it, being a gradient that the user's code takes.
-    marked: Callable[[Tensor], Tensor] = field(default=lambda cotangent: cotangent, repr=False)
+    marked: Callable[[Tensor], Tensor] = field(default=as_it_is, repr=False)
 
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -134,7 +134,7 @@ class Replica:
         finally:
             for handle in handles:
                 handle.remove()
-            self._copy, self._made = None, False
+            self._copy, self._made, self.last, self._given_back = None, False, Pass(), []
             for held in (self._modules, self._givers, self._pairs, self._calls, self._random, self._unwatched):
                 held.clear()
 
