@@ -81,7 +81,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     export = commands.add_parser(
         "export",
         help="Print an experiment as a file to change and run.",
-        description="Print an experiment as JSON, under a name of its own. Change it, and run it by its path.",
+        description="Print an experiment as JSON, under another name. Change it, and run it by its path.",
         epilog="example: sensli paper export 13 > mine.json, then sensli paper run mine.json",
     )
     export.add_argument("experiment", metavar="EXPERIMENT", help="a number or a name, as `sensli paper list` shows it")

@@ -1,8 +1,7 @@
-"""A method in one file: the example of CONTRIBUTING is saved, registered as it says, and compared."""
+"""A method in one file: the example of CONTRIBUTING is saved in a folder, and compared as it says."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 import textwrap
@@ -13,29 +12,55 @@ from typing import Any
 import pytest
 
 from sensli.cli.main import main
-from sensli.growing.strategies import STRATEGIES
+from sensli.paper.compare.job import Job
+from sensli.paper.compare.methods import chosen
 from sensli.paper.compare.tasks import TASKS
 from sensli.paper.compare.tasks.spirals import SPIRALS
 
 TEXT = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
+CODE = textwrap.dedent(
+    next(block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "Strategy" in block)
+)
+NAME = "at_the_end:AtTheEnd"
 
 
-def test_the_example_of_contributing_is_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    code = next(block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "Strategy" in block)
-    registered = re.search(r'`"([a-z-]+)": \("([a-z_]+)", "([A-Za-z]+)"\),`', TEXT)
-    assert registered is not None and len([line for line in code.splitlines() if line.strip()]) <= 10
-    name, file, kind = registered.groups()
-    (tmp_path / f"{file}.py").write_text(textwrap.dedent(code))
-    module = f"sensli.growing.strategies.{file}"
-    spec = importlib.util.spec_from_file_location(module, tmp_path / f"{file}.py")
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    monkeypatch.setitem(sys.modules, module, loaded)
-    monkeypatch.setitem(STRATEGIES, name, (file, kind))
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of somebody who has a strategy in it."""
+    (tmp_path / "at_the_end.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.setitem(TASKS, "spirals", replace(SPIRALS, steps=6, looks=(0.3,), points=4))
     monkeypatch.setattr("sensli.paper.compare.store.provenance", dict)
-    monkeypatch.chdir(tmp_path)
-    assert main(["compare", "run", "spirals", "--methods", "small", "large", name, "--seeds", "1"]) == 0
+    monkeypatch.delitem(sys.modules, "at_the_end", raising=False)
+    return tmp_path
+
+
+def test_the_example_of_contributing_is_a_method(own: Path, capsys: Any) -> None:
+    assert f"--methods fixed {NAME}" in TEXT and len([line for line in CODE.splitlines() if line.strip()]) <= 10
+    assert main(["compare", "run", "spirals", "--methods", "small", "large", NAME, "--seeds", "1"]) == 0
     out = capsys.readouterr().out
-    assert f"spirals, {name}, seed 0: done" in out and f"One seed, so nothing can be said of {name}." in out
+    assert f"spirals, {NAME}, seed 0: done" in out and f"One seed, so nothing can be said of {NAME}." in out
+    assert len(list(own.rglob("at_the_end.AtTheEnd-*"))) == 1
+
+
+def test_other_code_is_another_configuration(own: Path) -> None:
+    task = TASKS["spirals"]
+    (before,) = chosen(task, [NAME])
+    (own / "at_the_end.py").write_text(CODE + "# changed\n")
+    del sys.modules["at_the_end"]
+    (after,) = chosen(task, [NAME])
+    assert Job(task, before, 0).digest != Job(task, after, 0).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nowhere:Class", "--methods: strategy 'nowhere:Class' cannot be imported: ModuleNotFoundError"),
+        ("at_the_end:Other", "cannot be imported: AttributeError"),
+        ("at_the_end:find_sites", "must be a class that inherits from sensli"),
+    ],
+)
+def test_what_is_no_strategy_is_one_line(own: Path, capsys: Any, name: str, text: str) -> None:
+    assert main(["compare", "run", "spirals", "--methods", "small", name, "--seeds", "1"]) == 1
+    assert text in capsys.readouterr().err and not list(own.rglob("*.json"))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from sensli import find_sites
 from sensli.growing.options import used
-from sensli.growing.strategies import STRATEGIES
+from sensli.growing.strategies import STRATEGIES, class_of
 from sensli.paper.compare import training, work
 from sensli.paper.compare.flops import training_flops
 from sensli.paper.compare.job import Job
@@ -280,8 +279,7 @@ def test_results_of_before_stay_valid() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_that_reads_the_metric_says_so(name: str) -> None:
-    file, kind = STRATEGIES[name]
-    made = getattr(import_module(f"sensli.growing.strategies.{file}"), kind)
+    made = class_of(name)
     assert made.needs_metric == ("moment.metric" in inspect.getsource(made.choose))
 
 

@@ -13,38 +13,47 @@ if TYPE_CHECKING:
     from sensli.growing.options import Options
     from sensli.growing.strategies.strategy import Strategy
 
-# The name for Grower(strategy=...) -> the file here, and the class in it.
-STRATEGIES: dict[str, tuple[str, str]] = {
-    "sensli": ("sensli", "Sensli"),
-    "random-place": ("random_place", "RandomPlace"),
-    "random-start": ("random_start", "RandomStart"),
-    "random-units": ("random_units", "RandomUnits"),
-    "net2net": ("net2net", "Net2Net"),
-    "net2net-deeper": ("net2net_deeper", "Net2NetDeeper"),
-    "netmorph": ("netmorph", "NetMorph"),
-    "netmorph-deeper": ("netmorph_deeper", "NetMorphDeeper"),
-    "gradmax": ("gradmax", "GradMax"),
-    "tiny": ("tiny", "Tiny"),
-    "nest": ("nest", "Nest"),
-    "senn": ("senn", "Senn"),
-    "north": ("north", "North"),
-    "firefly": ("firefly", "Firefly"),
-    "convsenn": ("convsenn", "ConvSenn"),
-    "morphnet": ("morphnet", "MorphNet"),
-    "splitting": ("splitting", "Splitting"),
-    "variance-transfer": ("variance_transfer", "VarianceTransfer"),
-    "autogrow": ("autogrow", "AutoGrow"),
-    "autogrow-gauss": ("autogrow", "AutoGrowGauss"),
-    "autogrow-adam": ("autogrow", "AutoGrowAdam"),
-    "llama-pro": ("llama_pro", "LlamaPro"),
-    "g-stack": ("g_stack", "GStack"),
+# The name for Grower(strategy=...), and where its class is.
+STRATEGIES: dict[str, str] = {
+    "sensli": "sensli.growing.strategies.sensli:Sensli",
+    "random-place": "sensli.growing.strategies.random_place:RandomPlace",
+    "random-start": "sensli.growing.strategies.random_start:RandomStart",
+    "random-units": "sensli.growing.strategies.random_units:RandomUnits",
+    "net2net": "sensli.growing.strategies.net2net:Net2Net",
+    "net2net-deeper": "sensli.growing.strategies.net2net_deeper:Net2NetDeeper",
+    "netmorph": "sensli.growing.strategies.netmorph:NetMorph",
+    "netmorph-deeper": "sensli.growing.strategies.netmorph_deeper:NetMorphDeeper",
+    "gradmax": "sensli.growing.strategies.gradmax:GradMax",
+    "tiny": "sensli.growing.strategies.tiny:Tiny",
+    "nest": "sensli.growing.strategies.nest:Nest",
+    "senn": "sensli.growing.strategies.senn:Senn",
+    "north": "sensli.growing.strategies.north:North",
+    "firefly": "sensli.growing.strategies.firefly:Firefly",
+    "convsenn": "sensli.growing.strategies.convsenn:ConvSenn",
+    "morphnet": "sensli.growing.strategies.morphnet:MorphNet",
+    "splitting": "sensli.growing.strategies.splitting:Splitting",
+    "variance-transfer": "sensli.growing.strategies.variance_transfer:VarianceTransfer",
+    "autogrow": "sensli.growing.strategies.autogrow:AutoGrow",
+    "autogrow-gauss": "sensli.growing.strategies.autogrow:AutoGrowGauss",
+    "autogrow-adam": "sensli.growing.strategies.autogrow:AutoGrowAdam",
+    "llama-pro": "sensli.growing.strategies.llama_pro:LlamaPro",
+    "g-stack": "sensli.growing.strategies.g_stack:GStack",
 }
 
 
 def class_of(name: str) -> type[Strategy]:
-    """The class that is registered under a name."""
-    file, kind = STRATEGIES[name]
-    found: type[Strategy] = getattr(import_module(f"{__name__}.{file}"), kind)
+    """The class of a registered name, or of ``"package.module:Class"``."""
+    module, _, kind = STRATEGIES.get(name, name).partition(":")
+    try:
+        found = getattr(import_module(module), kind)
+    except Exception as error:  # of whatever the module does
+        raise ValueError(f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
+    if not isinstance(found, type) or not all(
+        hasattr(found, question) for question in ("propose", "score", "choose", "made")
+    ):
+        raise ValueError(
+            f"strategy {name!r} must be a class that inherits from sensli.growing.strategies.strategy.Strategy."
+        )
     return found
 
 

@@ -92,9 +92,9 @@ class Strategy(Protocol):
 
 
 def check_strategy(strategy: str | Strategy, known: Iterable[str]) -> None:
-    """Refuse what is neither registered nor a strategy."""
+    """Refuse what is neither registered nor a strategy; whether ``"package.module:Class"`` is one shows when it is imported."""
     if isinstance(strategy, type) and isinstance(strategy, Strategy):
         hint = f"Call it: strategy={strategy.__name__}(...)."
         checks.refuse("strategy", "a Strategy object, or the name of one", strategy, WrongType, hint)
-    if not isinstance(strategy, Strategy):
+    if not isinstance(strategy, Strategy) and not (isinstance(strategy, str) and ":" in strategy):
         checks.one_of("strategy", strategy, known, other="a Strategy object")

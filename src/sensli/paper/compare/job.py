@@ -55,6 +55,7 @@ class Job:
             **({"trial": self.method.trial} if self.method.trial is not None else {}),
             **({"waits": True} if self.method.waits else {}),
             **({"pays": True} if self.method.pays else {}),
+            **({"source": self.method.source} if self.method.source else {}),
             # new units of ours had other rows once
             **({"rows": "made for the data"} if self.method.widens else {}),
         }

@@ -3,11 +3,14 @@ common schedule; and those that have a published schedule under their own."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensli.growing.strategies import STRATEGIES
+from sensli.growing.strategies import STRATEGIES, class_of
 from sensli.paper.compare.errors import BadComparison
 from sensli.paper.compare.schedules import OWN, Schedule
 from sensli.paper.compare.task import Task
@@ -20,7 +23,8 @@ class Method:
 
     ``schedule`` is None for what follows the schedule of the task. ``full`` spends more than the others: as many steps as the small network
     takes with the FLOPs of the task. ``trial`` is the share of the FLOPs that are left for which each network of a trial trains. What
-    ``waits`` asks `Diminishing` when to look, instead of looking when the task says; what ``pays`` asks `Pays` as well.
+    ``waits`` asks `Diminishing` when to look, instead of looking when the task says; what ``pays`` asks `Pays` as well. ``source`` is the
+    digest of the code of a strategy that is not ours.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Method:
     trial: float | None = None
     waits: bool = False
     pays: bool = False
+    source: str = ""
 
     @property
     def grows(self) -> bool:
@@ -124,10 +129,31 @@ def _own(method: Method, schedule: Schedule) -> Method:
     )  # fmt: skip
 
 
+def named(task: Task, name: str) -> Method:
+    """A method by its name; ``"package.module:Class"`` is a strategy of the user's own, also from the current folder."""
+    if ":" not in name:
+        return methods(task)[name]
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does; processes that are started inherit it
+    try:
+        kind = class_of(name)
+    except ValueError as error:
+        raise BadComparison(f"--methods: {error}") from None
+    what = (kind.__doc__ or f"Grower(strategy={name!r})").strip().splitlines()[0]
+    return Method(name, what, "rival", options={"strategy": name}, source=_digest(kind))
+
+
+def _digest(kind: type) -> str:
+    """Of the code of a strategy that is not ours: another code gives other numbers."""
+    return hashlib.sha256(inspect.getsource(inspect.getmodule(kind) or kind).encode()).hexdigest()[:12]
+
+
 def chosen(task: Task, names: Sequence[str]) -> list[Method]:
-    """The methods of these names, each once, in the order of `methods`."""
+    """The methods of these names, each once, in the order of `methods`; those of the user's own come last."""
     known = methods(task)
+    given = {name: named(task, name) for name in names if ":" in name}
     for name in names:
-        if name not in known and name not in (*KINDS, "all"):
+        if name not in known and name not in given and name not in (*KINDS, "all"):
             raise BadComparison(f"--methods: {unknown('method', name, [*known, *KINDS, 'all'])}")
-    return [one for one in known.values() if "all" in names or one.kind in names or one.name in names]
+    wanted = [one for one in known.values() if "all" in names or one.kind in names or one.name in names]
+    return [*wanted, *given.values()]

@@ -23,7 +23,7 @@ from sensli.errors import CheckpointError, SensliError
 from sensli.growing.terminal import Reach
 from sensli.paper.compare.errors import BadComparison, failure
 from sensli.paper.compare.job import Job
-from sensli.paper.compare.methods import methods
+from sensli.paper.compare.methods import named
 from sensli.paper.compare.run import Run
 from sensli.paper.compare.store import Store
 from sensli.paper.compare.tasks import find
@@ -105,7 +105,7 @@ def work(version: str, given: dict[str, Any]) -> Iterator[News]:
     torch.set_num_threads(given["threads"])
     os.environ["SENSLI_OFFLINE"] = "1"  # several tasks on one machine would download into the same file
     task = find(given["task"])
-    job = Job(task, methods(task)[given["method"]], given["seed"], given["budget"])
+    job = Job(task, named(task, given["method"]), given["seed"], given["budget"])
     if job.digest != given["digest"]:
         raise PaperError(
             f"on {host}: {task.name} is configured in another way there. Install the same version on every machine."

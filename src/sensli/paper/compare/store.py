@@ -27,7 +27,8 @@ class Store:
 
     def path(self, job: Job) -> Path:
         budget = f"x{job.budget:g}"
-        return self.root / f"{job.task.name}-{budget}" / f"{job.method.name}-{job.digest}" / f"seed-{job.seed:04d}.json"
+        method = job.method.name.replace(":", ".")  # which some systems do not allow in a path
+        return self.root / f"{job.task.name}-{budget}" / f"{method}-{job.digest}" / f"seed-{job.seed:04d}.json"
 
     def state(self, job: Job) -> Path:
         """Where an unfinished run keeps what it needs to resume."""

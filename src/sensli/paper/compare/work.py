@@ -18,7 +18,7 @@ from sensli.growing.terminal import Reach, progress
 from sensli.paper.compare import on_ray
 from sensli.paper.compare.errors import FAILED, failure
 from sensli.paper.compare.job import Job
-from sensli.paper.compare.methods import methods
+from sensli.paper.compare.methods import named
 from sensli.paper.compare.on_ray import Ray
 from sensli.paper.compare.store import Store
 from sensli.paper.compare.tasks import find
@@ -103,7 +103,7 @@ def _begin() -> None:
 def _apart_one(task: str, method: str, seed: int, budget: float, root: Path, folder: Path | None) -> str:
     """By name: networks and losses are functions, which do not travel to another process."""
     known = find(task)
-    return one(Job(known, methods(known)[method], seed, budget), Store(root), folder)
+    return one(Job(known, named(known, method), seed, budget), Store(root), folder)
 
 
 def one(job: Job, store: Store, folder: Path | None, tell: Tell | None = None) -> str:
