@@ -62,5 +62,5 @@ def test_other_code_is_another_configuration(own: Path) -> None:
     ],
 )
 def test_what_is_no_strategy_is_one_line(own: Path, capsys: Any, name: str, text: str) -> None:
-    assert main(["compare", "run", "spirals", "--methods", "small", name, "--seeds", "1"]) == 1
+    assert main(["compare", "run", "spirals", "--methods", "small", name, "--seeds", "1"]) == 2
     assert text in capsys.readouterr().err and not list(own.rglob("*.json"))
