@@ -323,6 +323,48 @@ class Wide(nn.Module):
         return x + self.down(y)
 
 
+class Competing(nn.Module):
+    """A width whose units depend on their number, or on the other units."""
+
+    def __init__(self, kind: str, width: int, how: str, act: str, more: int) -> None:
+        super().__init__()
+        self.how, self.act, self.dim = how, an_act(act), 1 if kind in CONVS else -1
+        self.up, self.down = a_map(kind, width, width + more), a_map(kind, width + more, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.up(x)).movedim(self.dim, -1)
+        return x + self.down(COMPETING[self.how](y).movedim(-1, self.dim))
+
+
+def largest(x: Tensor) -> Tensor:
+    """All but the two largest units are zero."""
+    values, places = x.topk(2, -1)
+    return torch.zeros_like(x).scatter(-1, places, values)
+
+
+def numbers(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[-1]).to(x)
+
+
+COMPETING: dict[str, Callable[[Tensor], Tensor]] = {
+    "topk": largest,
+    "argmax": lambda x: x * F.one_hot(x.argmax(-1), x.shape[-1]).to(x),
+    "cumsum": lambda x: x.cumsum(-1),
+    "sort": lambda x: x.sort(-1).values,
+    "shift": lambda x: F.pad(x, (1, 0))[..., :-1],
+    "halves": lambda x: torch.cat([x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :].square()], -1),
+    "positions": lambda x: x + 0.1 * numbers(x),
+    "alternating": lambda x: torch.where(numbers(x) % 2 == 0, x, x.square()),
+    "first apart": lambda x: torch.cat([x[..., :1].exp(), x[..., 1:]], -1),
+    "first decides": lambda x: x + (x[..., :1].detach() > 0.1),
+    "count": lambda x: x * ((x > 0.1).sum(-1, keepdim=True) > 2),
+    "softmax": lambda x: x.softmax(-1),
+    "norm": lambda x: F.normalize(x, dim=-1),
+    "norm of numbers": lambda x: x / (1 + x.detach().nan_to_num().square().sum(-1, keepdim=True)),
+    "roll": lambda x: x.roll(1, -1),
+}
+
+
 class Encoder(nn.Module):
     """torch's own encoder."""
 
@@ -526,6 +568,7 @@ PIECES: dict[str, tuple[Callable[..., nn.Module], dict[str, tuple[Any, ...]]]] =
             "norm": ("no", "batch", "layer"),
         },
     ),
+    "competing": (Competing, {"how": tuple(COMPETING), "act": ACTS, "more": (2, 3, 6)}),
     "heads": (Heads, {"written": ("torch", "separate", "fused", "grouped", "fused grouped"), "dim": (2, 3)}),
     "encoder": (Encoder, {"norm_first": (False, True), "drop": (0.0, 0.5)}),
 }

@@ -154,12 +154,25 @@ def test_the_natural_merit_of_units_that_are_zero_is_refused() -> None:
     assert measure(model, sites, [(x, y)], mean_loss).best.value > 0  # no hook is left
 
 
+class Left(nn.Module):
+    """A sigmoid far to the left: its units do nearly nothing, and are not zero."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x - self.by)
+
+
 REFUSED = {
     "a norm": (Depthwise, (6, 2, 4, 4), "first", "norm is a norm that makes them all equally large"),
     "a norm without weights": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 1)), (3, 2, 4, 4), "0", "a norm on the way",
     ),
     "a sigmoid": (lambda: mlp(nn.Sigmoid), (6, 4), "0", "units that are zero where their rows are"),
+    "a small sigmoid": (lambda: mlp(lambda: Left(11)), (6, 4), "0", "units that are zero where their rows are"),
+    "a very small sigmoid": (lambda: mlp(lambda: Left(25)).double(), (6, 4), "0", "units that are zero where their rows are"),
     "a relu without a bias": (lambda: mlp(bias=False), (6, 4), "0", "torch's ReLU has the slope 0 at 0"),
     "a gate": (Gated, (6, 4), "both", "units that one row makes"),
     "a stream": (Stream, (6, 4), "stem", "units that one row makes"),
@@ -170,24 +183,28 @@ REFUSED = {
 def test_units_that_cannot_start_at_zero_are_refused_with_the_reason(name: str) -> None:
     build, shape, path, reason = REFUSED[name]
     torch.manual_seed(0)
-    sites = find_sites(build(), torch.randn(shape), grow="units", start="gradmax")
+    model = build()
+    sites = find_sites(model, torch.randn(shape, dtype=next(model.parameters()).dtype), grow="units", start="gradmax")
     assert path not in {site.path for site in sites} and reason in dict(sites.skipped)[path]
 
 
 class Numbered(nn.Module):
-    """Units that are different by where they lie."""
+    """Units of which some in the middle are different from all others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.first, self.out = nn.Linear(4, 90), nn.Linear(90, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        return self.out(x * torch.arange(x.shape[-1]))
+        number = torch.arange(x.shape[-1])
+        return self.out(torch.where((number > 40) & (number < 80), 2 * x, x))
 
 
 def test_copies_that_are_not_like_their_sources_are_refused() -> None:
-    sites = find_sites(Numbered(), torch.randn(2, 4), grow="units", start="net2net")
+    model, x = Numbered(), torch.randn(2, 4)
+    assert find_sites(model, x, grow="units", units=9)  # new units, and candidates for them, are like the last one
+    sites = find_sites(model, x, grow="units", units=9, start="net2net")
     assert dict(sites.skipped)["first"] == "no more units: copies of them change what the model returns"
 
 

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 import sensli
 from oracle import gradients
 from sensli import Probe, find_sites, measure
-from sensli.errors import MeasurementError, UnknownSite, ZeroMerits
+from sensli.errors import MeasurementError, UnknownSite, UnsupportedSite, ZeroMerits
 from sensli.moves.sites import Site
 from sensli.moves.width.widening import Widening
 from widening import column_gradients, redrawn, widened
@@ -421,6 +421,151 @@ def test_a_width_that_cannot_grow_is_named_with_the_reason(name: str) -> None:
     sites = find_sites(build().eval(), torch.randn(shape), grow="units")
     assert path not in {site.path for site in sites}
     assert reason in dict(sites.skipped)[path] and reason in sites.explain()
+
+
+class Between(nn.Module):
+    """A function of the units between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], units: int = 6, bias: bool = True) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(4, units, bias=bias), nn.Linear(units, 5), nn.Linear(5, 3)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.function(self.first(x))).tanh())
+
+
+def largest(x: Tensor) -> Tensor:
+    values, places = x.relu().topk(2, -1)
+    return torch.zeros_like(x).scatter(-1, places, values)
+
+
+def numbered(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[-1], dtype=x.dtype)
+
+
+COMPETING: dict[str, Callable[[Tensor], Tensor]] = {
+    "the largest": largest,
+    "the winner": lambda x: x * F.one_hot(x.argmax(-1), x.shape[-1]),
+    "a running sum": lambda x: x.tanh().cumsum(-1),
+    "a position": lambda x: x.relu() + 0.1 * numbered(x),
+    "alternating": lambda x: torch.where(numbered(x) % 2 == 0, x.tanh(), x.relu()),
+    "every third": lambda x: torch.where(numbered(x) % 3 == 0, x.tanh(), x.relu()),
+    "the first apart": lambda x: torch.cat([x[..., :1].exp(), x[..., 1:].relu()], -1),
+    "the first decides": lambda x: x + (x[..., :1].detach() > 0),
+    "by halves": lambda x: torch.cat([x[..., : x.shape[-1] // 2].relu(), x[..., x.shape[-1] // 2 :].tanh()], -1),
+    "the number above zero": lambda x: x * ((x > 0).sum(-1, keepdim=True) > 3),
+    "the share above zero": lambda x: x.relu() * (x > 0).to(x).mean(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", COMPETING)
+def test_units_that_depend_on_their_number_or_on_others_are_refused_after_one_sample(name: str) -> None:
+    for units, more, bias in ((6, 1, True), (6, 2, False), (7, 2, True), (12, 1, False), (12, 0.5, True)):
+        torch.manual_seed(0)
+        model = Between(COMPETING[name], units, bias)
+        sites = find_sites(model, torch.randn(1, 4), grow="units", units=more)
+        assert [site.path for site in sites] == ["second"] and "no more units" in dict(sites.skipped)["first"]
+
+
+def test_the_reason_says_what_to_do() -> None:
+    sites = find_sites(Between(COMPETING["alternating"]), torch.randn(2, 4), grow="units")
+    assert "depends on its number or on the other units" in dict(sites.skipped)["first"]
+    assert "Compute each unit alone and all of them alike" in dict(sites.skipped)["first"]
+
+
+ALONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "exp of exp": lambda x: x.exp().exp().clamp(max=9),
+    "a fast sine": lambda x: (30 * x).sin(),
+    "a cube": lambda x: x**3,
+    "a step": lambda x: x + (x.round() - x).detach(),
+    "a gate": lambda x: x * (x > 0),
+    "a dead zone": lambda x: F.relu(x - 50),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ALONE)
+def test_what_treats_units_alike_is_offered_however_large_they_may_become(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Between(ALONE[name]).to(dtype), torch.randn(3, 4, dtype=dtype)
+    for example in (x, x[:1], torch.zeros_like(x)):
+        sites = find_sites(model, example, grow="units", units=2)
+        assert [site.path for site in sites] == ["first", "second"], sites.explain()
+
+
+def test_an_example_on_which_all_samples_are_equal_hides_no_width() -> None:
+    """A norm over the batch then divides rounding errors by next to nothing."""
+    for dtype in (torch.float32, torch.float64):
+        model, _, _ = made("convolutions")
+        sites = find_sites(model.to(dtype), torch.ones(4, 3, 8, 8, dtype=dtype), grow="units")
+        assert [site.path for site in sites] == MODELS["convolutions"][2], sites.explain()
+
+
+def test_a_shift_by_padding_costs_no_other_width() -> None:
+    sites = find_sites(Between(lambda x: F.pad(x, (1, 0))[..., :-1]), torch.randn(2, 4), grow="units")
+    assert [site.path for site in sites] == ["second"]
+    assert "as after a shift by padding" in dict(sites.skipped)["first"]
+
+
+def test_a_hook_on_a_gradient_that_has_its_shape_keeps_the_layer_as_it_is() -> None:
+    model, x, y = made("mlp")
+    free = find_sites(model, x, grow="units")[0]
+    mask = torch.ones_like(model[2].weight)
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # takes any shape
+    handle = model[2].weight.register_hook(lambda gradient: gradient * mask)
+    sites = find_sites(model, x, grow="units")
+    assert not sites and "2.weight has a hook on its gradient" in dict(sites.skipped)["0"]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        UnsupportedSite, match=r"2.weight has a hook .* a gradient of \(6, 10\) .* Remove the hook first"
+    ):
+        sensli.grow(model, free)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    handle.remove()
+    growth = sensli.grow(model, free)
+    mean_loss(model(x), y).backward()
+    wide = torch.ones_like(model[2].weight)
+    handle = model[2].weight.register_hook(lambda gradient: gradient * wide)
+    with pytest.raises(UnsupportedSite, match=r"a gradient of \(6, 8\)"):
+        sensli.undo(model, growth)
+    handle.remove()
+    sensli.undo(model, growth)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def lora(kind: type[nn.Module]) -> nn.Module:
+    """A network with an adapter, as peft lays it out: the rank is known to its class, and in a configuration."""
+
+    class Linear(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(6, 5).requires_grad_(False)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(6, 4, bias=False)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(4, 5, bias=False)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), Linear(), nn.LayerNorm(5))
+
+
+def test_the_rank_of_an_adapter_of_peft_stays() -> None:
+    ours = type("BaseTunerLayer", (nn.Module,), {"__module__": "adapters.layers"})
+    assert "2.lora_A.default" in {site.path for site in find_sites(lora(ours), torch.randn(2, 3), grow="units")}
+    theirs = type("BaseTunerLayer", (nn.Module,), {"__module__": "peft.tuners.tuners_utils"})
+    sites = find_sites(lora(theirs), torch.randn(2, 3), grow="units")
+    assert not sites and "is part of an adapter of peft (Linear)" in dict(sites.skipped)["2.lora_A.default"]
+
+
+@pytest.mark.library
+def test_a_model_of_peft_itself() -> None:
+    peft = pytest.importorskip("peft", reason="adapters need peft")
+    base = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["2"]))
+    sites = find_sites(model, torch.randn(2, 4), grow="units", units=2)
+    assert "peft" in dict(sites.skipped)["base_model.model.2.lora_A.default"] and not sites
 
 
 def test_a_site_prints_as_one_line_and_in_full_with_every_shape() -> None:

@@ -41,6 +41,18 @@ def test_what_happens_to_units_on_their_way_is_followed(kind: str, way: str) -> 
         assert (found["sites"] > 1) == (norm == "no"), (kind, way, norm)
 
 
+@pytest.mark.parametrize("how", PIECES["competing"][1]["how"])
+@pytest.mark.parametrize("kind", ["mlp", "conv2d", pytest.param("conv1d", marks=pytest.mark.slow), "tokens"])
+def test_units_that_depend_on_each_other_or_on_their_number_are_left_alone(kind: str, how: str) -> None:
+    """Whatever their number is, and however they are activated; the rest of the model is offered."""
+    for act, more in (("relu", 2), ("tanh", 3)):
+        recipe = Recipe(kind, piece("competing", how=how, act=act, more=more))
+        assert check_widths(recipe)["sites"]
+        model, x, _ = recipe.build()
+        sites = find_sites(model, x[:2], grow="units", units=more - 1)
+        assert "part0.up" not in {site.path for site in sites} and "part0.up" in dict(sites.skipped)
+
+
 @pytest.mark.parametrize("written", PIECES["heads"][1]["written"])
 def test_heads_are_offered_however_they_are_written(written: str) -> None:
     assert check_widths(Recipe("tokens", piece("heads", written=written)))["heads"] == 1

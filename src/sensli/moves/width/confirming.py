@@ -1,16 +1,23 @@
-"""Whether widths hold, found by widening a copy of the model: what it returns must stay, and must not depend on the new rows at all."""
+"""Whether widths hold, found by widening a copy of the model.
+
+What it returns must stay, and must not depend on the new rows at all, however large they are. What readers get of a new unit must be what
+a measurement, which runs candidates alone, would say of its rows: a unit may depend neither on its number nor on the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sensli.errors import MeasurementError
 from sensli.modules import random_state
+from sensli.modules.arguments import first_tensor
 from sensli.modules.dropout import NoDropout
 from sensli.modules.failing import brief_error, let_memory_through, note
 from sensli.modules.flops import count_flops
@@ -18,27 +25,42 @@ from sensli.modules.nearness import moved
 from sensli.modules.running import device_of, run, tensors, to_device, untouched
 from sensli.modules.samples import with_another
 from sensli.modules.wrappers import eager
+from sensli.moves.roles import role_of
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
+from sensli.moves.stretching import Stretch
+from sensli.moves.width.entries import Entries
+from sensli.moves.width.replica import Replica
 from sensli.moves.width.starts.random import drawn_rows
 from sensli.moves.width.starts.registry import STARTS
 from sensli.moves.width.widening import Widening
-from sensli.moves.width.width import TOLERANCE, Width, family
+from sensli.moves.width.width import TOLERANCE, Axis, Width, family
 
 _ATTEMPTS = 24  # more would cost more than they find
+_LARGE = (1000.0, 10.0, 1.0)  # times the usual rows: what competes wins then; less where the model cannot take so much
+_TURNS = 3  # so often all candidates run beside each other, as a measurement has three for each unit that would come
+_LEAST = 8  # candidates: as many places in the row of units are tried
+_ALIKE = 1000  # rounding errors of what makes units: a norm on the way may enlarge them
+_MODES = (False, True)  # evaluation, training
+_APART = (
+    "what is read of a unit depends on its number or on the other units, as with topk, sort or cumsum, so new ones could not be "
+    "measured. Compute each unit alone and all of them alike, or leave this width as it is"
+)
 
 
 def confirm(trial: Trial, sites: Sequence[Site]) -> tuple[list[Site], list[tuple[Site, str]]]:
     """Those that hold, and the others with the reason. All are tried at once, then layer by layer of equal blocks, then in halves."""
     good: list[Site] = []
     wrong: list[tuple[Site, str]] = []
+    for training in _MODES:
+        trial.hear(sites, training)  # all in one pass; what fails here is found below
     waiting, attempts = [list(sites)], 0
     while waiting:
         group = waiting.pop()
         if not group:
             continue
         attempts += 1
-        problem = trial.of(group)
+        problem = trial.moves(group)
         families: dict[str, list[Site]] = {}
         for site in group:
             families.setdefault(family(site.path), []).append(site)
@@ -48,11 +70,13 @@ def confirm(trial: Trial, sites: Sequence[Site]) -> tuple[list[Site], list[tuple
             wrong += [(site, problem) for site in group]
         elif len(families) > 1:
             waiting += families.values()
-        elif trial.of(group[:1]) == problem:  # what one of them does wrong its equals do too
+        elif trial.moves(group[:1]) == problem:  # what one of them does wrong its equals do too
             wrong += [(site, problem) for site in group]
         else:
             waiting += [group[: len(group) // 2], group[len(group) // 2 :]]
-    return _able(trial, good, wrong)
+    apart = trial.apart(good)
+    wrong += [(site, apart[id(site)]) for site in good if id(site) in apart]
+    return _able(trial, [site for site in good if id(site) not in apart], wrong)
 
 
 def _able(
@@ -62,7 +86,11 @@ def _able(
     good = []
     for site in sites:
         assert isinstance(site.move, Width)
-        reason = STARTS[site.move.start].refusal(site, trial)
+        try:
+            reason = STARTS[site.move.start].refusal(site, trial)
+        except Exception as error:
+            note(error)
+            reason = f'start="{site.move.start}" fails there ({brief_error(error)})'
         if reason:
             wrong.append((site, reason))
         else:
@@ -78,9 +106,18 @@ class Trial:
         self.example = to_device(search.example, device_of(self.model))
         self._flow, self._training = search.flow, self.example
         self._base: dict[bool, list[Tensor] | None] = {}
+        # by mode and site, which is held so that no other gets its number: what candidates alone give to each reader
+        self._heard: dict[tuple[bool, int], tuple[Site, dict[str, list[Tensor]]]] = {}
+        self._given: dict[tuple[bool, int], _Given] = {}  # likewise what the widened copy gave them
+        # torch's encoder takes another way without gradients, and leaves padded positions zero there
+        self._fast = any(isinstance(module, nn.TransformerEncoderLayer) for module in self.model.modules())
 
-    def of(self, sites: Sequence[Site], modes: Sequence[bool] = (False, True)) -> str:
+    def of(self, sites: Sequence[Site], modes: Sequence[bool] = _MODES) -> str:
         """What is wrong with the sites together, in evaluation and in training; empty if nothing is."""
+        return self.moves(sites, modes) or next(iter(self.apart(sites, modes).values()), "")
+
+    def moves(self, sites: Sequence[Site], modes: Sequence[bool] = _MODES) -> str:
+        """Why more units at these sites together are not without effect; empty if they are."""
         for training in modes:
             base = self._baseline(training)
             if base is None and not training:
@@ -88,7 +125,8 @@ class Trial:
             if base is None:
                 continue  # a batch too small for its norms: it cannot train on the example
             try:
-                first, second = (self._outputs(sites, training, seed) for seed in (0, 1))
+                first, given = self._outputs(sites, training)
+                second = self._of_large(sites, training, first)
             except Exception as error:
                 note(error)
                 return f"the model fails with more of them ({brief_error(error)})"
@@ -98,7 +136,76 @@ class Trial:
                 return "what the model returns changes with more of them"
             if not all(torch.equal(one, other) for one, other in zip(first, second, strict=True)):
                 return "what the model returns depends on units whose columns are zero"
+            self._given.update({(training, id(site)): given for site in sites})
         return ""
+
+    def apart(self, sites: Sequence[Site], modes: Sequence[bool] = _MODES) -> dict[int, str]:
+        """Of sites that move nothing, by their ids, those whose new units cannot be measured as candidates alone, and why."""
+        found: dict[int, str] = {}
+        for training in (mode for mode in modes if self._baseline(mode) is not None):
+            problem, half = self.hear(sites, training), len(sites) // 2
+            if problem and half:
+                found.update({**self.apart(sites[:half], [training]), **self.apart(sites[half:], [training])})
+            elif problem:
+                found[id(sites[0])] = problem
+            else:
+                found.update({id(site): _APART for site in sites if not self._is_alike(site, training)})
+        return found
+
+    def _of_large(self, sites: Sequence[Site], training: bool, usual: Sequence[Tensor]) -> list[Tensor]:
+        """What the copy returns with rows the other way round, so large that they win where units compete."""
+        found: list[Tensor] = []
+        for times in _LARGE:
+            found, _ = self._outputs(sites, training, -times)
+            if all(torch.equal(one.isfinite(), other.isfinite()) for one, other in zip(found, usual, strict=True)):
+                break  # otherwise the model cannot take them: zero times infinity is not a number
+        return found
+
+    def hear(self, sites: Sequence[Site], training: bool) -> str:
+        """Learn what a measurement would say that new units give to their readers; or say why it cannot."""
+        sites = [site for site in sites if (training, id(site)) not in self._heard]
+        if not sites:
+            return ""
+        replica = Replica(self.model)
+        for site in sites:
+            width = self._width(site)
+            replica.ask(site, width, self._rows(site, training).taken(width, _several(width)))
+        try:
+            with replica.beside():
+                output = self._run(training, gradients=True)
+                said: dict[int, dict[str, list[Tensor]]] = {id(site): {} for site in sites}
+                for (asker, path), values in replica.read.items():
+                    said[asker][path] = [value.detach() for value in values]
+        except Exception as error:
+            if training and self._take_another():
+                return self.hear(sites, training)
+            note(error)
+            why = str(error) if isinstance(error, MeasurementError) else brief_error(error)
+            return f"new units cannot be measured: {why}"
+        self._heard.update({(training, id(site)): (site, said[id(site)]) for site in sites})
+        if training or not self._fast:
+            self._base.setdefault(training, output)  # which is what the model returns as it is
+        return ""
+
+    def _is_alike(self, site: Site, training: bool) -> bool:
+        """Whether the readers of a site got of the new units what candidates alone give them."""
+        width, (_, said), given = self._width(site), self._heard[training, id(site)], self._given[training, id(site)]
+        for axis in width.axes:
+            # None where torch's own layers read the weights without calling the module.
+            there = given.values.get((id(site), axis.module.path), []) if axis.fill == "column" else []
+            if there and not _alike(axis, width, said.get(axis.module.path, []), there, given.largest):
+                return False
+        return True
+
+    def _rows(self, site: Site, training: bool, times: float = 1.0) -> Entries:
+        """Rows for new units; the other way round in training, so that behind a ReLU every unit is above zero once."""
+        return _drawn(self._width(site), crc32(site.path.encode()), -times if training else times)
+
+    def _take_another(self) -> bool:
+        """Train with one more sample from now on, where one alone is too small for a norm; False if there is nothing to gain."""
+        before = self._training
+        self._training = with_another(self.example) if before is self.example else before
+        return self._training is not before
 
     def _baseline(self, training: bool) -> list[Tensor] | None:
         if training not in self._base:
@@ -106,9 +213,7 @@ class Trial:
                 self._base[training] = self._run(training)
             except Exception as error:
                 let_memory_through(error)
-                more = with_another(self.example) if training and self._training is self.example else self.example
-                if more is not self.example:
-                    self._training = more
+                if training and self._take_another():
                     return self._baseline(True)
                 note(error)
                 if training:
@@ -122,30 +227,71 @@ class Trial:
         with self.widened([site]):
             return count_flops(self.model, self.example) - before
 
-    def _outputs(self, sites: Sequence[Site], training: bool, seed: int) -> list[Tensor]:
-        with self.widened(sites, seed):
-            return self._run(training)
+    def _outputs(self, sites: Sequence[Site], training: bool, times: float = 1.0) -> tuple[list[Tensor], _Given]:
+        """What the copy returns with new rows, and what its readers get of the new units."""
+        with self.widened(sites, training, times), self._watched(sites) as given:
+            return self._run(training), given
 
     @contextmanager
-    def widened(self, sites: Sequence[Site], seed: int = 0) -> Iterator[None]:
+    def widened(self, sites: Sequence[Site], training: bool = False, times: float = 1.0) -> Iterator[None]:
         """The copy is wider as long as the context lasts."""
-        generator = torch.Generator().manual_seed(seed)
         with ExitStack() as stack:
-            for site in in_order(sites):
-                assert isinstance(site.move, Width)
-                move = site.move.by_path().on(self.model)
-                # However units start, they must do nothing as long as nothing reads them.
-                move = replace(move, start="random", _entries=drawn_rows(move, generator))
+            # However units start, they must do nothing as long as nothing reads them. Drawn for the layers as they are.
+            rows = [self._rows(site, training, times) for site in in_order(sites)]
+            for site, entries in zip(in_order(sites), rows, strict=True):
+                move = replace(self._width(site), start="random", _entries=entries)
                 self._widen(replace(site, move=move), stack)
             yield
+
+    @contextmanager
+    def _watched(self, sites: Sequence[Site]) -> Iterator[_Given]:
+        """What the readers of the widened copy get of new units as long as the context lasts."""
+        given = _Given()
+        labels: dict[str, Tensor] = {}  # along the axis of a reader: whose new units lie where, -1 for all others
+        makers: set[str] = set()
+        for site in in_order(sites):
+            width = self._width(site)
+            for axis in width.axes:
+                path = axis.module.path
+                if axis.fill == "column":
+                    stretch = Stretch(0, width.units, width.more, axis.start, axis.outer, axis.inner)
+                    labels[path] = stretch.applied(
+                        labels.get(path, torch.full((axis.length,), -1, device="cpu")), id(site)
+                    )
+                elif axis.fill == "row":
+                    makers.add(path)
+        modules = {path: self.model.get_submodule(path) for path in {*labels, *makers}}
+        handles = [modules[path].register_forward_hook(given.made) for path in makers]
+        for path, places in labels.items():
+            hook = given.reading(path, places)
+            handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            yield given
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _width(self, site: Site) -> Width:
+        """The width of a site, bound to the copy."""
+        assert isinstance(site.move, Width)
+        return site.move.by_path().on(self.model)
 
     def changes(self, site: Site) -> bool:
         """Whether the output moves with new units as they start without a measurement."""
         base = self._baseline(False)
+        now, _ = self._started(site)
+        return base is None or any(moved(old, new) > _tolerance(old) for old, new in zip(base, now, strict=True))
+
+    def largest(self, site: Site) -> float:
+        """The largest value that a reader gets of new units as they start without a measurement."""
+        _, given = self._started(site)
+        return max((float(x.abs().max()) for values in given.values.values() for x in values if x.numel()), default=0.0)
+
+    def _started(self, site: Site) -> tuple[list[Tensor], _Given]:
         with ExitStack() as stack:
             self._widen(replace(site, move=site.move.by_path()), stack)
-            now = self._run(False)
-        return base is None or any(moved(old, new) > TOLERANCE for old, new in zip(base, now, strict=True))
+            given = stack.enter_context(self._watched([site]))
+            return self._run(False), given
 
     def _widen(self, site: Site, stack: ExitStack) -> None:
         """Widen the copy until the stack is closed."""
@@ -155,10 +301,10 @@ class Trial:
         edit.apply()
         stack.callback(edit.revert)
 
-    def _run(self, training: bool) -> list[Tensor]:
+    def _run(self, training: bool, *, gradients: bool = False) -> list[Tensor]:
         # Never chained: somebody's train() returns None.
         self.model.train(training)
-        with untouched(self.model), torch.no_grad(), eager(), NoDropout():
+        with untouched(self.model), torch.set_grad_enabled(gradients), eager(), NoDropout():
             random_state.seed_torch(0)
             output: Any = run(self.model, self._training if training else self.example)
         self.model.eval()
@@ -178,3 +324,72 @@ def in_order(sites: Sequence[Site]) -> list[Site]:
         return max(axis.start for axis in site.move.axes)
 
     return sorted(sites, key=last, reverse=True)
+
+
+@dataclass
+class _Given:
+    """What the readers of new units got of them in a run of the widened copy."""
+
+    # by the id of the site and the path of the reader, call by call
+    values: dict[tuple[int, str], list[Tensor]] = field(default_factory=dict)
+    largest: float = 0.0  # of all that the layers that make units gave
+
+    def made(self, module: Any, args: Any, output: Any) -> None:
+        value = first_tensor(output)
+        if value is not None and value.numel():
+            self.largest = max(self.largest, float(value.detach().abs().max()))
+
+    def reading(self, path: str, labels: Tensor) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            x, role = first_tensor(args or tuple(kwargs.values())), role_of(module)
+            if x is None or role is None:
+                return
+            for site in labels.unique().tolist():
+                if site >= 0:
+                    places = (labels == site).nonzero().flatten().to(x.device)
+                    held = x.detach().index_select(role.channel % x.dim(), places)
+                    self.values.setdefault((site, path), []).append(held)
+
+        return hook
+
+
+def _several(width: Width) -> list[int]:
+    """The new units as candidates: each turn begins with another one, so that neither its number nor its being even may matter."""
+    turns = max(_TURNS, -(-_LEAST // width.more))
+    return [(turn + unit) % width.more for turn in range(turns) for unit in range(width.more)]
+
+
+def _alike(axis: Axis, width: Width, alone: Sequence[Tensor], there: Sequence[Tensor], largest: float) -> bool:
+    """Whether a reader gets the same, call by call, of candidates alone and of the units that they would be."""
+    role = role_of(axis.module.find_module())
+    if role is None or len(alone) != len(there):
+        return False
+    for one, new in zip(alone, there, strict=True):
+        candidates = one.movedim(role.channel, 0).unflatten(0, (axis.outer, -1, axis.inner))
+        units = new.movedim(role.channel, 0).unflatten(0, (axis.outer, width.more, axis.inner))
+        expected = units.index_select(1, torch.tensor(_several(width), device=units.device))
+        if candidates.shape != expected.shape:
+            return False
+        if moved(expected, candidates):
+            allowed = _tolerance(expected) * expected.abs().max() + _ALIKE * torch.finfo(expected.dtype).eps * largest
+            if not bool((candidates - expected).abs().max() <= allowed):
+                return False
+    return True
+
+
+def _drawn(width: Width, seed: int, times: float) -> Entries:
+    """Rows for a trial: all units point one way, so that all are on where one is. The bias is not zero: an example may be."""
+    generator = torch.Generator().manual_seed(seed)
+    one = drawn_rows(replace(width, more=1), generator)
+    spread = max(float(v.std(correction=0)) for v in one.values if v is not None and v.dim() > 1)
+    sizes = times * torch.linspace(0.5, 1.5, width.more)
+    values: list[Tensor | None] = []
+    for axis, value in zip(width.axes, one.values, strict=True):
+        if value is not None:
+            if value.dim() < 2:
+                value = torch.randn(value.shape, generator=generator, device="cpu").to(value) * spread
+            units = value.unflatten(axis.dim, (axis.outer, 1, axis.inner))
+            shape = [-1 if dim == axis.dim + 1 else 1 for dim in range(units.dim())]
+            value = (units * sizes.to(units).view(shape)).flatten(axis.dim, axis.dim + 2)
+        values.append(value)
+    return Entries(tuple(values))

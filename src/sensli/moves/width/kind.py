@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from sensli.errors import SensliError
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call
@@ -30,7 +31,7 @@ class WidthKind:
         for group in grouping.groups():
             try:
                 sites.append(siting.of(group))
-            except Refused as reason:
+            except (Refused, SensliError) as reason:  # one width is no reason to lose the others
                 grouping.give_up(group, str(reason))
         sites.sort(key=lambda site: siting.calls[site.path].ended)
         good, wrong = confirm(trial, sites)
@@ -60,6 +61,6 @@ def _attentions(search: Search, grouping: Grouping, siting: Siting) -> list[Site
         if isinstance(module, nn.MultiheadAttention) and grouping.called_once(path, "heads"):
             try:
                 found.append(siting.of_attention(path, module))
-            except Refused as reason:
+            except (Refused, SensliError) as reason:
                 grouping.refuse([path], str(reason), "heads")
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from sensli.errors import UnsupportedSite
+from sensli.errors import MovedSite, UnsupportedSite
 from sensli.modules.attention import holder_of
 from sensli.modules.engines.fsdp import check_resized
 from sensli.moves.point import Ref
@@ -23,9 +23,10 @@ from sensli.moves.width.group import Group
 from sensli.moves.width.grouping import Refused
 from sensli.moves.width.heads import Count, common_path, counts, guesses
 from sensli.moves.width.marking import Layout
-from sensli.moves.width.widening import layers_in, resizes
+from sensli.moves.width.widening import check_hooks, layers_in, resizes
 from sensli.moves.width.width import Axis, Size, Width, family
 
+_ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")  # classes of peft
 _GUESSES = 24  # of what counts heads: more would cost more than they find
 
 
@@ -93,12 +94,24 @@ class Siting:
         request = self.search.request
         more = request.units if isinstance(request.units, int) else max(1, round(request.units * move.units))
         for axis in move.axes:
+            adapter = _adapter_around(self.model, axis.module.path)
+            if adapter:
+                raise Refused(
+                    f"{axis.module.path} is part of an adapter of peft ({adapter}), which keeps its size elsewhere and would not load "
+                    "again. Choose a larger r in its configuration, or merge the adapter before you grow"
+                )
             if self._is_read_elsewhere(axis):
                 raise Refused(f"other code reads {axis.module.path}.{axis.name} too, and would see the new entries")
         axes = tuple(replace(axis, overwritten=self._is_overwritten(axis)) for axis in move.axes)
         move = replace(move, more=more, axes=axes, start=request.start, layers=layers_in(self.model))
         try:
-            check_resized(self.model, {id(each.tensor): each.new_shape for each in resizes(self.model, move)})
+            resized = resizes(self.model, move)
+            check_resized(self.model, {id(each.tensor): each.new_shape for each in resized})
+            check_hooks(resized)
+        except MovedSite:  # as far as marks tell
+            raise Refused(
+                "its units lie at other places where they are read than where they are made, as after a shift by padding"
+            ) from None
         except UnsupportedSite as reason:
             raise Refused(str(reason)) from None
         call = self.calls[first]
@@ -200,6 +213,16 @@ class Siting:
         if known.problem:
             raise Refused(known.problem)
         return _with_counts(site, self.model, (), known.flops)
+
+
+def _adapter_around(model: nn.Module, path: str) -> str:
+    """The class of the layer of peft that a module lies in: around a layer of the model, or around a copy of one that is saved."""
+    parts = path.split(".")
+    for length in range(len(parts) + 1):
+        kind = type(model.get_submodule(".".join(parts[:length])))
+        if any(base.__name__ in _ADAPTERS and base.__module__.startswith("peft.") for base in kind.__mro__):
+            return kind.__name__
+    return ""
 
 
 def _given(call: Call) -> Seen | None:

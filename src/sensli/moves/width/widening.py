@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sensli.errors import MovedSite, UnknownSite
+from sensli.errors import MovedSite, UnknownSite, UnsupportedSite
 from sensli.modules.attention import fit_class
 from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.engines.fsdp import check_resized, follow_shapes, put, sharded_like, whole
@@ -62,6 +62,7 @@ class Widening(Edit):
         self.site = replace(site, point=point, move=self._done)
         check_sizes(move)
         check_resized(model, {id(each.tensor): each.new_shape for each in self.resized})
+        check_hooks(self.resized)
         self._model = model
         self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
@@ -128,6 +129,7 @@ class Widened(Edit):
         self.copies = bool(self._move.sources)
         self.resized = recall(module, resizes(model, self._move, made=True))
         check_sizes(self._move)
+        check_hooks(self.resized, made=True)
         self.renames, self.beside = {}, {}
 
     def revert(self) -> None:
@@ -180,6 +182,25 @@ def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool 
 def layers_in(model: nn.Module) -> int:
     """How many layers were inserted into a model."""
     return sum(new_in(module) is not None for module in model.modules())
+
+
+def check_hooks(resized: Sequence[Resize], *, made: bool = False) -> None:
+    """Raise if a hook for the gradient of a parameter does not take one of the other shape: the next backward pass would fail."""
+    for each in resized:
+        shape = each.old_shape if made else each.new_shape
+        for hook in list((getattr(each.tensor, "_backward_hooks", None) or {}).values()):
+            try:
+                given = hook(each.tensor.detach().new_zeros(shape))
+                problem = (
+                    "" if given is None or given.shape == shape else f"it returns a gradient of {tuple(given.shape)}"
+                )
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            if problem:
+                raise UnsupportedSite(
+                    f"{each.name} has a hook on its gradient (register_hook) that does not take a gradient of {tuple(shape)} ({problem}). "
+                    "Remove the hook first, and register one for the new shape afterwards."
+                )
 
 
 def check_sizes(width: Width) -> None:

@@ -52,7 +52,7 @@ class GradMax(Start):
         problem = _problem(width)
         if problem:
             return problem
-        if trial.changes(site):
+        if trial.largest(site) > _STEEPEST * _smallest(width):
             return 'start="gradmax" needs units that are zero where their rows are, and here they are not'
         try:
             slope = _slope(trial, width)
@@ -154,8 +154,13 @@ def _slope(trial: Trial, width: Width) -> float:
 
 def _bias(width: Width) -> float:
     """What new units are, beside their rows: as small as a rounding error, and zero where there is no bias."""
-    bias = width.axes[0].module.find_module().bias
-    return torch.finfo(bias.dtype).eps if isinstance(bias, Tensor) else 0.0
+    return _smallest(width) if isinstance(width.axes[0].module.find_module().bias, Tensor) else 0.0
+
+
+def _smallest(width: Width) -> float:
+    weight = width.axes[0].module.find_module().weight
+    assert isinstance(weight, Tensor)
+    return torch.finfo(weight.dtype).eps
 
 
 def _entries(width: Width, columns: Tensor) -> Entries:
