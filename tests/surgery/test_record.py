@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from recorded import BATCHES, X, Y, grow, make_model
-from sensli import Grower, History, replay, triggers, undo
+from sensli import Grower, History, find_sites, replay, triggers, undo
 from sensli.errors import HistoryError
 from sensli.growing import looked
+from sensli.merits.merits import Merit, Merits
+from sensli.merits.ranking import ordered
 from sensli.page import page_data, write_page
 from sensli.surgery.history import record as record_module
 from sensli.surgery.history.outline import outline
+from sensli.surgery.history.reasons import reason_of
 from sensli.surgery.history.record import Look, Record
 
 
@@ -50,6 +54,36 @@ def test_the_reason_of_a_control_names_the_largest_merit() -> None:
     assert look.reason.startswith("select=smallest gave it, and the largest merit, ")
     own = grow(calls=2, select=lambda merits: merits.worst).history.record.looks[0]
     assert own.chosen == (1,) and own.reason.startswith("select=<lambda> gave it, and ")
+
+
+def test_the_reason_tells_what_a_stack_competed_with() -> None:
+    """Above a table in which a place before the first block has a merit that is 18 times as large."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.up(x).relu())
+
+    model = nn.Sequential(nn.Linear(2, 4), *(Block() for _ in range(3)), nn.Linear(4, 2))
+    sites = find_sites(model, X[:1], grow="both", units=2)
+    between = [site for site in sites if site.stack is not None]
+    units = next(site for site in sites if site.kind == "units")
+    worth = {between[0]: 0.018, between[1]: 0.0002, between[2]: 0.0004, units: 0.001}
+    found = [Merit(site, worth.get(site, 0.0001)) for site in sites]
+    merits = Merits(found, norm="frobenius", batches=1)
+    (first, *_) = ordered("auto", merits, 1)
+    assert first.site is units
+    assert reason_of(merits, [first], select="auto", tau=0.0) == (
+        "its merit, 1.0e-03, is more than 4.0e-04, that of the middle of 4 places between blocks, which counts for all of them "
+        "(their largest is 1.8e-02)"
+    )
+    second = next(merit for merit in merits if merit.value == 0.0001)  # a limit left the first one out
+    assert reason_of(merits, [second], select="auto", tau=0.0).startswith(
+        "its merit is the largest of those that passed"
+    )
 
 
 def test_zero_merits_are_kept_too() -> None:

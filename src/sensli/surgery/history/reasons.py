@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from sensli.merits.merits import Merit, Merits, worth_of
-from sensli.merits.ranking import BY_MERIT, spread
+from sensli.merits.ranking import BY_MERIT, ordered, spread
 from sensli.text.names import PER
 
 
@@ -61,8 +61,13 @@ def reason_of(
         ground = f"it is {rule}, where no merit is known to tell the better one"
     elif select in BY_MERIT and first is ranked[0]:
         ground = f"its {merit} is the largest of {len(merits)}{_ahead(worth_of(first, per), worth_of(ranked[1], per))}"
-    elif select == "auto" and ranked[0].site.stack is not None:
-        ground = f"its {merit} is the largest, a stack of blocks taken at its middle"
+    elif select == "auto" and first is ordered(select, merits, 1, per=per)[0]:
+        own = _stack(merits, ranked[0])
+        middle = worth_of(own[spread(1, len(own))[0]], per)
+        ground = (
+            f"its {merit}, {worth_of(first, per):.1e}, is more than {middle:.1e}, that of the middle of {len(own)} places between blocks, "
+            f"which counts for all of them (their largest is {worth_of(ranked[0], per):.1e})"
+        )
     elif select in BY_MERIT:
         ground = f"its {merit} is the largest of those that passed the limits"
     else:
