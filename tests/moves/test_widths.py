@@ -23,6 +23,7 @@ from oracle import gradients
 from sensli import Probe, find_sites, measure
 from sensli.errors import MeasurementError, UnknownSite, UnsupportedSite, ZeroMerits
 from sensli.moves.sites import Site
+from sensli.moves.width.siting import Siting
 from sensli.moves.width.widening import Widening
 from widening import column_gradients, redrawn, widened
 
@@ -724,3 +725,17 @@ def test_sites_that_another_growth_has_moved_are_refused() -> None:
         with pytest.raises(UnknownSite, match=r"Call find_sites again\."):
             sensli.grow(grown, of[second])
         assert torch.allclose(grown(x), before, rtol=1e-12, atol=1e-12)
+
+
+def test_a_width_that_cannot_be_planned_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Siting.of
+
+    def fails_at_two(self: Siting, group: Any) -> Site:
+        if "2" in group.makers:
+            raise KeyError("something unforeseen")
+        return plan(self, group)
+
+    monkeypatch.setattr(Siting, "of", fails_at_two)
+    sites = find_sites(mlp(), torch.randn(2, 4), grow="units")
+    assert [site.path for site in sites] == ["0"]
+    assert "this width cannot be planned (KeyError: 'something unforeseen')" in dict(sites.skipped)["2"]

@@ -174,7 +174,7 @@ class Trial:
             with replica.beside():
                 output = self._run(training, gradients=True)
                 said: dict[int, dict[str, list[Tensor]]] = {id(site): {} for site in sites}
-                for (asker, path), values in replica.read.items():
+                for (asker, path), values in replica.last.read.items():
                     said[asker][path] = [value.detach() for value in values]
         except Exception as error:
             if training and self._take_another():
@@ -381,7 +381,7 @@ def _drawn(width: Width, seed: int, times: float) -> Entries:
     """Rows for a trial: all units point one way, so that all are on where one is. The bias is not zero: an example may be."""
     generator = torch.Generator().manual_seed(seed)
     one = drawn_rows(replace(width, more=1), generator)
-    spread = max(float(v.std(correction=0)) for v in one.values if v is not None and v.dim() > 1)
+    spread = max((float(v.std(correction=0)) for v in one.values if v is not None and v.dim() > 1), default=1.0)
     sizes = times * torch.linspace(0.5, 1.5, width.more)
     values: list[Tensor | None] = []
     for axis, value in zip(width.axes, one.values, strict=True):

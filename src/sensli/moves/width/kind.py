@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from sensli.errors import SensliError
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call
@@ -30,8 +30,8 @@ class WidthKind:
         sites = _attentions(search, grouping, siting)
         for group in grouping.groups():
             try:
-                sites.append(siting.of(group))
-            except (Refused, SensliError) as reason:  # one width is no reason to lose the others
+                sites.append(_planned(siting.of, group))
+            except Refused as reason:
                 grouping.give_up(group, str(reason))
         sites.sort(key=lambda site: siting.calls[site.path].ended)
         good, wrong = confirm(trial, sites)
@@ -60,7 +60,17 @@ def _attentions(search: Search, grouping: Grouping, siting: Siting) -> list[Site
     for path, module in search.model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and grouping.called_once(path, "heads"):
             try:
-                found.append(siting.of_attention(path, module))
-            except (Refused, SensliError) as reason:
+                found.append(_planned(siting.of_attention, path, module))
+            except Refused as reason:
                 grouping.refuse([path], str(reason), "heads")
     return found
+
+
+def _planned(plan: Callable[..., Site], *given: Any) -> Site:
+    """A site, or why there is none: one width that fails is no reason to lose all others."""
+    try:
+        return plan(*given)
+    except (Refused, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise Refused(f"this width cannot be planned ({type(error).__name__}: {error})") from error
