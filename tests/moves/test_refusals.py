@@ -125,6 +125,8 @@ def test_the_last_layer_with_weights_says_why_nothing_goes_beside_it() -> None:
     only = "is the only layer with weights: its input is the model's input, and its output the model's output"
     assert reasons(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2)) == {"0": only}
     assert reasons(nn.Linear(2, 2), torch.randn(2, 2)) == {"": only}
+    both = f"no more units: its output is what the model returns; no layer, because it {only}"
+    assert reasons(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2), grow="both") == {"0": both}
     none = "no activation, no linear layer and no convolution was reached by the example, so there is nowhere to grow"
     assert reasons(nn.Flatten(), torch.randn(2, 2)) == {"": none}
     two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,9 +49,11 @@ class _Net(nn.Module):
         return self.head(x)
 
 
-def test_a_model_is_built_once_and_few_samples_go_through_it() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_is_built_once_and_few_samples_go_through_it(frozen: bool) -> None:
     torch.manual_seed(0)
     model, batch = _Net(_Config(5, 8)), 32
+    model.layers[0].requires_grad_(not frozen)  # a backward pass more, of a few samples
     _Net.built = _Net.samples = _Block.samples = 0
     sites = find_sites(model, torch.randn(batch, 4, 8))
     assert len(sites) == 6 and all(site.point.place is not None for site in sites)

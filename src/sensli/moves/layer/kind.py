@@ -157,7 +157,8 @@ class _Visit:
             if plain and once and call.output is not None and self.around.weights_follow(call):
                 self.search.offer(call, "after", call.output, self.placing.sites(call, "after", call.output))
             elif plain and once and not self.around.weights_follow(call) and not looked_into:
-                self.search.skipped.setdefault(call.path, self._why_last(call))
+                why, known = self._why_last(call), self.search.skipped.get(call.path)
+                self.search.skipped[call.path] = why if known is None else f"{known}; no layer, because it {why}"
 
     def _why_last(self, call: Call) -> str:
         if any(self._has_parameters(given.node) for given in call.inputs):
