@@ -22,7 +22,6 @@ import torch
 SOURCE = Path(__file__).with_name("device.cpp")
 NAME = "sim"
 MODULE = "sensli_sim_device"
-COMPILER = os.environ.get("CXX", "c++")
 
 
 def build() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,14 +14,20 @@ import ranks_on_the_device
 import ranks
 import warm
 
+HERE = Path(__file__).parent
+MISSING = [
+    *(
+        ["a C++ compiler (c++, or the one that CXX names)"]
+        if shutil.which(os.environ.get("CXX", "c++")) is None
+        else []
+    ),
+    *(["Python's headers"] if not Path(sysconfig.get_path("include"), "Python.h").exists() else []),
+    *(["fork"] if not hasattr(os, "fork") else []),
+]
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(
-        shutil.which(os.environ.get("CXX", "c++")) is None or not hasattr(os, "fork"),
-        reason="there is no C++ compiler (c++, or the one of CXX), which makes the accelerator of these tests",
-    ),
+    pytest.mark.skipif(bool(MISSING), reason=f"the accelerator of these tests needs {' and '.join(MISSING)}"),
 ]
-HERE = Path(__file__).parent
 
 
 def run(file: str, imports: Sequence[str] = ()) -> None:
