@@ -481,3 +481,18 @@ def test_what_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
         load_checkpoint(file, lambda: nn.Sequential(*make_model(), nn.Linear(3, 3).double()))
     with pytest.raises(CheckpointError, match="saved without grower="):
         load_checkpoint(file, make_model, make_grower=lambda m, o, s: Grower(m, example=X, trigger=triggers.Every(1)))
+
+
+def test_what_holds_itself_is_refused_and_an_earlier_file_stays(tmp_path: Path) -> None:
+    model, file = nn.Linear(2, 2), tmp_path / "run"
+    save_checkpoint(file, model, extra=[1])
+    before = file.read_bytes()
+    itself: list[Any] = [1]
+    itself.append({"a": itself})
+    deep: Any = 1
+    for _ in range(5000):
+        deep = (deep,)
+    for extra in (itself, {"mine": itself}, deep):
+        with pytest.raises(CheckpointError, match=r"^extra holds itself, or is nested too deeply to be saved"):
+            save_checkpoint(file, model, extra=extra)
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import sys
 
 import pytest
@@ -59,6 +61,41 @@ def test_an_experiment_of_the_user(call, tmp_path, capsys):
     (tmp_path / "mine.json").write_text(json.dumps(GOOD))
     assert call("run", "mine.json") == 0
     assert "42 → 62" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_advice_is_as_one_would_type_it(call, tmp_path, capsys):
+    """Of an experiment in a file as well: what is advised computes what is missing, and what is held can be shown."""
+    (tmp_path / "my runs").mkdir()
+    (tmp_path / "my runs" / "mine.json").write_text(json.dumps(GOOD))
+    file, made = "my runs/mine.json", ["--runs", "2", "--epochs-scale", "0.5", "--seed", "3"]
+    assert call("run", file, "--as", "stated", *made) == 0
+    capsys.readouterr()
+    assert call("show", file, "--as", "run", "--out", "results", *made) == 2
+    told = capsys.readouterr().err
+    assert "results holds experiment my runs/mine.json (stated) with --runs 2 --epochs-scale 0.5 --seed 3." in told
+    advice = re.search(r"Compute the rest with: sensli paper (.*?)\. results holds", told)[1]
+    assert advice == "run 'my runs/mine.json' --as run --runs 2 --epochs-scale 0.5 --seed 3"
+    assert call(*shlex.split(advice)) == 0
+    capsys.readouterr()
+    assert call("show", file, "--as", "run", *made) == 0
+    capsys.readouterr()
+    assert call("show", file, "--as", "run", "--out", "my runs", *made) == 2
+    told = capsys.readouterr().err
+    assert f"sensli paper {advice} --out 'my runs'. my runs holds no results." in told
+    assert call("report", "--seed", "7", "--out", "results") == 2
+    assert "Compute them with: sensli paper run spirals further --seed 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "show"])
+def test_a_file_that_is_nested_too_deeply_is_refused_in_one_line(call, tmp_path, capsys, command):
+    for depth in (400, 900, 3_000, 100_000):
+        nested = "[" * depth + "]" * depth
+        for text in ("[" * depth, nested, json.dumps(GOOD).replace("[4, 4]", nested), f'{{"name": {nested}}}'):
+            (tmp_path / "deep.json").write_text(text)
+            assert call(command, "deep.json") == 2
+            told = capsys.readouterr().err
+            assert told.startswith("sensli: deep.json") and told.count("\n") == 1, (depth, text[:40])
 
 
 def test_what_was_run_is_what_is_stated_where_nothing_differs(call, capsys):

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from experiments import GOOD, make_plan
+from sensli.paper.compare.run import Run
 from sensli.paper.engines import stacked
 from sensli.paper.engines.engine import Job
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.plans.config import Options, parse, plan
 from sensli.paper.running import runner
-from sensli.paper.running.files import read_json, read_tensors
+from sensli.paper.running.files import Damaged, read_json, read_tensors
 from sensli.paper.running.store import Store
 
 
@@ -168,3 +169,18 @@ def test_the_results_that_come_with_the_report_can_be_read() -> None:
     assert stored
     for path in stored:
         assert read_tensors(path.with_suffix(".pt"), read_json(path)["tensors"])["runs"]
+
+
+@pytest.mark.parametrize("depth", [300, 900, 3_000, 100_000])
+def test_a_file_that_is_nested_too_deeply_is_damaged(depth, tmp_path):
+    """Whichever step fails: reading, the checksum, or what goes through the entries afterwards."""
+    nested = "[" * depth + "]" * depth
+    for text in (nested, '{"a": ' + nested + "}"):
+        (tmp_path / "deep.json").write_text(text)
+        with pytest.raises(Damaged):
+            read_json(tmp_path / "deep.json")
+    data: object = 1.0
+    for _ in range(depth):
+        data = [data]
+    with pytest.raises(Damaged):
+        Run.from_dict({"flops": data})

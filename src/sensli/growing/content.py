@@ -12,6 +12,7 @@ from sensli.errors import CheckpointError, WrongType, brief
 from sensli.growing import shards
 from sensli.growing.by_name import frozen_in, saved_optimizer
 from sensli.growing.grower import Grower
+from sensli.growing.storage import check_plain
 from sensli.modules import checks
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.marks import count_growths
@@ -36,7 +37,7 @@ def content_of(
         "optimizers": [saved_optimizer(each, network) for each in as_list(optimizer)],
         "schedulers": [each.state_dict() for each in as_list(scheduler)],
         "grower": None if grower is None else grower.state_dict(),
-        "extra": extra,
+        "extra": check_plain(extra, "extra"),  # before anything else goes through it
     }
 
 

@@ -150,24 +150,29 @@ def told(error: Exception) -> str:
 
 
 def check_plain(value: Any, place: str) -> Any:
-    """The value with its tensors detached, or an error that names what could not be read back without running code.
+    """The value with its tensors detached, or an error that names what could not be read back without running code."""
+    try:
+        return _plain(value, place)
+    except RecursionError:
+        raise CheckpointError(
+            f"{place} holds itself, or is nested too deeply to be saved. Store numbers, strings and tensors, in few levels of lists and "
+            "dicts."
+        ) from None
 
-    Types are compared exactly: a numpy number is an instance of float, but is stored as an object that has to be rebuilt by code.
-    """
+
+def _plain(value: Any, place: str) -> Any:
+    """Types are compared exactly: a numpy number is an instance of float, but is stored as an object that has to be rebuilt by code."""
     kind = type(value)
     if kind in _ATOMS:
         return value
     if isinstance(value, Tensor):
         return value.detach()
     if kind in (list, tuple):
-        return kind(check_plain(part, f"{place}[{index}]") for index, part in enumerate(value))
+        return kind(_plain(part, f"{place}[{index}]") for index, part in enumerate(value))
     if kind is set:
-        return {check_plain(part, f"an element of {place}") for part in value}
+        return {_plain(part, f"an element of {place}") for part in value}
     if kind in (dict, OrderedDict, Counter):
-        pairs = [
-            (check_plain(key, f"a key of {place}"), check_plain(part, f"{place}[{key!r}]"))
-            for key, part in value.items()
-        ]
+        pairs = [(_plain(key, f"a key of {place}"), _plain(part, f"{place}[{key!r}]")) for key, part in value.items()]
         return Counter(dict(pairs)) if kind is Counter else kind(pairs)
     hint = (
         "float(...) or int(...) of it"

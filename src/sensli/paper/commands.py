@@ -20,15 +20,15 @@ from sensli.paper.running.store import Store, readable
 
 def plans_for(names: Sequence[str], recipe: str | None, options: Options) -> list[Plan]:
     """The recipes of the named experiments, each once, checked before anything is computed."""
-    wanted: dict[str, Experiment] = {}
+    wanted: dict[str, tuple[Experiment, str]] = {}
     for name in names:
         for one in catalog.GROUPS[name]() if name in catalog.GROUPS else [name]:
             found = catalog.find(one)
-            wanted[found.name] = found
+            wanted[found.name] = found, one
     plans = []
-    for experiment in wanted.values():
+    for experiment, named in wanted.values():
         for chosen in _recipes(experiment, recipe):
-            plans.append(plan(experiment, chosen, options))
+            plans.append(plan(experiment, chosen, options, named=named))
     for one_plan in plans:
         for settings in one_plan.arms.values():
             engine(settings)
@@ -148,10 +148,10 @@ def _show_plans(plans: list[Plan], store: Store) -> None:
         except MissingExtra as error:
             print(f"\nno figure: {error}")
     if missing and shown == 0:
-        raise NoResults(f"{next(iter(missing.values()))}. {told(store.root)}")
+        raise NoResults(f"{next(iter(missing.values()))}. {told(store.root, known=plans)}")
     if missing:
         print(
-            f"\nNot shown, because it is not computed with these options: {', '.join(missing)}. {told(store.root, plans)}"
+            f"\nNot shown, because it is not computed with these options: {', '.join(missing)}. {told(store.root, plans, plans)}"
         )
 
 

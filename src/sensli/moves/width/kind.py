@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
+from sensli.modules.failing import brief_error, note
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.trace.flow import Call
@@ -70,7 +70,8 @@ def _planned(plan: Callable[..., Site], *given: Any) -> Site:
     """A site, or why there is none: one width that fails is no reason to lose all others."""
     try:
         return plan(*given)
-    except (Refused, MemoryError, torch.OutOfMemoryError):
+    except Refused:
         raise
     except Exception as error:
-        raise Refused(f"this width cannot be planned ({type(error).__name__}: {error})") from error
+        note(error)
+        raise Refused(f"this width cannot be planned ({brief_error(error)})") from error

@@ -62,6 +62,6 @@ class Run:
             check_types(run, "run")
             if not len(run.flops) == len(run.train) == len(run.validation):
                 raise ValueError("the curves are not equally long")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise Damaged(str(error)) from None
         return run

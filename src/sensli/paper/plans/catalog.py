@@ -18,6 +18,7 @@ from sensli.paper.plans.reading import unknown
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
+_DEEP = "is nested too deeply for an experiment. Use an intact copy."
 PAPER = tuple(str(number) for number in range(1, 15))
 
 
@@ -100,7 +101,12 @@ def load(path: Path) -> Experiment:
         data = _toml(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
         raise BadExperiment(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
-    experiment = parse(data, path.name)
+    except RecursionError:
+        raise BadExperiment(f"{path} {_DEEP}") from None
+    try:
+        experiment = parse(data, path.name)
+    except RecursionError:
+        raise BadExperiment(f"{path} {_DEEP}") from None
     if experiment.name in _files():
         raise BadExperiment(
             f"{path.name}: the name {experiment.name!r} belongs to an experiment of the package, and their results would "

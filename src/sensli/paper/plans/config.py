@@ -7,6 +7,7 @@ settings that differ from the file's). A Plan is what remains when recipe, arm a
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,16 @@ class Options:
     preset: str = "paper"
     bf16: bool = False
 
+    @property
+    def typed(self) -> str:
+        """As they are typed, each after a space; what has its default is left out."""
+        runs = "" if self.runs is None else f" --runs {self.runs}"
+        short = f"{self.epochs_scale:g}"
+        scale = short if float(short) == self.epochs_scale else repr(self.epochs_scale)
+        scale = "" if self.epochs_scale == 1 else f" --epochs-scale {scale}"
+        preset = "" if self.preset == "paper" else f" --preset {self.preset}"
+        return f"{runs}{scale}{preset}{f' --seed {self.seed}' if self.seed else ''}{' --bf16' if self.bf16 else ''}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -77,6 +88,14 @@ class Plan:
     runs: int
     seed: int
     arms: dict[str, Settings]
+    options: Options = field(default_factory=Options)  # that made it
+    named: str = ""  # how the experiment was asked for, if not by its name
+
+    @property
+    def command(self) -> str:
+        """What is typed after `sensli paper run` to compute it."""
+        recipe = f" --as {shlex.quote(self.recipe)}" if len(self.experiment.recipes) > 1 else ""
+        return f"{shlex.quote(self.named or self.experiment.name)}{recipe}{self.options.typed}"
 
     @property
     def preset(self) -> str:
@@ -113,7 +132,7 @@ def parse(data: Mapping[str, Any], where: str) -> Experiment:
     return experiment
 
 
-def plan(experiment: Experiment, recipe: str, options: Options, where: str | None = None) -> Plan:
+def plan(experiment: Experiment, recipe: str, options: Options, where: str | None = None, named: str = "") -> Plan:
     where = where or f"experiment {experiment.name}"
     if recipe not in experiment.recipes:
         raise BadExperiment(f"{where}: {unknown('recipe', recipe, experiment.recipes)}")
@@ -134,7 +153,7 @@ def plan(experiment: Experiment, recipe: str, options: Options, where: str | Non
         )
     _check_figures(experiment, arms, where)
     runs = options.runs or presets.runs(options.preset, arms, chosen.runs or experiment.runs)
-    result = Plan(experiment, recipe, chosen.note, runs, options.seed, arms)
+    result = Plan(experiment, recipe, chosen.note, runs, options.seed, arms, options, named)
     for name, settings in arms.items():
         if settings.from_start:
             result.grown(name)

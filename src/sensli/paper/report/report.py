@@ -34,6 +34,7 @@ def write(store: Store, options: Options, folder: Path) -> list[Path]:
     if not stored:
         raise NoResults(
             f"{store.root}: no results are stored for these options. Compute them with: sensli paper run spirals further"
+            f"{options.typed}{store.typed}"
         )
     weighed = [(claim, _weigh(claim, evidence)) for claim in (*claims.CLAIMS, claims.WAKE, claims.RECYCLE)]
     blocks = [

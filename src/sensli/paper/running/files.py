@@ -44,9 +44,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
+        known = content.pop("checksum", None) if isinstance(content, dict) else None
+        found = _json_checksum(content)
     except (OSError, ValueError, RecursionError):
         raise Damaged("it cannot be read as JSON") from None
-    if not isinstance(content, dict) or content.pop("checksum", None) != _json_checksum(content):
+    if not isinstance(content, dict) or known != found:
         raise Damaged("the checksum does not match")
     return content
 

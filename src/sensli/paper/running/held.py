@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sensli.paper.errors import BadExperiment
 from sensli.paper.plans import catalog
-from sensli.paper.plans.config import Options, Plan, plan
+from sensli.paper.plans.config import Experiment, Options, Plan, plan
 from sensli.paper.plans.settings import digest
 from sensli.paper.running.files import Damaged, read_json
 
@@ -20,7 +20,7 @@ _MOST = 6  # entries in one line
 class Held:
     """Stored runs of one recipe, all made with the same options."""
 
-    experiment: str
+    experiment: str  # as it is typed, where that is known
     recipe: str
     options: str  # as they are typed, without the number of runs
     runs: dict[str, set[int]] = field(default_factory=dict)  # by arm
@@ -40,14 +40,17 @@ class Held:
         return self.digests <= asked and self.count >= one.runs
 
 
-def held_in(root: Path) -> list[Held]:
-    """Everything in a results folder that can be read; nothing is verified."""
+def held_in(root: Path, known: Iterable[Plan] = ()) -> list[Held]:
+    """Everything in a results folder that can be read; nothing is verified. ``known`` has the experiments of the user's files."""
+    asked = {one.experiment.name: one for one in known}
     found: dict[tuple[str, str, str], Held] = {}
     for path in sorted(root.glob("*/*/runs-*.json")):
         try:
             facts = read_json(path)
             name = path.parent.name.rpartition("-")[2]
-            made = (str(facts["experiment"]), str(facts["recipe"]), _options(facts, name))
+            own = asked.get(facts["experiment"])
+            typed = str(facts["experiment"]) if own is None else own.named or own.experiment.name
+            made = (typed, str(facts["recipe"]), _options(facts, name, None if own is None else own.experiment))
             entry = found.setdefault(made, Held(*made))
             entry.runs.setdefault(str(facts["arm"]), set()).update(facts["runs"])
         except (Damaged, KeyError, TypeError, ValueError):
@@ -56,9 +59,9 @@ def held_in(root: Path) -> list[Held]:
     return list(found.values())
 
 
-def told(root: Path, other_than: list[Plan] | None = None) -> str:
+def told(root: Path, other_than: list[Plan] | None = None, known: Iterable[Plan] = ()) -> str:
     """What the folder holds in one sentence; of that only what none of the given plans asks for. Empty if that is nothing."""
-    held = held_in(root)
+    held = held_in(root, known)
     if not held:
         return f"{root} holds no results." if other_than is None else ""
     others = [str(each) for each in held if not any(each.answers(one) for one in other_than or ())]
@@ -66,24 +69,26 @@ def told(root: Path, other_than: list[Plan] | None = None) -> str:
     return f"{root} holds {'; '.join(others[:_MOST])}{more}." if others else ""
 
 
-def _options(facts: Mapping[str, Any], name: str) -> str:
-    preset, seed, bf16 = str(facts["preset"]), int(facts["seed"]), facts["settings"].get("dtype") == "bfloat16"
-    words = f" --preset {preset}" if preset != "paper" else ""
-    words += f" --seed {seed}" if seed else ""
-    words += " --bf16" if bf16 else ""
-    return _scale(facts, Options(seed=seed, preset=preset, bf16=bf16), name) + words
+def _options(facts: Mapping[str, Any], name: str, own: Experiment | None) -> str:
+    """As one would type them; of an experiment that nobody knows any more the epochs instead of their scale."""
+    bf16 = facts["settings"].get("dtype") == "bfloat16"
+    options = Options(seed=int(facts["seed"]), preset=str(facts["preset"]), bf16=bf16)
+    scale = _scale(facts, options, name, own)
+    if scale is None:
+        return f"{options.typed} and {int(facts['settings']['epochs']):,} epochs"
+    return replace(options, epochs_scale=scale).typed
 
 
-def _scale(facts: Mapping[str, Any], options: Options, name: str) -> str:
-    """The shortest scale of the epochs that leads to the stored arm; if there is none (a user's experiment), the epochs themselves."""
+def _scale(facts: Mapping[str, Any], options: Options, name: str, own: Experiment | None) -> float | None:
+    """The shortest scale of the epochs that leads to the stored arm; None if there is none."""
     epochs, arm = int(facts["settings"]["epochs"]), facts["arm"]
     try:
-        experiment = catalog.find(facts["experiment"])
+        experiment = own or catalog.find(facts["experiment"])
         exact = epochs / plan(experiment, facts["recipe"], options).arms[arm].epochs
         for digits in (1, 2, 3, 4):
             scaled = replace(options, epochs_scale=float(f"{exact:.{digits}g}"))
             if name == digest(plan(experiment, facts["recipe"], scaled).arms[arm], options.seed):
-                return "" if scaled.epochs_scale == 1 else f" --epochs-scale {scaled.epochs_scale:g}"
+                return scaled.epochs_scale
     except (BadExperiment, KeyError):
         pass
-    return f" and {epochs:,} epochs"
+    return None

@@ -7,6 +7,7 @@ folder. A part is a range of runs trained together; its JSON is for people, its 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sensli.errors import brief
+from sensli.paper.cli import RESULTS
 from sensli.paper.engines.engine import Outcome, engine
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.plans.config import Plan
@@ -75,6 +77,11 @@ class Store:
         """Find out before the first hour of work, not after it."""
         check_writable(self.root / "results", StoreError)
 
+    @property
+    def typed(self) -> str:
+        """The folder as it is typed, after a space; nothing if it is the default."""
+        return "" if self.root == RESULTS else f" --out {shlex.quote(str(self.root))}"
+
     def folder(self, plan: Plan, arm: str) -> Path:
         return self.root / plan.key / f"{arm}-{digest(plan.arms[arm], plan.seed)}"
 
@@ -131,10 +138,9 @@ class Store:
         have = sum(run in rows for run in range(plan.runs))
         if have < plan.runs:
             lost = f" ({len(damaged)} damaged left out)" if damaged else ""
-            name = plan.experiment.name
             raise NoResults(
-                f"{self.root}: experiment {name} ({plan.words}), arm {arm}: {have} of {plan.runs} runs are stored for "
-                f"this configuration{lost}. Compute the rest with the same options and: sensli paper run {name}"
+                f"{self.root}: experiment {plan.experiment.name} ({plan.words}), arm {arm}: {have} of {plan.runs} runs are stored for "
+                f"this configuration{lost}. Compute the rest with: sensli paper run {plan.command}{self.typed}"
             )
         first = rows[0][0]
         try:

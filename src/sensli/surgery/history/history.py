@@ -131,7 +131,7 @@ class History(Sequence[Growth]):
         """The history as JSON text; infinities and NaN are written in a way that every JSON reader accepts."""
         try:
             return strict_json(self.to_dict(), indent=1)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise HistoryError(
                 f"the history cannot be written as JSON: {error}. Keep only numbers, strings, lists and dicts in the details of a growth."
             ) from error
