@@ -10,12 +10,11 @@ TYPE_CHECKING = False  # type checkers know the name; typing itself would be mos
 if TYPE_CHECKING:
     from typing import Any
 
+    from sensli import norms, triggers
     from sensli.errors import SensliError
-    from sensli.growing import triggers
     from sensli.growing.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from sensli.growing.grower import Grower
     from sensli.growing.trials.trial import Trial
-    from sensli.merits import norms
     from sensli.merits.measuring import measure
     from sensli.merits.merits import Merit, Merits
     from sensli.merits.probe import Probe
@@ -57,8 +56,9 @@ _HOMES = {
     "surgery.replaying": ("replay",),
     "surgery.undoing": ("undo",),
 }
-_MODULES = {"triggers": "growing.triggers", "norms": "merits.norms"}
-_ROOMS = ("errors", "growing", "integrations", "merits", "modules", "moves", "page", "paper", "surgery", "text")
+_MODULES = (
+    "errors", "growing", "integrations", "merits", "modules", "moves", "norms", "page", "paper", "surgery", "text", "triggers",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -67,8 +67,8 @@ def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is not None:
         found = getattr(import_module(f"sensli.{home}"), name)
-    elif name in _MODULES or name in _ROOMS:
-        found = import_module(f"sensli.{_MODULES.get(name, name)}")
+    elif name in _MODULES:
+        found = import_module(f"sensli.{name}")
     else:
         raise AttributeError(f"module 'sensli' has no attribute {name!r}")
     globals()[name] = found

@@ -91,7 +91,30 @@ def test_every_room_says_what_it_is_for() -> None:
 
 def test_the_house_has_a_dozen_entries_and_the_mark_of_typed_packages() -> None:
     entries = {path.name for path in SOURCE.iterdir()} - {"__pycache__", "py.typed", "__main__.py"}
-    assert entries == {"__init__.py", "errors.py", *ROOMS} - {"errors"} and len(entries) <= 12
+    names = {"triggers.py", "norms.py"}  # only names, for `from sensli.triggers import Every`
+    assert entries - names == {"__init__.py", "errors.py", *ROOMS} - {"errors"} and len(entries - names) <= 12
+    for name in names:
+        body = ast.parse((SOURCE / name).read_text()).body
+        assert all(isinstance(each, ast.Expr | ast.ImportFrom | ast.Assign) for each in body), name
+
+
+def test_triggers_and_norms_are_modules_of_the_package() -> None:
+    import sensli
+    import sensli.norms
+    import sensli.triggers
+    from sensli.growing import triggers
+    from sensli.merits import norms
+    from sensli.triggers import Pays
+
+    assert sensli.triggers.__all__ == triggers.__all__ and Pays is triggers.Pays is sensli.triggers.Pays
+    assert {name: getattr(sensli.triggers, name) for name in triggers.__all__} == {
+        name: getattr(triggers, name) for name in triggers.__all__
+    }
+    assert sensli.norms.squared_norm is norms.squared_norm and sensli.norms.NORMS is norms.NORMS
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in re.findall(r"^::: sensli\.(triggers|norms)\.(\w+)$", text, re.M):
+        assert hasattr(getattr(sensli, name[0]), name[1]), name
+    assert set(re.findall(r"^::: sensli\.triggers\.(\w+)$", text, re.M)) == set(triggers.__all__)
 
 
 def test_contributing_shows_the_rooms_as_they_are() -> None:

@@ -60,7 +60,7 @@ class Grower:
             expansion before the optimizer is made.
         example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments; keys that ``forward`` does
             not take, such as labels, are left out.
-        trigger: When to look, one of `sensli.growing.triggers`, for example ``Every(10) & AtMost(3)``.
+        trigger: When to look, one of `sensli.triggers`, for example ``Every(10) & AtMost(3)``.
         strategy: What is proposed at a look, how it is scored and what is taken: a name that is registered, or a `Strategy` object. The
             options that say where, what and by which merit to grow are those of ``"sensli"``. One that another strategy has no use for
             is refused, with those that it uses (default: "sensli").

@@ -67,7 +67,7 @@ class Options:
     unit: str = "epoch"
 
     def __post_init__(self) -> None:
-        what = "one of sensli.growing.triggers (for example triggers.Every(10) & triggers.AtMost(3))"
+        what = "one of sensli.triggers (for example triggers.Every(10) & triggers.AtMost(3))"
         checks.instance("trigger", self.trigger, Trigger, what)
         check_strategy(self.strategy, STRATEGIES)
         self._become(tau=checks.at_least("tau", self.tau, 0, 1.0), count=checks.whole("count", self.count, 1))

@@ -61,7 +61,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
     Callbacks and the module's hooks are not called for them, and nothing is logged.
 
     Args:
-        trigger: When to look, one of `sensli.growing.triggers`.
+        trigger: When to look, one of `sensli.triggers`.
         monitor: The name of the logged metric that `triggers.Plateau` watches and the animation shows.
         batches: The largest number of training batches to measure on. None uses all of them.
         metrics: Whether to log (default: True).

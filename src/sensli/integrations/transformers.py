@@ -43,7 +43,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
     of the Trainer's loop alone. Other callbacks are not called for them, and nothing is logged.
 
     Args:
-        trigger: When to look, one of `sensli.growing.triggers`.
+        trigger: When to look, one of `sensli.triggers`.
         monitor: The name of the logged number that `triggers.Plateau` watches and the animation shows: ``"eval_loss"``, ``"loss"``.
         batches: The largest number of training batches to measure on. None uses all of them.
         metrics: Whether to log (default: True).

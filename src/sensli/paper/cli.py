@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sensli.paper.plans.presets import PRESETS
-from sensli.text.names import DEVICES
-
-RESULTS = Path("results")
+from sensli.text.names import DEVICES, RESULTS
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,7 +30,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         epilog = f"example: sensli paper {name}{example}"
         one: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, epilog=epilog)
         one.add_argument(
-            "--out", type=Path, default=RESULTS, metavar="DIR", help=f"results folder (default: {RESULTS})"
+            "--out", type=Path, default=Path(RESULTS), metavar="DIR", help=f"results folder (default: {RESULTS})"
         )
         one.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
         one.add_argument("--runs", type=int, metavar="N", help="runs per arm (default: the paper's)")

@@ -7,6 +7,7 @@ FORMS = ("relu", "residual", "parametric")  # of new layers
 GROW = ("layers", "units", "both")  # what may grow
 PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
 TRAINER_FILE = "sensli.json"  # beside the weights in every folder that a growing Trainer of Hugging Face saves
+RESULTS = "results"  # the folder of the experiments
 DEVICES = ("auto", "cpu", "cuda", "mps")  # of the experiments
 TASKS = ("teacher", "spirals", "fashion", "vgg", "resnet", "text")  # of `sensli compare`
 UNMEASURED = "none"  # the norm where a strategy takes places without measuring them: its values are no merits

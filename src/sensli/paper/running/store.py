@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from sensli.errors import brief
-from sensli.paper.cli import RESULTS
 from sensli.paper.engines.engine import Outcome, engine
 from sensli.paper.errors import NoResults, StoreError
 from sensli.paper.plans.config import Plan
 from sensli.paper.plans.seeds import run_seed
 from sensli.paper.plans.settings import RESULT_FORMAT, Settings, digest
 from sensli.paper.running.files import Damaged, read_json, read_tensors, write_json, write_tensors
+from sensli.text.names import RESULTS
 from sensli.text.writing import check_writable
 
 
@@ -80,7 +80,7 @@ class Store:
     @property
     def typed(self) -> str:
         """The folder as it is typed, after a space; nothing if it is the default."""
-        return "" if self.root == RESULTS else f" --out {shlex.quote(str(self.root))}"
+        return "" if self.root == Path(RESULTS) else f" --out {shlex.quote(str(self.root))}"
 
     def folder(self, plan: Plan, arm: str) -> Path:
         return self.root / plan.key / f"{arm}-{digest(plan.arms[arm], plan.seed)}"
