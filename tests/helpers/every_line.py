@@ -17,13 +17,14 @@ CHANGES = (
     "growing/trials", "moves/inserting.py", "moves/cutting.py", "moves/lists.py", "moves/memory.py", "moves/copying.py",
     "moves/stretching.py", "moves/width/widening.py", "moves/width/since.py", "moves/dead", "moves/stack/stack.py",
     "modules/marks.py", "modules/chain.py", "modules/wrappers.py", "modules/compiled.py", "modules/engines", "modules/before.py",
+    "modules/interrupts.py",
 )  # fmt: skip
-# The way back itself: an error in it is not survived, so it is short. Before it has begun, or when it is over, errors may come.
+# The way back itself, and what ends the waiting of a signal: an error in there is not survived. It is short and calls nobody else's code.
 WAY_BACK = {
-    ("modules/engines/all_or_nothing.py", "__exit__"),
-    ("modules/engines/all_or_nothing.py", "put_back"),
-    ("modules/engines/all_or_nothing.py", "<lambda>"),
-}
+    "modules/engines/all_or_nothing.py": ("__exit__", "put_back", "<lambda>"),
+    "modules/before.py": ("put_back", "_note", "_fill", "_objects", "<listcomp>", "_restore", "_set", "_write", "_point", "_is_at"),
+    "modules/interrupts.py": ("__exit__", "end"),
+}  # fmt: skip
 
 Line = tuple[str, int]
 
@@ -57,15 +58,7 @@ class Tracer:
             name = self._files[code.co_filename]
         except KeyError:
             name = self._files[code.co_filename] = _covered(code.co_filename)
-        if name is None or (name, code.co_name) in WAY_BACK or (self.at is not None and self.at[0] != name):
-            return None
-        if name == "modules/before.py" and code.co_name not in (
-            "__init__",
-            "add",
-            "add_attribute",
-            "_add_module",
-            "_add_optimizer",
-        ):
+        if name is None or code.co_name in WAY_BACK.get(name, ()) or (self.at is not None and self.at[0] != name):
             return None
         return lambda frame, event, arg: self._line(name, frame, event)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 
 _CONTAINERS = (dict, list, set, deque, weakref.WeakKeyDictionary)
 _OWN = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, _CONTAINERS))  # of every module
+_own = itemgetter(*_OWN)
 _MISSING = object()
 
 
@@ -26,7 +29,8 @@ class Before:
 
     def __init__(self, *things: Any) -> None:
         self._known: dict[int, Any] = {}  # the things themselves: as long as they live, their numbers are theirs
-        self._parts: list[_Part] = []
+        # One entry for each thing that is kept: what puts it back, and what that takes. There may be thousands, so they are plain.
+        self._kept: list[tuple[Callable[..., bool], tuple[Any, ...]]] = []
         for thing in things:
             self.add(thing)
 
@@ -35,201 +39,150 @@ class Before:
         if isinstance(thing, nn.Module):
             for module in thing.modules():
                 self._add_module(module)
-        elif isinstance(thing, Optimizer):
-            self._add_optimizer(thing)
-        elif isinstance(thing, _CONTAINERS):
-            if self._is_new(thing):
-                self._parts.append(_Content(thing))
         elif self._is_new(thing):
-            self._add_attributes(thing)
+            if isinstance(thing, _CONTAINERS):
+                self._kept.append((_fill, (thing, _content(thing))))
+                return
+            own = getattr(thing, "__dict__", {})
+            self._kept.append((_restore, (thing, type(thing), dict(own), {})))
+            for value in own.values():
+                if isinstance(value, _CONTAINERS):
+                    self.add(value)
+            if isinstance(thing, Optimizer):
+                self._add_states(thing)
 
     def add_attribute(self, holder: Any, name: str) -> None:
         """Keep one attribute of an object of any class."""
         if id(holder) not in self._known:  # otherwise all of its attributes are kept
-            self._parts.append(_Attribute(holder, name))
+            self._kept.append((_set, (holder, name, getattr(holder, name, _MISSING))))
 
     def put_back(self) -> bool:
         """Make everything as it was; whether anything was different. What fails stops nothing else, and is raised at the end."""
         found: list[bool] = []
         with ExitStack() as steps:
-            # The stack goes on after a step that has failed. It begins with the last one, and with the newest part: of an attribute that
-            # was kept twice the first value counts.
-            for part in self._parts:
-                steps.callback(_note, found, part)
+            # The stack goes on after a step that has failed. It begins with the newest: of what was kept twice the first state counts.
+            for back, given in self._kept:
+                steps.callback(_note, found, back, given)
         return any(found)
 
     def _is_new(self, thing: Any) -> bool:
-        new = id(thing) not in self._known
-        self._known[id(thing)] = thing
-        return new
+        number = id(thing)
+        if number in self._known:
+            return False
+        self._known[number] = thing
+        return True
 
     def _add_module(self, module: nn.Module) -> None:
         if not self._is_new(module):
             return
-        # A gradient must fit its tensor, and a tensor its module: what is added first is put back last.
         own = vars(module)
-        self._parts.append(_Object(module, own))
-        for name in _OWN:
-            content = own.get(name)
-            if content is not None:
-                self._parts.append(_Content(content))
-        for holder in (module._parameters, module._buffers):
-            for tensor in holder.values():
+        held = {
+            name: _content(holder) for name, holder in zip(_OWN, _own(own), strict=True) if holder
+        }  # others are empty
+        self._kept.append((_restore, (module, type(module), dict(own), held)))
+        for name in ("_parameters", "_buffers"):
+            for tensor in held.get(name, {}).values():
                 if tensor is not None and self._is_new(tensor):
-                    self._parts.append(_Tensor(tensor))
+                    gradient = tensor.grad if tensor.is_leaf else None
+                    parts = (tensor._local_tensor, tensor._spec) if hasattr(type(tensor), "full_tensor") else None
+                    self._kept.append((_point, (tensor, tensor.data, gradient, tensor.requires_grad, parts)))
 
-    def _add_attributes(self, thing: Any) -> None:
-        own = getattr(thing, "__dict__", {})
-        self._parts.append(_Object(thing, own))
-        for value in own.values():
-            if isinstance(value, _CONTAINERS):
-                self.add(value)
-
-    def _add_optimizer(self, optimizer: Optimizer) -> None:
-        if not self._is_new(optimizer):
-            return
-        self._add_attributes(optimizer)
+    def _add_states(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             self.add(group)
             for value in group.values():
                 if isinstance(value, list):
                     self.add(value)
                 elif isinstance(value, Tensor):  # a rate, which is written in place
-                    self._parts.append(_Value(value))
+                    self._kept.append((_write, (value, value.detach().clone())))
         for state in optimizer.state.values():
             if isinstance(state, dict):
                 self.add(state)
 
 
-def _note(found: list[bool], part: _Part) -> None:
-    found.append(part.put_back())
+def _note(found: list[bool], back: Callable[..., bool], given: tuple[Any, ...]) -> None:
+    found.append(back(*given))
 
 
-class _Part:
-    """One thing that is kept."""
-
-    __slots__ = ()
-
-    def put_back(self) -> bool:
-        """Make it as it was; whether it was different."""
-        raise NotImplementedError
-
-
-class _Content(_Part):
+def _content(holder: Any) -> Any:
     """What a list, a set or a mapping holds, in its order."""
-
-    __slots__ = ("_content", "_holder")
-
-    def __init__(self, holder: Any) -> None:
-        self._holder = holder
-        self._content = (dict if hasattr(holder, "keys") else list)(holder) if holder else None
-
-    def put_back(self) -> bool:
-        holder, content = self._holder, self._content
-        if len(holder) == (0 if content is None else len(content)) and _same(holder, content or ()):
-            return False
-        holder.clear()
-        if content is not None:
-            (holder.extend if hasattr(holder, "extend") else holder.update)(content)
-        return True
+    return dict(holder) if hasattr(holder, "keys") else list(holder)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two of one length hold the same objects in the same order."""
-    if hasattr(one, "keys"):
-        return all(a is b or a == b for a, b in zip(one, other, strict=True)) and all(
-            a is b for a, b in zip(one.values(), other.values() if other else (), strict=True)
-        )
-    return all(a is b for a, b in zip(one, other, strict=True))
+def _fill(holder: Any, content: Any) -> bool:
+    """A list, a set or a mapping holds its content again; whether it was another."""
+    if _objects(holder) == _objects(content):
+        return False
+    holder.clear()
+    (holder.extend if hasattr(holder, "extend") else holder.update)(content)
+    return True
 
 
-class _Object(_Part):
-    """The class of an object and its own attributes."""
-
-    __slots__ = ("_class", "_content", "_thing")
-
-    def __init__(self, thing: Any, own: dict[str, Any]) -> None:
-        self._thing, self._class, self._content = thing, type(thing), dict(own)
-
-    def put_back(self) -> bool:
-        thing = self._thing
-        other = type(thing) is not self._class
-        if other:
-            thing.__class__ = self._class
-        own, content = getattr(thing, "__dict__", {}), self._content
-        new = [name for name in own if name not in content]
-        for name in new:
-            del own[name]
-        changed = {name: value for name, value in content.items() if own.get(name, _MISSING) is not value}
-        own.update(changed)
-        return bool(other or new or changed)
+def _objects(content: Any) -> list[Any]:
+    """Keys, which may be equal, and the numbers of the objects themselves."""
+    return [(key, id(value)) for key, value in content.items()] if hasattr(content, "keys") else [*map(id, content)]
 
 
-class _Attribute(_Part):
-    """One attribute of an object that may keep it where it likes."""
-
-    __slots__ = ("_holder", "_name", "_value")
-
-    def __init__(self, holder: Any, name: str) -> None:
-        self._holder, self._name, self._value = holder, name, getattr(holder, name, _MISSING)
-
-    def put_back(self) -> bool:
-        if getattr(self._holder, self._name, _MISSING) is self._value:
-            return False
-        if self._value is _MISSING:
-            delattr(self._holder, self._name)
-        else:
-            setattr(self._holder, self._name, self._value)
-        return True
-
-
-class _Value(_Part):
-    """The value of a small tensor that is written in place."""
-
-    __slots__ = ("_tensor", "_value")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._value = tensor, tensor.detach().clone()
-
-    def put_back(self) -> bool:
-        if torch.equal(self._tensor, self._value):
-            return False
-        with torch.no_grad():
-            self._tensor.copy_(self._value)
-        return True
-
-
-class _Tensor(_Part):
-    """The memory and the shape of a tensor, whole or sharded, its gradient, and whether it trains."""
-
-    __slots__ = ("_data", "_gradient", "_parts", "_tensor", "_trains")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._data, self._trains = tensor, tensor.data, tensor.requires_grad
-        self._gradient = tensor.grad if tensor.is_leaf else None
-        self._parts = (tensor._local_tensor, tensor._spec) if hasattr(tensor, "full_tensor") else ()  # type: ignore[attr-defined]
-
-    def put_back(self) -> bool:
-        tensor, data = self._tensor, self._data
-        other = not self._is_same()
-        if other:
-            tensor.grad = None
-            tensor.data = data
-            if self._parts:
-                tensor._local_tensor, tensor._spec = self._parts  # type: ignore[attr-defined]
-        if tensor.is_leaf and (tensor.grad is not self._gradient or tensor.requires_grad != self._trains):
-            tensor.requires_grad_(self._trains)
-            tensor.grad = self._gradient
+def _restore(thing: Any, kind: type, attributes: dict[str, Any], held: dict[str, Any]) -> bool:
+    """An object has its class and its own attributes again, and a module what its dictionaries held."""
+    other = type(thing) is not kind
+    if other:
+        thing.__class__ = kind
+    own = getattr(thing, "__dict__", {})
+    for name in [name for name in own if name not in attributes]:
+        del own[name]
+        other = True
+    for name, value in attributes.items():
+        if own.get(name, _MISSING) is not value:
+            own[name] = value
             other = True
-        return other
+    for name in _OWN if isinstance(thing, nn.Module) else ():
+        if (own[name] or name in held) and _fill(own[name], held.get(name, ())):
+            other = True
+    return other
 
-    def _is_same(self) -> bool:
-        tensor, data = self._tensor, self._data
-        if self._parts:
-            return tensor._local_tensor is self._parts[0] and tensor._spec is self._parts[1]  # type: ignore[attr-defined]
-        if (tensor.dtype, tensor.shape, tensor.stride()) != (data.dtype, data.shape, data.stride()):
-            return False
-        try:
-            return tensor.data_ptr() == data.data_ptr()
-        except RuntimeError:  # a class of tensors that has no memory of its own
-            return False
+
+def _set(holder: Any, name: str, value: Any) -> bool:
+    """An attribute of an object that may keep it where it likes."""
+    if getattr(holder, name, _MISSING) is value:
+        return False
+    if value is _MISSING:
+        delattr(holder, name)
+    else:
+        setattr(holder, name, value)
+    return True
+
+
+def _write(tensor: Tensor, value: Tensor) -> bool:
+    """A small tensor that is written in place."""
+    if torch.equal(tensor, value):
+        return False
+    with torch.no_grad():
+        tensor.copy_(value)
+    return True
+
+
+def _point(tensor: Tensor, data: Tensor, gradient: Tensor | None, trains: bool, parts: Any) -> bool:
+    """A tensor, whole or sharded, has its memory and shape again, and its gradient."""
+    other = not _is_at(tensor, data, parts)
+    if other:
+        tensor.grad = None
+        tensor.data = data
+        if parts is not None:
+            tensor._local_tensor, tensor._spec = parts  # type: ignore[attr-defined]
+    if tensor.is_leaf and (tensor.grad is not gradient or tensor.requires_grad != trains):
+        tensor.requires_grad_(trains)
+        tensor.grad = gradient
+        other = True
+    return other
+
+
+def _is_at(tensor: Tensor, data: Tensor, parts: Any) -> bool:
+    if parts is not None:
+        return tensor._local_tensor is parts[0] and tensor._spec is parts[1]  # type: ignore[attr-defined]
+    if (tensor.dtype, tensor.shape, tensor.stride()) != (data.dtype, data.shape, data.stride()):
+        return False
+    try:
+        return tensor.data_ptr() == data.data_ptr()
+    except RuntimeError:  # a class of tensors that has no memory of its own
+        return False

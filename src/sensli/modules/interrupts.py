@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,26 +20,30 @@ class Waiting:
         self._came: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> Waiting:
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler) and not isinstance(getattr(handler, "__self__", None), Waiting):
-                self._handler = handler
-                try:
-                    signal.signal(signal.SIGINT, self._note)
-                except ValueError:  # not in the main interpreter, which alone may
-                    self._handler = None
+        self.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        handler, self._handler = self._handler, None
-        if handler is None:
-            return
-        if signal.getsignal(signal.SIGINT) == self._note:
-            signal.signal(signal.SIGINT, handler)
-        came, self._came = self._came, None
-        if came is not None:
+        self.end()
+
+    def begin(self) -> None:
+        """From now on Ctrl-C waits; nothing happens if it does already."""
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler) and not isinstance(getattr(handler, "__self__", None), Waiting):
+                self._handler = handler
+                with suppress(ValueError):  # of an interpreter inside of another one, which gets no signals
+                    signal.signal(signal.SIGINT, self._note)
+
+    def end(self) -> None:
+        """From now on it does not, and one that has waited comes now; nothing happens if none was to wait."""
+        if self._handler is not None and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, self._handler)
+        handler, came = self._handler, self._came
+        self._handler = self._came = None
+        if handler is not None and came is not None:
             handler(*came)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

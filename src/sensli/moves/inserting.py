@@ -127,9 +127,6 @@ class Insertion(Edit):
     def apply(self) -> None:
         apply_cut(self._model, self._cut, self.module)
 
-    def revert(self) -> None:
-        take_out(self._model, self.name, self.site.point.place)
-
 
 def _check_units(model: nn.Module, site: Site) -> None:
     """Refuse a site beside a layer that was widened since: what would go in has the old width."""

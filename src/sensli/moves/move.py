@@ -90,7 +90,8 @@ class Move(Protocol):
 
 
 class Edit:
-    """A checked, reversible change of one model. Only surgery calls `build`, `prepared`, `apply` and `revert`, in this order."""
+    """A checked change of one model: one that is planned, with `build`, `prepared` and `apply` in this order, or one that was made, with
+    `revert`. One that is also tried in a copy of a model has both."""
 
     site: Site  # with the paths of today
     name: str  # the path, in the grown model, of the module that bears the number of the growth

@@ -45,7 +45,7 @@ class AllOrNothing:
     def __init__(self) -> None:
         self.kept: list[Kept] = []
         self._ways_back: list[Callable[[BaseException], object]] = []
-        self._waiting = ExitStack()
+        self._waiting = Waiting()
 
     def __enter__(self) -> AllOrNothing:
         _OPEN.changes.append(self)
@@ -64,17 +64,18 @@ class AllOrNothing:
 
     def wait(self) -> None:
         """Ctrl-C waits from now on: what follows takes no time, and had better be done."""
-        self._waiting.enter_context(Waiting())
+        self._waiting.begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._waiting, Waiting():
-            _OPEN.changes.remove(self)
+        with ExitStack() as last:  # what is to be done, the last one first; it goes on after one that has failed
+            last.callback(self._waiting.end)
+            self._waiting.begin()
+            last.callback(_OPEN.changes.remove, self)
             if error is not None:
-                with ExitStack() as ways_back:  # the last one first; goes on after one that has failed
-                    for way_back in self._ways_back:
-                        ways_back.callback(way_back, error)
+                for way_back in self._ways_back:
+                    last.callback(way_back, error)
 
 
 class Kept:

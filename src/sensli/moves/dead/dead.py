@@ -155,10 +155,9 @@ class Exchanging(Edit):
         self._generator = _generator(model, move)
 
     def build(self) -> None:
-        self._old, self._new = [], []
+        self._new = []
         for part in self._parts:
             value = part.resize.tensor.detach()
-            self._old.append(value.clone())
             turned = self._move._turned if isinstance(self._move, Recycle) else ()
             self._new.append(like_layout(part.filled(value, self._generator, turned), value))
             part.resize.lost[_VALUE] = part.resize.taken(value)
@@ -168,12 +167,6 @@ class Exchanging(Edit):
             put(each.tensor, value)
         change_sizes(self._move.width, self._move.units - self._move.width.units)
         remember(self.module, self.resized)
-
-    def revert(self) -> None:
-        forget(self.module, self.resized)
-        for each, value in zip(self.resized, self._old, strict=True):
-            put(each.tensor, value)
-        change_sizes(self._move.width, self._move.width.units - self._move.units)
 
 
 class _Exchanged(Edit):

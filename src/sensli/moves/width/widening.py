@@ -77,12 +77,12 @@ class Widening(Edit):
             )
         self.site = replace(self.site, move=replace(self._done, _entries=None))  # the record is plain data
         self._moves_old = bool(self._move.factors) or any(shift is not None for shift in entries.shifts)
-        self._old = [each.tensor.detach().clone() for each in self.resized]
         self._new = [_filled(each, self._move, entries) for each in self.resized]
 
     def apply(self) -> None:
         change_sizes(self._move, self._move.more)
         note(self._move)
+        self._old = [each.tensor.data for each in self.resized]  # they get other memory now, so nobody changes these
         for each, old, value in zip(self.resized, self._old, self._new, strict=True):
             if self._moves_old or is_shared(each):
                 each.lost[_VALUE] = (old,)
@@ -96,6 +96,7 @@ class Widening(Edit):
         return self.copies or self._moves_old
 
     def revert(self) -> None:
+        """For a trial in a copy of a model, where the next one follows."""
         if self._remembers:
             forget(self.module, self.resized)
         for each, value in zip(self.resized, self._old, strict=True):
