@@ -30,11 +30,11 @@ pytestmark = [
 ]
 
 
-def run(file: str, imports: Sequence[str] = ()) -> None:
+def run(file: str, *options: str, imports: Sequence[str] = ()) -> None:
     # The process that this is a fork of may have imported what pytest would rewrite.
-    options = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "sim_device", "-p", "no:cacheprovider"]
-    options.append(str(HERE / file))
-    program = f"import sys, pytest; sys.path.insert(0, {str(HERE)!r}); sys.exit(pytest.main({options!r}))"
+    call = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "sim_device", "-p", "no:cacheprovider"]
+    call += [str(HERE / file), *options]
+    program = f"import sys, pytest; sys.path.insert(0, {str(HERE)!r}); sys.exit(pytest.main({call!r}))"
     done = warm.run(["-c", program], HERE.parents[1], imports)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
@@ -53,3 +53,10 @@ def test_on_ranks_whose_group_takes_tensors_of_the_device_alone(tmp_path: Path) 
     assert "device type cpu" in told["refused"]
     assert told["natural"] >= 4 and told["sure"] >= 1 and told["resumed"]
     assert set(told["histories"]) == {"sensli", "splitting", "tiny"} and min(told["histories"].values()) >= 1
+
+
+@pytest.mark.thorough
+@pytest.mark.library
+@pytest.mark.parametrize("which", ["library", "not library"])
+def test_every_architecture(which: str) -> None:
+    run("architectures_on_the_device.py", "-m", which)

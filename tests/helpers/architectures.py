@@ -388,7 +388,7 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         for block in self.blocks:
             h = block(hidden=h, mask=mask) if self.named else block(h, mask=mask)
             h = h[0] if isinstance(h, tuple) else h
