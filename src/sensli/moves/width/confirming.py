@@ -180,8 +180,9 @@ class Trial:
             if training and self._take_another():
                 return self.hear(sites, training)
             note(error)
-            why = str(error) if isinstance(error, MeasurementError) else brief_error(error)
-            return f"new units cannot be measured: {why}"
+            cause = error.__cause__ or error  # a measurement would say more, of another moment
+            why = str(cause).split("\n")[0] if isinstance(cause, MeasurementError) else brief_error(cause)
+            return f"new units cannot be measured, because the model's code does not run on them alone ({why})"
         self._heard.update({(training, id(site)): (site, said[id(site)]) for site in sites})
         if training or not self._fast:
             self._base.setdefault(training, output)  # which is what the model returns as it is
