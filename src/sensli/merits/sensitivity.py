@@ -90,6 +90,12 @@ class Catch:
                 for gauge in (*(one for one in gauges if not one.enters), *(one for one in gauges if one.enters)):
                     stack.enter_context(gauge.inside(self.model))
                 yield self
+        except BaseException:
+            # Hooks in a graph hold this object, and what it kept of a pass that ended early would hold the graph.
+            self._waiting.clear()
+            self.leaves.clear()
+            self.watched.clear()
+            raise
         finally:
             self.active = False
             for handle in handles:
@@ -170,7 +176,10 @@ class Catch:
         assert watched.grad_fn is not None
         near = watched.grad_fn.next_functions[0][0]
 
-        def back(cotangent: Tensor) -> None:
+        def back(cotangent: Tensor | None) -> None:
+            if cotangent is None:  # a part of a second derivative that is zero
+                self._waiting.pop(key, None)
+                return
             if not self.counts(near, born):  # or a pass that began inside the context and ends outside
                 return
             if x._version != version:
