@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,3 +95,8 @@ def lines_of(work: Callable[[], Any]) -> dict[Line, int]:
     with Tracer() as tracer:
         work()
     return tracer.reached
+
+
+def ends_here(line: Line) -> bool:
+    """Whether a later visit is the end of a ``with``: to raise there would leave out its end, which no error and no signal does."""
+    return linecache.getline(str(SOURCE / line[0]), line[1]).lstrip().startswith("with ")
