@@ -468,7 +468,8 @@ def test_units_that_the_loss_reads_by_a_part_of_the_model_are_refused() -> None:
 
 def test_a_loss_that_fails_on_few_samples_leaves_nothing_in_memory() -> None:
     """The look at a few samples ends early; its graph must not wait for a backward pass that never comes."""
-    model, x = nn.Sequential(nn.Linear(4, 17), nn.Tanh(), nn.Linear(17, 1)).double(), data()
+    layers = nn.Linear(4, 17), nn.ReLU(), nn.Linear(17, 17), nn.ReLU(), nn.Linear(17, 1)
+    model, x = nn.Sequential(*layers).double(), data(64)
     sites = find_sites(model, x[:2], grow="units")
 
     def loss(out: Tensor, target: Tensor) -> Tensor:
