@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -90,6 +92,76 @@ def assert_same(one: Any, other: Any) -> None:
     assert list(one) == list(other)
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+
+
+def test_a_trigger_that_watches_a_metric_needs_its_name_from_the_start() -> None:
+    with pytest.raises(
+        ValueError, match=r"^monitor must be .* \(for example 'eval_loss'\) with trigger=\(Pays\(2\) \| Diminish"
+    ):
+        GrowthCallback(triggers.Pays() | triggers.Diminishing(), grow="units", tau=0)
+
+
+# --- averages ---
+
+
+class Averaging(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """As people write it: made when the training begins, updated after every step."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.steps = kind, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.kind == "copy":
+            self.average: Any = copy.deepcopy(model)
+        elif self.kind == "tensors":
+            self.average = [parameter.detach().clone() for parameter in model.parameters()]
+        elif not hasattr(self, "average"):
+            self.average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.steps += 1
+        if self.kind == "copy":
+            for mean, parameter in zip(self.average.parameters(), model.parameters(), strict=True):
+                mean.data.lerp_(parameter.data, 0.5)
+        else:
+            self.average.update_parameters(model)
+
+
+@pytest.mark.parametrize("what", ["layers", "units"])
+@pytest.mark.parametrize("kind", ["kept", "copy", "given"])
+def test_averages_follow(kind: str, what: str, tmp_path: Path) -> None:
+    model, averaging = make_model(**EXACT).double(), Averaging(kind)
+    given: dict[str, Any] = {}
+    if kind == "given":
+        given["averaged"] = averaging.average = AveragedModel(model.transformer, avg_fn=get_ema_avg_fn(0.5))
+        averaging.on_step_end = lambda *args, model, **_: averaging.average.update_parameters(model.transformer)  # type: ignore[method-assign]
+    trainer = make(tmp_path, grow(1, 2, grow=what, **given), model=model, num_train_epochs=3, save_strategy="epoch")
+    trainer.add_callback(averaging)
+    trainer.train()
+    source, mean = (model.transformer, averaging.average.module) if given else (model, averaging.average)
+    mean = getattr(mean, "module", mean)
+    assert [(n, p.shape) for n, p in mean.named_parameters()] == [(n, p.shape) for n, p in source.named_parameters()]
+    # After many steps at a rate that ends at zero the mean is where the model is, entry by entry.
+    for name, parameter in mean.named_parameters():
+        assert (parameter - source.get_parameter(name)).abs().max() < 0.02, name
+    # A resumed training grows the small model and its average alike, before the weights are loaded.
+    model, averaging = make_model(**EXACT).double(), Averaging("kept")
+    averaging.average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
+    trainer = make(tmp_path, grow(1, 2, grow=what), model=model, num_train_epochs=3)
+    trainer.add_callback(averaging)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert [n for n, _ in averaging.average.module.named_parameters()] == [n for n, _ in model.named_parameters()]
+
+
+def test_an_average_that_cannot_follow_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    averaging = Averaging("tensors")
+    trainer = make(tmp_path, grow(1))
+    trainer.add_callback(averaging)
+    with pytest.raises(
+        UnsupportedModel, match=r"^Averaging\.average keeps the values of .*torch\.optim\.swa_utils\.AveragedModel"
+    ):
+        trainer.train()
+    assert averaging.steps == 0
 
 
 # --- the loss is the Trainer's own ---

@@ -224,6 +224,20 @@ def test_metrics_reach_the_logger_and_the_monitored_one_the_trigger(tmp_path: Pa
         fit(tmp_path, 2, GrowthCallback(plateau, monitor="absent"))
 
 
+def test_a_trigger_that_watches_a_metric_needs_its_name_from_the_start() -> None:
+    for trigger in (
+        triggers.Plateau(),
+        triggers.Pays() | triggers.Diminishing(),
+        triggers.Every(2) & triggers.Plateau(),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^monitor must be the name of a metric \(for example 'val_loss'\) with trigger="
+        ):
+            GrowthCallback(trigger, grow="units", tau=0)
+        GrowthCallback(trigger, monitor="val_loss")
+    GrowthCallback(triggers.Pays() & triggers.AtMost(2))
+
+
 def test_a_look_leaves_the_random_numbers_of_the_training_alone(tmp_path: Path) -> None:
     """Shuffled data and dropout: a training with looks that insert nothing is the training without them, to the bit."""
 

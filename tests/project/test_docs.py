@@ -8,11 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import programs
+from sensli import Grower, triggers
+from sensli.growing.logs import tell
+from sensli.surgery.history.record import Look
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -48,6 +53,34 @@ def test_code_prints_what_the_page_says(
             assert NUMBER.sub("#", printed) == NUMBER.sub("#", output)
             found, promised = (list(map(float, NUMBER.findall(text))) for text in (printed, output))
             assert found == pytest.approx(promised, rel=0.1)
+
+
+def test_what_the_loggers_of_others_get_is_the_size_after_the_growth() -> None:
+    """The lines for W&B and MLflow and the writer of TensorBoard, with two neighbouring widths at once."""
+    lines = re.findall(r"^best = (lambda look: .+)$", (DOCS / "tasks" / "advice.md").read_text(), re.M)
+    assert len(lines) == 2
+    told: list[list[float]] = []
+
+    class Writer:
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            if tag == "sensli/parameters":
+                told.append([scalar_value])
+
+        def add_text(self, tag: str, text_string: str, global_step: int) -> None: ...
+
+    def log(look: Look) -> None:
+        tell(Writer(), look)
+        numbers = [eval(line)(look) for line in lines]
+        told[-1] += [each[name] for each in numbers for name in each if name.endswith("parameters")]
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    x, y = torch.randn(64, 4), torch.arange(64) % 2
+    settings: dict[str, Any] = {"grow": "units", "tau": 0.0, "count": 2, "trigger": triggers.Every(1), "log": log}
+    grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x[:2], **settings)
+    for _ in range(2):
+        grower.step([(x, y)], nn.functional.cross_entropy)
+        assert told[-1] == [sum(parameter.numel() for parameter in model.parameters())] * 3
+    assert len(grower.history) == 4
 
 
 def test_every_method_and_task_has_code_that_runs() -> None:

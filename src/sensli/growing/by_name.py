@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from sensli.errors import CheckpointError
 from sensli.growing.restoring import loading
 from sensli.modules.engines.fsdp import distributed_like
+from sensli.modules.wrappers import own_parameters
 from sensli.surgery.history.growth import Growth, names_of_today
 from sensli.surgery.state.optim import as_list, as_optimizers, states_of, unwrapped
 from sensli.surgery.state.own_rate import keep_groups
@@ -61,7 +62,8 @@ def follow_groups(
     A factory that makes a group for each parameter or layer makes some for new ones too, which had joined their neighbours' groups:
     these go. Layers with a separate rate (`own_rate`) get theirs.
     """
-    new = set(names_of_today(history))
+    trains = {id(p) for p in own_parameters(network)}  # averages in the model have new layers too, by other names
+    new = {*names_of_today(history), *(name for name, p in network.named_parameters() if id(p) not in trains)}
     own = {place for growth in history if growth.own_rate is not None for place in growth.own_rate.groups}
     for number, (each, saved) in enumerate(zip(as_optimizers(optimizer), names, strict=False)):
         _drop_new(each, scheduler, [set(its) for i, its in enumerate(saved) if (number, i) not in own], new, network)
@@ -105,7 +107,9 @@ def arrange(optimizer: Optimizer, names: Sequence[Sequence[str]], network: nn.Mo
     wanted = {name for group in names for name in group}
     unknown = sorted(wanted - parameters.keys())
     missing = sorted(name for name in wanted & parameters.keys() if id(parameters[name]) not in held)
-    new = sorted(name for name, p in parameters.items() if id(p) in held and name not in wanted)
+    # What is new in an average inside the model: an optimizer over all parameters is made with it, one that follows has not got it.
+    own = {id(p) for p in own_parameters(network)}
+    new = sorted(name for name, p in parameters.items() if id(p) in held & own and name not in wanted)
     for what, which in (
         ("is not in the model", unknown),
         ("is not in the new optimizer", missing),

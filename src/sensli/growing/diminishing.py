@@ -38,6 +38,10 @@ class Diminishing(Trigger):
         self._waited = 0  # calls since the last look
         self._declined = 0  # times in a row that the model without a growth has won
 
+    @property
+    def needs_metric(self) -> bool:
+        return True
+
     def fires(self, moment: Moment) -> bool:
         if moment.metric is None:
             raise ValueError("Diminishing needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")

@@ -14,12 +14,13 @@ from sensli.merits.merits import Merit
 from sensli.modules.engines.all_or_nothing import AllOrNothing, Kept
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
-from sensli.surgery.averaging import Averaged, check_alike, follow, networks
+from sensli.surgery.averaging import Averaged, check_alike, follow, kept_of
 from sensli.surgery.dead import renew
+from sensli.surgery.handmade import Copies
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
 from sensli.surgery.insertion import grow
-from sensli.surgery.state.optim import Optimizers, as_list, as_optimizers
+from sensli.surgery.state.optim import Optimizers, as_optimizers
 from sensli.surgery.state.rates import Schedulers, as_schedulers
 
 
@@ -30,11 +31,13 @@ class Followers:
     optimizer: Optimizers
     scheduler: Schedulers
     averaged: Averaged
+    copies: Copies | None = None  # that the model had when the Grower was made
 
     def check(self, model: nn.Module, options: Options) -> None:
         """Refuse those that could never follow a growth with these options, before any training."""
         options.check_followers(bare(model), self.optimizer, self.scheduler)
         check_alike(model, self.averaged)
+        self.copies = Copies(model)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -54,6 +57,8 @@ class Followers:
     ) -> Growth:
         """Insert the layer, and let everything follow. What concerns the rest of the model is done once per look, with the ``first``."""
         check_alike(model, self.averaged)
+        if self.copies is not None and not history:
+            self.copies.check(self.optimizers)
         with AllOrNothing() as change:
             self.keep(change, model, history)
             growth = grow(
@@ -78,5 +83,4 @@ class Followers:
 
     def keep(self, change: AllOrNothing, model: nn.Module, history: History) -> Kept:
         """Let a change keep the model, all that follows it, and the history."""
-        averages = (*as_list(self.averaged), *networks(self.averaged))
-        return change.keep(model, *self.optimizers, *as_schedulers(self.scheduler), *averages, history)
+        return change.keep(model, *self.optimizers, *as_schedulers(self.scheduler), *kept_of(self.averaged), history)

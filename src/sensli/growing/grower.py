@@ -31,7 +31,7 @@ from sensli.modules.autocast import without_inference_mode
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import is_sharded
-from sensli.modules.wrappers import bare
+from sensli.modules.wrappers import bare, own_parameters
 from sensli.moves.choosing import Where, check_where
 from sensli.moves.sites import Sites
 from sensli.surgery.averaging import Averaged
@@ -101,7 +101,8 @@ class Grower:
             or of an output that does not depend on the input), a change of the new weights by 1 must lower it, to first order, by
             this share of the largest. 0 turns it off (default: 1e-7).
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
-        averaged: A `torch.optim.swa_utils.AveragedModel` of the model, or several, that grow with it.
+        averaged: A `torch.optim.swa_utils.AveragedModel` of the model or of a part of it, or several, that grow with it. Those that the
+            model holds itself need not be given.
         seed: The random seed of ``select="random"`` (default: 0).
         log: Receives every decision, including those not to insert: a function of a `Look` (``print`` gives one line each), a
             TensorBoard writer, or a list of these.
@@ -165,7 +166,7 @@ class Grower:
 
     def __repr__(self) -> str:
         network, grown = bare(self.model), len(self.history)
-        size = short_number(sum(parameter.numel() for parameter in network.parameters()))
+        size = short_number(sum(parameter.numel() for parameter in own_parameters(network)))
         return (
             f"Grower({type(network).__name__} with {size} parameters, trigger={self.options.trigger!r}, "
             f"{grown} {'growth' if grown == 1 else 'growths'} in {self.calls} {'call' if self.calls == 1 else 'calls'})"

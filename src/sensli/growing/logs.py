@@ -55,9 +55,8 @@ def _write(writer: ScalarWriter, look: Look) -> None:
         writer.add_scalar(f"sensli/merit/{merit.site}", merit.value, look.call)
     if look.merits and look.merits[0].ratio is not None:
         writer.add_scalar("sensli/best ratio", look.merits[0].ratio, look.call)
-    if look.parameters is not None:
-        added = sum(look.merits[index].parameters for index in look.chosen)
-        writer.add_scalar("sensli/parameters", look.parameters + added, look.call)
+    if look.parameters_after is not None:
+        writer.add_scalar("sensli/parameters", look.parameters_after, look.call)
     if look.tried is not None:
         writer.add_scalar("sensli/trial FLOPs", look.tried.flops, look.call)
         writer.add_scalar("sensli/lost FLOPs", look.tried.lost, look.call)

@@ -9,6 +9,7 @@ from torch import nn
 
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.flops import count_flops
+from sensli.modules.wrappers import own_modules, own_parameters
 
 
 class Sizes(Mapping[str, int]):
@@ -18,9 +19,9 @@ class Sizes(Mapping[str, int]):
         self._model = model
         self._known: dict[str, int] = {}
         self._rules: dict[str, Callable[[], int]] = {
-            "parameters": lambda: sum(p.numel() for p in model.parameters()),
+            "parameters": lambda: sum(p.numel() for p in own_parameters(model)),
             "flops": lambda: int(count_flops(model, example)),
-            "depth": lambda: sum(any(p.ndim >= 2 for p in m.parameters(recurse=False)) for m in model.modules()),
+            "depth": lambda: sum(any(p.ndim >= 2 for p in m.parameters(recurse=False)) for _, m in own_modules(model)),
         }
 
     def __getitem__(self, name: str) -> int:

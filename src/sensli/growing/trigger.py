@@ -39,6 +39,11 @@ class Trigger:
     Combine triggers with ``&`` and ``|``. To write one, define `fires`, and `state_dict` and `load_state_dict` if it has a state.
     """
 
+    @property
+    def needs_metric(self) -> bool:
+        """Whether every call must bring a metric. Callbacks refuse such a trigger without ``monitor=``."""
+        return False
+
     def fires(self, moment: Moment) -> bool:
         """Whether to look on this call. Asked exactly once per call.
 
@@ -131,6 +136,10 @@ class _Pair(Trigger):
     def made_for(self, *, grow: str, shares: bool) -> None:
         self.left.made_for(grow=grow, shares=shares)
         self.right.made_for(grow=grow, shares=shares)
+
+    @property
+    def needs_metric(self) -> bool:
+        return self.left.needs_metric or self.right.needs_metric
 
     def looked(self) -> None:
         self.left.looked()

@@ -73,6 +73,10 @@ class Plateau(Trigger):
         self.best: float | None = None
         self.waited = 0
 
+    @property
+    def needs_metric(self) -> bool:
+        return True
+
     def fires(self, moment: Moment) -> bool:
         if moment.metric is None:
             raise ValueError("Plateau needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")

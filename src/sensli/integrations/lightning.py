@@ -20,15 +20,24 @@ from sensli.integrations.looking import standing_in
 from sensli.modules import random_state
 from sensli.modules.marks import count_growths
 from sensli.modules.wrappers import bare
+from sensli.surgery.averaging import Averaged
 from sensli.surgery.history.history import History
 from sensli.surgery.rewinding import carried, rewind
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 
     from sensli.integrations import lightning_trial
 except ImportError as error:
     raise missing("lightning", error) from error
+
+
+_WEIGHTS_ONLY = "sensli"  # where a checkpoint without the states of callbacks (save_weights_only) has the growths
+_CURE = (
+    "Average by EMAWeightAveraging or WeightAveraging of Lightning, or keep a torch.optim.swa_utils.AveragedModel of the module or of a "
+    "part of it."
+)
 
 
 def grow_like(module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -44,9 +53,13 @@ def grow_like(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     Raises:
         HistoryError: If the growths do not fit the module. Nothing was changed.
     """
-    for state in checkpoint.get("callbacks", {}).values():
+    _grow_like(module, checkpoint)
+
+
+def _grow_like(module: LightningModule, checkpoint: dict[str, Any], averaged: Averaged = None) -> None:
+    for state in (*checkpoint.get("callbacks", {}).values(), checkpoint.get(_WEIGHTS_ONLY)):
         if isinstance(state, dict) and isinstance(state.get("grower"), dict):
-            rewind(module, carried(module), _history_of(state))
+            rewind(module, carried(module), _history_of(state), averaged=averaged)
             return
 
 
@@ -60,6 +73,9 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
     that step with it. The winner's steps have trained the module, but ``trainer.global_step`` counts those of the Trainer's loop alone.
     Callbacks and the module's hooks are not called for them, and nothing is logged.
 
+    Averages follow: those of ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging``, and each `AveragedModel` that
+    the module or a callback keeps. What a callback keeps in a way that cannot follow is refused before the first step.
+
     Args:
         trigger: When to look, one of `sensli.triggers`.
         monitor: The name of the logged metric that `triggers.Plateau` watches and the animation shows.
@@ -71,6 +87,8 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
     def _prepare(self) -> None:
         self._example: Any = None  # the first batch
         self._random: dict[str, Any] | None = None  # the random states in a checkpoint, until the training begins
+        self._schedulers: list[Any] = []  # the Grower has this list itself: a callback may exchange a scheduler
+        self._batches_seen = 0  # of a fit, before and after its first step
 
     @property
     def history(self) -> History:
@@ -98,19 +116,40 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
                 "this strategy (ddp_spawn, ddp_fork, ddp_notebook) returns the trained weights to the module of the main process, which "
                 "has not grown. Use strategy='ddp' in a script."
             )
+        if any(isinstance(each, ModelPruning) for each in _callbacks(trainer)):
+            raise UnsupportedModel(
+                "ModelPruning keeps masks and a list of the layers that it prunes, and neither follows a growth. Prune the module when "
+                "it has grown, in a fit without GrowthCallback."
+            )
+        if stage == "fit":
+            self._batches_seen = 0
+            self._forget_averages()
         if stage == "fit" and self.grower is not None:
             # Of an earlier fit: this one has its own optimizers, and another module has no growths yet.
             state, self.grower = self.state_dict(), None
             self._loaded = state if len(_history_of(state)) == count_growths(pl_module) else None
-        given = getattr(pl_module.on_load_checkpoint, "given", pl_module.on_load_checkpoint)
+        self._wrap(trainer, pl_module)
+
+    def _wrap(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hooks of the module that do what a callback's cannot: before the weights are loaded, and in checkpoints of weights alone."""
+        load, save = (
+            getattr(hook, "given", hook)  # set up again by every stage, and once is enough
+            for hook in (pl_module.on_load_checkpoint, pl_module.on_save_checkpoint)
+        )
 
         def grow_first(checkpoint: dict[str, Any]) -> None:
-            # The callback's own hook comes after the weights; this one comes before them.
-            grow_like(pl_module, checkpoint)
-            given(checkpoint)
+            self._look_for_averages([*_callbacks(trainer), pl_module], pl_module, _CURE)
+            _grow_like(pl_module, checkpoint, self._averages)
+            load(checkpoint)
 
-        grow_first.given = given  # type: ignore[attr-defined]  # set up again by every stage, and once is enough
+        def save_growths(checkpoint: dict[str, Any]) -> None:
+            if "callbacks" not in checkpoint and self.history:
+                checkpoint[_WEIGHTS_ONLY] = {"grower": {"history": self.history.to_dict()}}
+            save(checkpoint)
+
+        grow_first.given, save_growths.given = load, save  # type: ignore[attr-defined]
         pl_module.on_load_checkpoint = grow_first  # type: ignore[method-assign, unused-ignore]
+        pl_module.on_save_checkpoint = save_growths  # type: ignore[method-assign, unused-ignore]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.options.trial is not None:
@@ -118,8 +157,13 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         state = self._resumed
         if state is not None:
             # Before Lightning loads the optimizers' states by index: theirs is the order in which they followed the growth.
-            schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
-            follow_groups(_history_of(state), trainer.optimizers, schedulers, state["names"], pl_module)
+            finetunings = list(_finetuning(trainer))
+            for finetuning in finetunings:
+                finetuning.on_fit_start(trainer, pl_module)  # once, whichever comes first: it restores groups it added
+            saved, found = sum(map(len, state["names"])), sum(len(each.param_groups) for each in trainer.optimizers)
+            if not finetunings or found < saved:
+                schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+                follow_groups(_history_of(state), trainer.optimizers, schedulers, state["names"], pl_module)
             for optimizer, names in zip(trainer.optimizers, state["names"], strict=True):
                 arrange(optimizer, names, pl_module)
             freeze(pl_module, state.get("frozen", ()))
@@ -140,10 +184,17 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._example is None:
             self._example = batch
+        if self._batches_seen < 2:
+            self._batches_seen += 1
+            self._look_for_averages([*_callbacks(trainer), pl_module], pl_module, _CURE)
+            self._check_averages(pl_module, trainer.optimizers)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._example is None:
-            return  # an epoch without batches
+        if self._example is None or _is_over(trainer):
+            return  # an epoch without batches, or one of averaging alone
+        self._look_for_averages([*_callbacks(trainer), pl_module], pl_module, _CURE)
+        self._check_averages(pl_module, trainer.optimizers)
+        self._schedulers[:] = [config.scheduler for config in trainer.lr_scheduler_configs]
         grower = self._made(trainer, pl_module)
         metric = self._metric(trainer)
         batches = _batches(trainer, self._batches)
@@ -151,18 +202,21 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         # What training_step logs meanwhile goes nowhere.
         looking = standing_in(pl_module, _training_step, log=_nothing, log_dict=_nothing)
         with looking, trainer.precision_plugin.train_step_context():
+            before = len(grower.history)
             self._step(batches, _loss, metric)
             if self._metrics:
                 facts = self._facts.of(grower, (self._example, 0))
+        if len(grower.history) > before:
+            for finetuning in _finetuning(trainer):
+                _tell(finetuning, trainer.optimizers, pl_module)
         if facts:
             pl_module.log_dict(facts)
 
     def _made(self, trainer: Trainer, pl_module: LightningModule) -> Grower:
         if self.grower is None:
-            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             model: Any = trainer.strategy.model  # the wrapper, where there is one
             trial = self.options.trial and lightning_trial.made(self.options.trial, trainer, pl_module)
-            self.grower = self._make_grower(model, trainer.optimizers, schedulers, (self._example, 0), trial)
+            self.grower = self._make_grower(model, trainer.optimizers, self._schedulers, (self._example, 0), trial)
             if self._resumed is not None:
                 self.grower.load_state_dict(self._resumed["grower"])
         return self.grower
@@ -192,6 +246,28 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded, self.grower = state_dict, None
         self._random = state_dict.get("random")
+
+
+def _callbacks(trainer: Any) -> list[Any]:
+    return list(trainer.callbacks)
+
+
+def _is_over(trainer: Trainer) -> bool:
+    """Whether `StochasticWeightAveraging` has put the average into the module, and runs an epoch more for its batch norms."""
+    averaging = [each for each in _callbacks(trainer) if isinstance(each, StochasticWeightAveraging)]
+    return any(each._max_epochs != -1 and trainer.current_epoch > each.swa_end for each in averaging)
+
+
+def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
+    return [each for each in _callbacks(trainer) if isinstance(each, BaseFinetuning)]
+
+
+def _tell(finetuning: BaseFinetuning, optimizers: list[Any], module: LightningModule) -> None:
+    """Its record of the groups, by names, from which a resumed fit restores them: it notes new groups alone."""
+    names: dict[Any, Any] = {parameter: name for name, parameter in module.named_parameters()}
+    for index in finetuning._internal_optimizer_metadata:
+        groups = optimizers[index].param_groups
+        finetuning._internal_optimizer_metadata[index] = finetuning._apply_mapping_to_param_groups(groups, names)
 
 
 def _history_of(state: dict[str, Any]) -> History:

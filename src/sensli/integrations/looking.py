@@ -11,7 +11,7 @@ from torch import nn
 from sensli.growing.grower import Grower
 from sensli.merits.merits import Merits
 from sensli.modules.flops import count_flops
-from sensli.modules.wrappers import bare
+from sensli.modules.wrappers import bare, own_parameters
 from sensli.text.names import UNMEASURED
 
 
@@ -79,7 +79,7 @@ class Facts:
             self._flops = (grown, int(count_flops(network, example)))
         facts: dict[str, float | None] = {
             "growths": grower.history.additions,
-            "parameters": sum(parameter.numel() for parameter in network.parameters()),
+            "parameters": sum(parameter.numel() for parameter in own_parameters(network)),
             "flops": self._flops[1],
         }
         merits = grower.last_merits

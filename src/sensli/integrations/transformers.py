@@ -31,6 +31,9 @@ except ImportError as error:
     raise missing("transformers", error) from error
 
 
+_CURE = "Let the callback keep a torch.optim.swa_utils.AveragedModel of the model instead: it follows."
+
+
 class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Grows the Trainer's model at the end of epochs on which the trigger fires; every ``train()`` counts its epochs from 1.
 
@@ -42,6 +45,9 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
     optimizer, on batches of the next epoch. The winner's updates have trained the model, but ``global_step`` and the schedule count those
     of the Trainer's loop alone. Other callbacks are not called for them, and nothing is logged.
 
+    An `AveragedModel` in ``averaged=``, or one that another callback keeps, follows. What a callback keeps in a way that cannot follow
+    is refused before the first step.
+
     Args:
         trigger: When to look, one of `sensli.triggers`.
         monitor: The name of the logged number that `triggers.Plateau` watches and the animation shows: ``"eval_loss"``, ``"loss"``.
@@ -50,6 +56,8 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
     """
 
+    _metric_name = "eval_loss"
+
     def _prepare(self) -> None:
         self._fresh = self.options.trigger.state_dict()
         self.trainer: Trainer | None = None
@@ -57,6 +65,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         self._network: nn.Module | None = None  # whose growths the history tells of
         self._counted = -1  # the step at which an epoch was counted last
         self._waiting = False  # for the monitored number
+        self._steps_seen = 0  # of a training, before and after its first step
 
     @property
     def history(self) -> History:
@@ -114,6 +123,10 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         trainer = self._trainer
         self._check(trainer)  # once more: the arguments may have been changed since
         network = bare(trainer.model_wrapped)
+        self._steps_seen, self._copies = 0, None
+        if self._network is not network:
+            self._forget_averages()
+        self._look_for_averages(trainer.callback_handler.callbacks, network, _CURE)
         # Growths stay with their model; another model (model_init=) starts without any.
         self._history = History(self._history if self._network is network else ())
         self._network, self._counted, self._waiting, self._facts = network, -1, False, Facts()
@@ -135,6 +148,12 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._has_come(state)
+        if self._steps_seen < 2:
+            # Not only when the training begins: a callback after this one may make its average then.
+            self._steps_seen += 1
+            trainer = self._trainer
+            self._look_for_averages(trainer.callback_handler.callbacks, trainer.model_wrapped, _CURE)
+            self._check_averages(trainer.model_wrapped, as_optimizers(trainer.optimizer))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Here and not in on_epoch_end: a checkpoint of the last step is written in between, and must hold the growth.
@@ -171,6 +190,8 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         trainer, grower = self._trainer, self.grower
         assert grower is not None
         network, facts, trial = bare(grower.model), {}, grower.options.trial
+        self._look_for_averages(trainer.callback_handler.callbacks, network, _CURE)
+        self._check_averages(network, as_optimizers(trainer.optimizer))
         batches = hf_trainer.batches_of(trainer, loader, self._batches)
         looks = grower.history.record.looks
         known = len(looks)
@@ -282,10 +303,13 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         network = bare(trainer.model_wrapped)
         if self._network is not network:
             self._network, self._history = network, History()
+            self._forget_averages()
         wanted = History.from_dict(state["grower"]["history"]) if state is not None else History()
+        self._look_for_averages(trainer.callback_handler.callbacks, network, _CURE)
         rewind(
-            trainer.model_wrapped, self._history, wanted, optimizer=trainer.optimizer, scheduler=trainer.lr_scheduler
-        )
+            trainer.model_wrapped, self._history, wanted, optimizer=trainer.optimizer, scheduler=trainer.lr_scheduler,
+            averaged=self._averages,
+        )  # fmt: skip
 
 
 def _is_whole(epoch: float | None) -> bool:

@@ -18,7 +18,7 @@ from sensli.errors import MeasurementError
 from sensli.merits.caught import SiteCatch, WeightCatch
 from sensli.merits.whose import NOWHERE, Mark, Measured, Stepped, task
 from sensli.modules.running import tensors, widened
-from sensli.modules.wrappers import eager
+from sensli.modules.wrappers import eager, own_modules
 from sensli.moves.factors import Outer
 from sensli.moves.move import Gauge, always, as_it_is
 from sensli.moves.point import Point
@@ -252,7 +252,7 @@ def _overwritten(site: Site) -> MeasurementError:
 def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:
     """Weights that train: parameters with at least two dimensions; biases and scales are left out as in the merits."""
     seen: set[int] = set()  # a tied weight is one weight
-    for path, module in model.named_modules():
+    for path, module in own_modules(model):
         for name, parameter in module.named_parameters(path, recurse=False):
             if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in seen:
                 seen.add(id(parameter))

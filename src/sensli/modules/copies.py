@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ _TABLES = (OrderedDict, dict, set)
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def copied_model(model: nn.Module) -> nn.Module:
-    """A deep copy; tensors that a module has cached together with their graph, which torch refuses to copy, lose the graph."""
-    return copy.deepcopy(model, _prepared(model))
+def copied_model(model: nn.Module, instead: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+    """A deep copy; tensors that a module has cached together with their graph, which torch refuses to copy, lose the graph.
+
+    ``instead``: what the copy has in place of objects of the model, by their id.
+    """
+    return copy.deepcopy(model, {**_prepared(model), **instead})
 
 
 def made_general(module: nn.Module) -> Callable[[], None]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from sensli.modules.wrappers import own_modules
+
 NEW = "sensli_growth"  # on a module that was not there before: the number of its growth
 CHANGED = "sensli_changes"  # on a module that was: the numbers of the growths that changed it
 RECORDS = "sensli_records"  # on either: the records of these growths, by number
@@ -54,8 +56,8 @@ def new_in(module: nn.Module) -> int | None:
 
 
 def grown(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
-    """All growths of a model: the number, and the path and the module that bear it."""
-    for path, module in model.named_modules():
+    """All growths of a model: the number, and the path and the module that bear it. Averages in the model have the same once more."""
+    for path, module in own_modules(model):
         number = new_in(module)
         if number is not None:
             yield number, path, module

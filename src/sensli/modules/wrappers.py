@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -73,6 +73,34 @@ def any_is_a(modules: Iterable[nn.Module], name: str) -> bool:
 
 def _is_kind(kind: type, name: str) -> bool:
     return any(base.__name__ == name and base.__module__.startswith("torch.") for base in kind.__mro__)
+
+
+def is_average(module: object) -> bool:
+    """Whether this is an average of torch (`torch.optim.swa_utils.AveragedModel`)."""
+    return isinstance(module, nn.Module) and is_a(module, "AveragedModel")
+
+
+def averages_in(model: nn.Module) -> dict[str, nn.Module]:
+    """The averages of torch that a model holds itself, by path."""
+    if not any_is_a(model.modules(), "AveragedModel"):
+        return {}
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if path and is_average(module) and not any(path.startswith(f"{outer}.") for outer in found):
+            found[path] = module
+    return found
+
+
+def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their paths, without averages of them that the model holds: these follow, and do not train."""
+    inside = {id(module) for average in averages_in(model).values() for module in average.modules()}
+    return ((path, module) for path, module in model.named_modules() if id(module) not in inside)
+
+
+def own_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """All parameters, without those of averages that the model holds."""
+    inside = {id(p) for average in averages_in(model).values() for p in average.parameters()}
+    return (parameter for parameter in model.parameters() if id(parameter) not in inside)
 
 
 def eager() -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from sensli.modules import checks
 from sensli.modules.autocast import without_autocast
 from sensli.modules.precision import tf32_note_of
 from sensli.modules.running import device_of, to_device
-from sensli.modules.wrappers import bare
+from sensli.modules.wrappers import averages_in, bare
 from sensli.moves.choosing import Where, check_where, chosen
 from sensli.moves.kinds import asked_for
 from sensli.moves.naming import remember
@@ -103,9 +103,24 @@ def find_sites(
     check_values(checks.example("example", example))
     with torch.inference_mode(False):
         found, skipped, notes = _search(model, example, Request(layer, kernel_size, init, grow, units, start))
+    found, skipped = _outside_of_averages(model, found, skipped)
     sites = [replace(site, _root=Ref.to("", model)) for site in found]
     remember(model, sites)
     return Sites(chosen(sites, where), skipped, notes=notes, model_name=type(model).__name__)
+
+
+def _outside_of_averages(
+    model: nn.Module, sites: list[Site], skipped: list[Skipped]
+) -> tuple[list[Site], list[Skipped]]:
+    """The sites that are no part of an average in the model: it follows the model, and does not train."""
+    for path in averages_in(model):
+        edits = [site.move.plan(model, site) for site in sites]
+        names = [[edit.name, *(each.name for each in edit.resized)] for edit in edits]
+        kept = [not any(name.startswith(f"{path}.") for name in its) for its in names]
+        sites = [site for site, stays in zip(sites, kept, strict=True) if stays]
+        skipped = [each for each in skipped if not f"{each.path}.".startswith(f"{path}.")]
+        skipped.append(Skipped(path, "is an average, which grows with what it averages and does not train"))
+    return sites, skipped
 
 
 def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped], list[str]]:

@@ -1,64 +1,256 @@
-"""Averages of a model (`torch.optim.swa_utils.AveragedModel`) grow with it.
+"""Averages of a model or of a part of it (`torch.optim.swa_utils.AveragedModel`) grow with it.
 
 An average pairs its parameters with the model's one by one. If it does not follow, its next update fails, or pairs the wrong ones where
-shapes agree. A new layer is an identity in the average too, and nothing reads new units, so the averaged function does not change either;
-unless units that are dead in the model are still alive in the average.
+shapes agree. What is new begins in the average with the model's values, from which it is averaged. A new layer is an identity in the
+average too, and nothing reads new units, so the averaged function does not change either; unless units that are dead in the model are
+still alive in the average.
+
+`check_alike` plans: it refuses what could not follow and remembers what each is an average of. `follow` makes the growth in all of them,
+`unfollow` takes it back with an `undo`. Both belong inside of an `AllOrNothing` that keeps what `kept_of` names.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sensli.errors import UnsupportedModel
-from sensli.modules.engines.fsdp import sharded_like, whole
-from sensli.modules.wrappers import bare
+from sensli.modules.chain import Chain
+from sensli.modules.copies import copied_model
+from sensli.modules.engines.distributed import Together
+from sensli.modules.engines.fsdp import is_sharded, sharded_like, whole
+from sensli.modules.marks import grown
+from sensli.modules.wrappers import averages_in, bare, own_modules
 from sensli.moves.copying import is_own
+from sensli.moves.point import Ref
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.replaying import repeat
+from sensli.surgery.undoing import undo
 
 Averaged: TypeAlias = nn.Module | Sequence[nn.Module] | None
 
-
-def follow(averaged: Averaged, growth: Growth, model: nn.Module) -> None:
-    """Make the growth of the model in each average, at the same place; new units begin as the model's."""
-    for network in networks(averaged):
-        again = repeat(network, growth)
-        if again.resized:
-            _take_units(network, again, bare(model))
+# What an averaged network is an average of, by the module itself: values differ later, and a growth may change its path.
+_SOURCES: weakref.WeakKeyDictionary[nn.Module, Ref] = weakref.WeakKeyDictionary()
 
 
 def check_alike(model: nn.Module, averaged: Averaged) -> None:
-    """Refuse an average that is not one of this model, before anything changes."""
-    expected = [(name, p.shape) for name, p in bare(model).named_parameters()]
-    for network in networks(averaged):
-        if [(name, p.shape) for name, p in network.named_parameters()] != expected:
-            raise UnsupportedModel(
-                f"averaged= holds a {type(network).__name__} whose parameters are not those of the model, so it cannot grow with it. Make "
-                "the average of the model as it is now (after replay or load_checkpoint, not before)."
-            )
+    """Refuse an average that is not one of this model or of a part of it, before anything changes; those in the model count too."""
+    own = bare(model)
+    inside = averages_in(own)
+    for average in as_list(averaged):
+        if not any(average is each for each in inside.values()):
+            _remember(own, average, "averaged= holds")
+    for path, average in inside.items():
+        _remember(own, average, f"'{path}' of the model holds")
 
 
-def _take_units(network: nn.Module, growth: Growth, model: nn.Module) -> None:
-    """Give the new entries of an average the values that they have in the model: it is from there that they are averaged.
+def follow(averaged: Averaged, growth: Growth, model: nn.Module) -> None:
+    """Make the growth of the model in each average, at the same place; what is new begins as the model's."""
+    own, averages, taking = bare(model), as_list(averaged), list[Any]()
+    with Together(own if averages and is_sharded(own) else None, "let the averages follow") as together:
+        for average in averages:
+            if not _has_made(average, growth, own):  # one that the model holds has grown with it
+                taking.append(_grow(average, growth, own))
+        together.agree()  # before parameters are put together for their values, for which all ranks are needed
+    for target, again, trains in taking:
+        _take_values(target, again, own, trains)
 
-    Copies are of units as they are in the average.
-    """
-    path, module = growth.site.find(network)
-    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    edit = growth.site.move.made(network, growth.site, module, path)
+
+def unfollow(averaged: Averaged, growth: Growth, model: nn.Module | None = None) -> None:
+    """Take the last growth back in each average that has made it. The model, needed for averages of its parts, still has it."""
+    own = None if model is None else bare(model)
+    for average in as_list(averaged):
+        if _has_made(average, growth, own):
+            network = network_of(average)
+            source = _source(own, network)
+            target = network if source is None or source[1] is own else _around(own, source[1], network)
+            undo(target, growth)
+            if not any(module is network for module in target.modules()):
+                _become(average, _anchor(network), source)
+
+
+def as_list(averaged: Averaged) -> list[nn.Module]:
+    """The averages; what is none is refused."""
+    several = isinstance(averaged, Sequence) and not isinstance(averaged, str)
+    given: Any = averaged if several else [] if averaged is None else [averaged]
+    for each in given:
+        network_of(each)
+    return list(given)
+
+
+def kept_of(averaged: Averaged) -> list[nn.Module]:
+    """What a change keeps of averages: themselves, and the networks that a wrapper may hide."""
+    averages = as_list(averaged)
+    return [*averages, *map(network_of, averages)]
+
+
+def network_of(average: Any) -> nn.Module:
+    """The averaged network itself: that of torch's and of other libraries' averages is called ``module``."""
+    inner = getattr(average, "module", None)
+    return bare(inner if isinstance(inner, nn.Module) else average, "averaged")
+
+
+def _form(network: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, parameter.shape) for name, parameter in network.named_parameters()]
+
+
+def _remember(own: nn.Module, average: nn.Module, holds: str) -> None:
+    """Find out what this is an average of."""
+    network = network_of(average)
+    named = type(network).__name__
+    if any(network is module for _, module in own_modules(own)):
+        raise UnsupportedModel(
+            f"{holds} a {named} that is a part of the model itself. Make it an average of that part: "
+            "torch.optim.swa_utils.AveragedModel(part)."
+        )
+    known = _source(own, network)
+    found = [known] if known is not None and _form(known[1]) == _form(network) else averaged_parts(own, network)
+    if not found:
+        raise UnsupportedModel(
+            f"{holds} a {named} whose parameters are not those of the model, a {type(own).__name__}, or of a part of it, so it cannot grow "
+            "with it. Make the average of the model as it is now (after replay or load_checkpoint, not before)."
+        )
+    if len(found) > 1:
+        raise UnsupportedModel(
+            f"{holds} a {named} that may be an average of '{found[0][0]}' or of '{found[1][0]}'. Make the Grower as long as the average "
+            "still has the values of the one, or average the whole model."
+        )
+    path, module = found[0]
+    if module is not own and network is average:
+        raise UnsupportedModel(
+            f"{holds} a copy of '{path}', to which a growth may give another module. Make it an average of torch: "
+            "torch.optim.swa_utils.AveragedModel(part)."
+        )
+    if module is not own and is_sharded(own):
+        raise UnsupportedModel(
+            f"{holds} an average of '{path}', and the model is sharded by fully_shard: its parts cannot be copied. Average the whole model."
+        )
+    _SOURCES[network] = Ref.to(path, module)
+
+
+def averaged_parts(own: nn.Module, network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What a network may be an average of: the model, or its parts of the same class; if several, those with the same values."""
+    form = _form(network)
+    if not form:
+        return []
+    if _form(own) == form:
+        return [("", own)]
+    found = [
+        (path, module)
+        for path, module in own_modules(own)
+        if type(module) is type(network) and module is not network and _form(module) == form
+    ]
+    return [each for each in found if same_values(each[1], network)] or found if len(found) > 1 else found
+
+
+def same_values(one: nn.Module, other: nn.Module) -> bool:
+    """Whether parameters of the same shapes have the same values."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a.detach(), b.detach().to(a)) for a, b in pairs)
+
+
+def _source(own: nn.Module | None, network: nn.Module) -> tuple[str, nn.Module] | None:
+    """What a network is known to be an average of, in this model: with the layers that stand around it since."""
+    if own is None:
+        return None
+    known = _SOURCES.get(network)
+    found = None if known is None else known.find(own)
+    if found is None:
+        parts = averaged_parts(own, network)  # in a copy of the model, say
+        if len(parts) == 1:
+            _SOURCES[network] = Ref.to(*parts[0])
+        return parts[0] if len(parts) == 1 else None
+    path, module = found
+    while path.endswith("anchor") and isinstance(own.get_submodule(path.rpartition(".")[0]), Chain):
+        path = path.rpartition(".")[0]
+        module = own.get_submodule(path)
+    return path, module
+
+
+def _has_made(average: nn.Module, growth: Growth, own: nn.Module | None) -> bool:
+    network = network_of(average)
+    source, path, name = _source(own, network), "", growth.name
+    if source is not None and source[1] is not own:
+        path = f"{source[0]}."
+        if _form(network) != _form(source[1]):
+            return False
+        if not name.startswith(path):
+            return True  # elsewhere: there is no more to make
+    numbers = {name for number, name, _ in grown(network) if number == growth.number}
+    return name.removeprefix(path) in numbers
+
+
+def _grow(average: nn.Module, growth: Growth, own: nn.Module) -> tuple[nn.Module, Growth, bool]:
+    """The same growth once more in one average. What it grew in, and what `_take_values` needs."""
+    network = network_of(average)
+    trains = any(parameter.requires_grad for parameter in network.parameters())
+    source, target = _source(own, network), network
+    if source is not None and source[1] is not own:
+        # The model as it was before, with the average in the place of its source: what else grew with it grows in a copy.
+        before = copied_model(own, _without_averages(own))
+        part = before.get_submodule(_SOURCES[network].find(own)[0])  # type: ignore[index]
+        undo(before, growth)
+        target = _around(before, part, network)
+    again = repeat(target, growth)
+    if source is not None and source[1] is not own:
+        _become(average, target.get_submodule(source[0]), source)
+    return target, again, trains
+
+
+def _become(average: Any, network: nn.Module, source: tuple[str, nn.Module] | None) -> None:
+    """The averaged network is another one from now on, if a layer went around it or was taken away."""
+    if source is None or network_of(average) is network:
+        return
+    path, module = source
+    average.module = network
+    _SOURCES[network] = Ref.to(path, module if isinstance(network, Chain) else _anchor(module))
+
+
+def _anchor(chain: nn.Module) -> nn.Module:
+    return chain.get_submodule("anchor")
+
+
+def _without_averages(own: nn.Module) -> dict[int, Any]:
+    return {id(average): nn.Identity() for average in averages_in(own).values()}
+
+
+def _around(model: nn.Module | None, part: nn.Module, network: nn.Module) -> nn.Module:
+    """A copy of the model with an average in the place of the part that it averages."""
+    assert model is not None
+    instead = _without_averages(model)
+    for mine, its in (
+        (part.named_modules(remove_duplicate=False), network.named_modules(remove_duplicate=False)),
+        (part.named_parameters(remove_duplicate=False), network.named_parameters(remove_duplicate=False)),
+        (part.named_buffers(remove_duplicate=False), network.named_buffers(remove_duplicate=False)),
+    ):
+        there: dict[str, Any] = dict(its)
+        instead.update({id(value): there[name] for name, value in mine if name in there})
+    return copied_model(model, instead)
+
+
+def _take_values(target: nn.Module, growth: Growth, model: nn.Module, trains: bool) -> None:
+    """Give what is new in an average the values that it has in the model. Copies are of what is there in the average."""
+    edit = growth.site.move.made(target, growth.site, target.get_submodule(growth.name), growth.name)
     with torch.no_grad():
+        if not edit.copies:
+            _copy(target.get_submodule(growth.name), model.get_submodule(growth.name), growth)
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for each in edit.resized:
             old, value = whole(each.tensor), whole(values[each.name])
             each.tensor.copy_(sharded_like(torch.where(is_own(each), old, value.to(old)), each.tensor))
+    for name in growth.parameters:
+        target.get_parameter(name).requires_grad_(trains)
     edit.settled()
 
 
-def networks(averaged: Averaged) -> list[nn.Module]:
-    """The averaged networks themselves; what is none is refused."""
-    several = isinstance(averaged, Sequence) and not isinstance(averaged, str)
-    given: Any = averaged if several else [] if averaged is None else [averaged]
-    return [bare(getattr(each, "module", each), "averaged") for each in given]
+def _copy(new: nn.Module, values: nn.Module, growth: Growth) -> None:
+    """The values of a module that the growth has made."""
+    if not growth.parameters:
+        return
+    theirs: dict[str, Tensor] = {**dict(values.named_parameters()), **dict(values.named_buffers())}
+    for name, tensor in (*new.named_parameters(), *new.named_buffers()):
+        tensor.copy_(sharded_like(whole(theirs[name]).to(tensor.device, tensor.dtype), tensor))

@@ -19,7 +19,7 @@ from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.engines.fsdp import whole
 from sensli.modules.marks import grown, mark, tell, told
-from sensli.modules.wrappers import bare
+from sensli.modules.wrappers import averages_in, bare, own_parameters
 from sensli.moves.move import Edit
 from sensli.moves.naming import named
 from sensli.moves.sites import Site
@@ -151,6 +151,9 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options, c
     """Plan and check everything, then make the change, then let everybody follow."""
     site = made_for(together, model, site, None if options.check is None else given_of(options.check))
     edit = site.move.plan(model, site)
+    from sensli.surgery import averaging  # here, because an average grows by this function too
+
+    averaging.check_alike(model, None)
     # Before a copy of a sharded block is made, for which all ranks are needed.
     together.agree_on({"the place": edit.name}, last=False)
     edit.build()
@@ -186,6 +189,7 @@ def _grow(model: nn.Module, site: Site, together: Changing, options: _Options, c
         freeze_rest=options.freeze_rest,
     )
     tell(edit.module, number, growth)
+    averaging.follow(list(averages_in(model).values()), growth, model)
     together.agree_on({"the growth": f"number {number}: {site}, as {edit.name}"})
     follow.resizing.settle()
     return growth
@@ -249,7 +253,7 @@ def _resting(model: nn.Module) -> list[nn.Parameter]:
     growths = [growth for _, growth in records if growth is not None]
     named = dict(model.named_parameters())
     of = {id(named[name]): growth.number for name, growth in names_of_today(growths).items() if name in named}
-    training = [parameter for parameter in named.values() if parameter.requires_grad]
+    training = [parameter for parameter in own_parameters(model) if parameter.requires_grad]
     kept = {growth.number for growth in growths if growth.freeze_rest}
     kept |= {of[id(each)] for each in training if id(each) in of and not whole(each).any()}
     for growth in growths:

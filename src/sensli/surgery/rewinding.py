@@ -13,6 +13,7 @@ from sensli.modules.copies import copied_model
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.marks import count_growths, grown, told
 from sensli.modules.wrappers import bare
+from sensli.surgery.averaging import Averaged, check_alike, follow, kept_of, unfollow
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.history.history import History
 from sensli.surgery.replaying import repeat
@@ -29,6 +30,7 @@ def rewind(
     *,
     optimizer: Optimizers = None,
     scheduler: Schedulers = None,
+    averaged: Averaged = None,
 ) -> None:
     """Take the layers out that the wanted history does not have, and insert those that the model lacks.
 
@@ -40,10 +42,11 @@ def rewind(
     if shared == len(now) == len(wanted):
         return
     gone, new = now[shared:], wanted[shared:]
+    check_alike(model, averaged)
     _go(copied_model(bare(model)), gone, new)  # a history that does not fit must leave the model as it was
     with AllOrNothing() as change:
-        change.keep(model, now, *as_optimizers(optimizer), *as_schedulers(scheduler))
-        _go(model, gone, new, optimizer=optimizer, scheduler=scheduler)
+        change.keep(model, now, *as_optimizers(optimizer), *as_schedulers(scheduler), *kept_of(averaged))
+        _go(model, gone, new, averaged, optimizer=optimizer, scheduler=scheduler)
         for _ in gone:
             now.pop()
         for growth in new:
@@ -61,11 +64,12 @@ def carried(model: nn.Module) -> History:
     return History(growth for _, growth in found)
 
 
-def _go(model: nn.Module, gone: list[Growth], new: list[Growth], **followers: Any) -> None:
+def _go(model: nn.Module, gone: list[Growth], new: list[Growth], averaged: Averaged = None, **followers: Any) -> None:
     for growth in reversed(gone):
+        unfollow(averaged, growth, model)
         undo(model, growth, **followers)
     for growth in new:
-        repeat(model, growth, **followers)
+        follow(averaged, repeat(model, growth, **followers), model)
 
 
 def _alike(one: Growth, other: Growth) -> bool:

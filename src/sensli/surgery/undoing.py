@@ -10,7 +10,7 @@ from sensli.modules.autocast import without_autocast
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.marks import grown, told, unmark
-from sensli.modules.wrappers import bare
+from sensli.modules.wrappers import averages_in, bare
 from sensli.surgery.history.growth import Growth
 from sensli.surgery.state.optim import Optimizers, as_optimizers, check_own, leave
 from sensli.surgery.state.rates import Schedulers, as_schedulers, check_driven
@@ -88,6 +88,9 @@ def _undo(
     together.agree_on({"the last growth": f"number {number}, {path}"})
     shrinking.build()
     change.wait()
+    from sensli.surgery.averaging import unfollow  # here, because an average is taken back by this function too
+
+    unfollow(list(averages_in(model).values()), growth, model)
     if growth.rates is not None and optimizer is not None:
         growth.rates.revert(optimizer, scheduler)
     unmark(module, number)

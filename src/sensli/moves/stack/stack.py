@@ -110,6 +110,8 @@ class Stack:
 class Stacking(Edit):
     """The copies go in one after the other, each where a twin of the last block would go."""
 
+    copies = True
+
     def __init__(self, model: nn.Module, site: Site, stack: Stack) -> None:
         self._model, self._stack = model, stack
         path, anchor = site.find(model)
@@ -159,6 +161,8 @@ class Stacking(Edit):
 
 class _Stacked(Edit):
     """Copies that were put in before. Later growths are gone when they are taken out, so they are neighbours as they were."""
+
+    copies = True
 
     def __init__(self, model: nn.Module, site: Site, stack: Stack, module: nn.Module, path: str) -> None:
         self._model, self.site, self.name, self.module = model, site, path, module

@@ -21,6 +21,7 @@ from sensli.modules.attention import fit_class
 from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.engines.fsdp import check_resized, follow_shapes, put, sharded_like, whole
 from sensli.modules.marks import new_in
+from sensli.modules.wrappers import own_modules
 from sensli.moves.copying import Copied, given_back, is_copied, is_shared
 from sensli.moves.memory import forget, recall, remember
 from sensli.moves.move import Edit
@@ -182,7 +183,7 @@ def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool 
 
 def layers_in(model: nn.Module) -> int:
     """How many layers were inserted into a model."""
-    return sum(new_in(module) is not None for module in model.modules())
+    return sum(new_in(module) is not None for _, module in own_modules(model))
 
 
 def check_hooks(resized: Sequence[Resize], *, made: bool = False) -> None:

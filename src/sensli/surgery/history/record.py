@@ -128,12 +128,21 @@ class Look:
         """Whether the values of the sites are merits: some strategies take places without measuring any."""
         return self.norm != UNMEASURED
 
+    @property
+    def parameters_after(self) -> int | None:
+        """The parameters of the model after the look, with what has grown; None if they were not counted."""
+        return None if self.parameters is None else self.parameters + sum(self._added)
+
+    @property
+    def _added(self) -> Sequence[int]:
+        return self.added or [self.merits[index].parameters for index in self.chosen]  # older files do not say it
+
     def __str__(self) -> str:
         if not self.inserted:
             return f"{self.unit} {self.call}: nothing inserted | {self.reason}"
         lines, parameters = [], self.parameters
         taken = [self.merits[index] for index in self.chosen]
-        for merit, added in zip(taken, self.added or [merit.parameters for merit in taken], strict=False):
+        for merit, added in zip(taken, self._added, strict=False):
             lines.append(self._line(merit, added, parameters))
             parameters = None if parameters is None else parameters + added
         if self.tried is not None:
