@@ -89,7 +89,8 @@ def fit(module: Any, folder: Path, epochs: int, *callbacks: Any, ckpt_path: Any 
 
 
 def growing(*epochs: int, **options: Any) -> GrowthCallback:
-    return GrowthCallback(triggers.At(*epochs), **{"tau": 0.0, "start": "random", "units": 2, **options})
+    units = {"start": "random", "units": 2} if options.get("grow") in ("units", "both") else {}
+    return GrowthCallback(triggers.At(*epochs), **{"tau": 0.0, **units, **options})
 
 
 def values(module: nn.Module, buffers: bool) -> dict[str, Tensor]:

@@ -73,6 +73,34 @@ def plain() -> nn.Module:
     )
 
 
+class Body(nn.Module):
+    """Ends in a function, so that a layer after it goes around the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.two(torch.relu(self.one(x))))
+
+
+class Averaging(nn.Module):
+    """Holds an average of a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Body(), nn.Linear(4, 2)
+        self.ema = AveragedModel(self.body).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def averaging() -> nn.Module:
+    torch.manual_seed(0)
+    return alive(Averaging())
+
+
 def dying() -> nn.Module:
     """Two units of each layer are dead."""
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -91,13 +119,13 @@ def blocks() -> nn.Module:
 class Training:
     """A model with all that follows it, after two steps; the rate is a tensor, which is written in place."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, make: Callable[[], nn.Module], part: str = "") -> None:
         torch.manual_seed(0)
-        self.model = make()
+        self.model, self._part = make(), part
         rate = torch.tensor(0.01, dtype=torch.float64)
         self.optimizer = torch.optim.AdamW(list(self.model.named_parameters()), lr=rate, foreach=False)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
-        self.average = AveragedModel(self.model)
+        self.average = AveragedModel(self.model.get_submodule(part))
         self.history = History()
         self.grower: Grower | None = None
         for _ in range(2):
@@ -108,7 +136,10 @@ class Training:
         cross_entropy(self.model(X), Y).backward()
         self.optimizer.step()
         self.scheduler.step()
-        self.average.update_parameters(self.model)
+        self.update_average()
+
+    def update_average(self) -> None:
+        self.average.update_parameters(self.model.get_submodule(self._part))
 
     def seen(self, *, objects: bool) -> Any:
         """Everything, in a form that compares with ==; with the objects that hold it, or by values alone."""
@@ -251,9 +282,19 @@ def rewound() -> Case:
     return training, lambda: rewind(training.model, training.history, wanted, **followers)
 
 
-def stepped(make: Callable[[], nn.Module], names: Sequence[str], **options: Any) -> Case:
-    """A step of a Grower, with all that can follow."""
-    training = Training(make)
+def rewound_averages() -> Case:
+    """From a layer to units, and from a layer around an averaged part to none."""
+    other = averaging()
+    wanted = History([grow(other, find_sites(other, X, grow="units", units=2)[0])])
+    training, work = stepped(averaging, ["before head"], part="head")
+    work()
+    followers: dict[str, Any] = {"optimizer": training.optimizer, "scheduler": training.scheduler}
+    return training, lambda: rewind(training.model, training.history, wanted, **followers, averaged=training.average)
+
+
+def stepped(make: Callable[[], nn.Module], names: Sequence[str], part: str = "", **options: Any) -> Case:
+    """A step of a Grower, with all that can follow; the average is one of the model or of a part."""
+    training = Training(make, part)
     sites = list(find_sites(training.model, X, grow="both", units=1))
     known = measure(
         training.model, [next(site for site in sites if name in str(site)) for name in names], [(X, Y)], cross_entropy
@@ -286,10 +327,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "undo recycle": lambda: dead_units(recycle, back=True),
     "remove dead": lambda: dead_units(remove_dead),
     "undo remove dead": lambda: dead_units(remove_dead, back=True),
+    "average inside": lambda: growth_of(averaging, "in body.one", grow="units"),
+    "undo average inside": lambda: growth_of(averaging, "in body.one", grow="units", back=True),
     "replay": replayed,
     "rewind": rewound,
+    "rewind averages": rewound_averages,
     "step": lambda: stepped(plain, ["after 4", "in 0"], count=2),
     "step that recycles": lambda: stepped(dying, ["after 3"], recycle=True),
+    "step with averages of parts": lambda: stepped(averaging, ["in body.two", "in body.one"], part="head", count=2),
+    "step around an averaged part": lambda: stepped(averaging, ["before head"], part="head"),
     "trial": lambda: stepped(plain, ["after 4", "in 0"], trial=Trial(2, candidates=2)),
 }
 
@@ -328,7 +374,7 @@ def check_lines(
     cross_entropy(training.model(X), Y).backward()
     optimizer.step()
     if training.grower is not None:
-        training.average.update_parameters(training.model)
+        training.update_average()
     grow(training.model, find_sites(training.model, X)[0], optimizer=optimizer)
 
 
@@ -348,10 +394,15 @@ OWN = {
     "undo recycle": ("moves/dead/dead.py", "moves/memory.py"),
     "remove dead": (),
     "undo remove dead": ("moves/dead/dead.py", "moves/memory.py"),
+    "average inside": ("surgery/averaging.py",),
+    "undo average inside": ("surgery/averaging.py",),
     "replay": ("surgery/replaying.py",),
     "rewind": ("surgery/rewinding.py",),
+    "rewind averages": ("surgery/averaging.py",),
     "step": ("growing/following.py", "growing/call.py", "growing/state.py", "growing/grower.py", "surgery/averaging.py"),
     "step that recycles": ("growing/recycling.py",),
+    "step with averages of parts": ("surgery/averaging.py", "surgery/handmade.py"),
+    "step around an averaged part": ("surgery/averaging.py",),
     "trial": ("growing/trials/arms.py", "growing/trials/snapshot.py", "growing/trials/steps.py"),
 }  # fmt: skip
 
