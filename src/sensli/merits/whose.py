@@ -106,7 +106,7 @@ class Mark:
 
     def __init__(self) -> None:
         # To be asked for with the gradients of the loss: otherwise autograd leaves out the way to where nothing else is.
-        self.leaf = torch.zeros((), requires_grad=True)
+        self.leaf = torch.zeros((), requires_grad=True, device="cpu")
 
     def on(self, cotangent: Tensor, met: Callable[[Any], None]) -> Tensor:
         """The same cotangent of a pass that builds a graph; ``met`` is called, with a node near by, when a later one comes back to it."""

@@ -383,7 +383,7 @@ def _drawn(width: Width, seed: int, times: float) -> Entries:
     generator = torch.Generator().manual_seed(seed)
     one = drawn_rows(replace(width, more=1), generator)
     spread = max((float(v.std(correction=0)) for v in one.values if v is not None and v.dim() > 1), default=1.0)
-    sizes = times * torch.linspace(0.5, 1.5, width.more)
+    sizes = times * torch.linspace(0.5, 1.5, width.more, device="cpu")
     values: list[Tensor | None] = []
     for axis, value in zip(width.axes, one.values, strict=True):
         if value is not None:
