@@ -202,6 +202,25 @@ def test_an_average_inside_the_model_is_no_part_of_what_grows(what: str, tmp_pat
         assert size == its_size and merits == pytest.approx(its_merits)
 
 
+def test_an_average_inside_the_model_is_not_frozen_and_has_no_groups_of_its_own(tmp_path: Any) -> None:
+    """The rest that freezes is what trains; a group for each parameter resumes, although the rebuilt model has more of them."""
+
+    def make_optimizer(model: nn.Module) -> Any:
+        return torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=0.05)
+
+    model = Net(averaged=True)
+    optimizer = make_optimizer(model)
+    train(model, optimizer, (model.ema, model.body))
+    growth = grow(model, find_sites(model, X[:2])[0], optimizer=optimizer, freeze_rest=True)
+    assert growth.frozen and not any(name.startswith("ema") for name in growth.frozen)
+    assert all(p.requires_grad for p in model.ema.parameters())
+    save_checkpoint(tmp_path / "run.ckpt", model, optimizer=optimizer, history=History([growth]))
+    again = load_checkpoint(tmp_path / "run.ckpt", lambda: Net(averaged=True), make_optimizer)
+    assert [len(g["params"]) for g in again.optimizer.param_groups] == [
+        len(g["params"]) for g in optimizer.param_groups
+    ]
+
+
 class Consistent(Net):
     """A mean teacher: the average runs in the forward pass, and its output is part of the loss."""
 
