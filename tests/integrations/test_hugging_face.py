@@ -616,15 +616,8 @@ def test_a_trainer_widens_resumes_to_the_bit_and_saves_what_its_configuration_de
 
 def tried(*at: int, steps: int = 3, **options: Any) -> GrowthCallback:
     # Rows that do not depend on the data: those of the Trainer's loop and of one's own are then the same.
-    given = {
-        "grow": "both",
-        "units": 4,
-        "start": "random",
-        "batches": 2,
-        "trial": Trial(steps, candidates=2),
-        **options,
-    }
-    return grow(*at, **given)
+    units = {} if options.get("grow") == "layers" else {"units": 4, "start": "random"}
+    return grow(*at, **{"grow": "both", "batches": 2, "trial": Trial(steps, candidates=2), **units, **options})
 
 
 def test_a_trial_makes_the_updates_of_the_trainer(tmp_path: Path) -> None:

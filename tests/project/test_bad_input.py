@@ -56,11 +56,6 @@ class Fails(nn.Module):
         return self.net[3:](x)
 
 
-def _of_inference():
-    with torch.inference_mode():
-        return tuple(tensor.clone() for tensor in DATA[0])
-
-
 MEASUREMENTS = {
     "no sites": (lambda m, s: measure(m, [], DATA, loss_fn), MeasurementError, "no sites to measure.*explain"),
     "empty loader": (lambda m, s: measure(m, s, [], loss_fn), MeasurementError, "empty.*Give a new one"),
@@ -99,11 +94,6 @@ MEASUREMENTS = {
         lambda m, s: measure(m, s, DATA, lambda o, t: torch.complex(o, o).mean()),
         MeasurementError,
         r"batch 0 is a complex number \(torch.complex128\)",
-    ),
-    "inference tensors": (
-        lambda m, s: measure(m, s, [_of_inference()], loss_fn),
-        MeasurementError,
-        r"made under torch.inference_mode.*x.clone\(\)",
     ),
     "one tensor": (lambda m, s: measure(m, s, [DATA[0][0]], loss_fn), MeasurementError, r"give \[\(x, y\)\]"),
     "three parts": (lambda m, s: measure(m, s, [(1, 2, 3)], loss_fn), MeasurementError, "pairs or dicts"),

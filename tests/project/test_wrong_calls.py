@@ -350,7 +350,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "floor"): (*NOT_A_NUMBER, None, 1, -0.1, INF),
     ("Grower", "averaged"): (3, "ema", [None], nn.ReLU, {"a": 1}),
     ("Grower", "seed"): ("a", 1.5, True, None, [0], -1, 2**64, NAN),
-    ("Grower", "log"): (5, "print", True, [print], Writer),
+    ("Grower", "log"): (5, "print", True, [print, 3], Writer),
     ("Grower", "recycle"): NOT_A_FLAG,
     ("Grower", "strategy"): (*NOT_A_NAME, None, Of("a class", lambda s: Sensli, "Call it: strategy=Sensli(...)")),
     ("Grower", "unit"): (*NOT_A_NAME, None),

@@ -474,7 +474,8 @@ def test_gradients_reach_the_new_entries_and_hooks_stay(alive: bool) -> None:
     if not alive:
         loss.backward()
         seen.clear()
-    growth = grow(model, wider(model))
+    growth = grow(model, wider(model))  # which asks the hook whether it takes the new shape
+    seen.clear()
     model[2].weight.data[:, 4:] = 0.5
     weight.grad = None
     model(x).square().mean().backward()

@@ -65,6 +65,6 @@ def test_a_task_of_another_version_or_configuration_is_refused(given: dict[str, 
 
 def test_what_a_method_refuses_comes_back_as_words(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = replace(methods(SMALL)["units"], options={"grow": "units", "where": "conv"})
-    monkeypatch.setattr(on_ray, "methods", lambda task: {"units": nowhere})
+    monkeypatch.setattr(on_ray, "named", lambda task, name: nowhere)
     ((kind, why),) = on_ray.work(__version__, {**given, "digest": Job(SMALL, nowhere, 0).digest, "save_every": 1e9})
     assert kind == "refused" and "nowhere to grow" in why
