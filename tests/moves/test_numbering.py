@@ -277,3 +277,39 @@ def test_a_dict_with_other_keys_is_not_renumbered() -> None:
     sites = find_sites(model, x)
     assert sites and {site.kind for site in sites} == {"linear"}
     assert "has its own number (layer_id)" in find_sites(model, x, layer="twin").explain()
+
+
+class Skipped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Outer(nn.Module):
+    """A list in which another list is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, norm_first=True)
+        self.parts = nn.ModuleList([Skipped(), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def test_what_counts_a_list_is_found_again_when_a_list_around_it_has_taken_a_block() -> None:
+    model, x = Outer().eval(), torch.randn(2, 3, 4)
+    before = model(x)
+    sites = {site.path: site for site in find_sites(model, x)}
+    first, second = insert(model, sites["parts.0"]), insert(model, sites["parts.1.layers.1"])
+    assert model.parts[2].num_layers == len(model.parts[2].layers) == 3 and torch.equal(model(x), before)
+    again = replay(Outer(), History.from_json(History([first, second]).to_json()))
+    assert again.parts[2].num_layers == 3
+    undo(model, second)
+    undo(model, first)
+    assert model.parts[1].num_layers == 2

@@ -54,7 +54,8 @@ def plan_cut(model: nn.Module, point: Point, path: str, *, takes_call: bool = Fa
         while isinstance(model.get_submodule(parent_path), Chain):
             parent_path, _, key = parent_path.rpartition(".")
         number = int(key) + (point.side == "after")
-        return Cut(parent_path, key, point.side, "list", str(number), point.slot, takes_call, point.place)
+        place = point.place.moved(point.path.rpartition(".")[0], parent_path)
+        return Cut(parent_path, key, point.side, "list", str(number), point.slot, takes_call, place)
     parent = model.get_submodule(parent_path)
     into = isinstance(parent, Chain) or (chained and isinstance(parent, nn.Sequential))
     number = 1

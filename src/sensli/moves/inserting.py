@@ -104,7 +104,9 @@ class Insertion(Edit):
         self._around = site.point.around(model)
         _check_units(model, site)
         bound = tuple(Ref.to(*found) for found in self._around)
-        self.site = replace(site, point=replace(site.point, anchor=Ref.to(self.path, self._anchor), neighbours=bound))
+        place = self._cut.place if site.point.place is not None else None
+        point = replace(site.point, anchor=Ref.to(self.path, self._anchor), neighbours=bound, place=place)
+        self.site = replace(site, point=point)
         self.name = self._cut.path
         self.renames = renames_of(model, self._cut)
         self.beside = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -87,6 +87,20 @@ class ListPlace:
 
     facts: tuple[Fact, ...] = ()
     indices: tuple[Index, ...] = ()
+
+    def moved(self, before: str, now: str) -> ListPlace:
+        """The same after the list has another path: a list around it may have taken a block since."""
+        old, new = before.split("."), now.split(".")
+        if old == new or len(old) != len(new):
+            return self
+
+        def path_of(fact: Fact) -> str:
+            parts = fact.module.split(".")
+            pairs = list(zip(parts, old, strict=False))
+            shared = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+            return ".".join([*new[:shared], *parts[shared:]])
+
+        return replace(self, facts=tuple(replace(fact, module=path_of(fact)) for fact in self.facts))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -120,7 +120,8 @@ class Stacking(Edit):
         first = plan_cut(model, site.point, path, takes_call=True)
         self._cuts = _cuts(model, first, [source for source, _ in self._sources])
         bound = tuple(Ref.to(*found) for found in self._around)
-        point = replace(site.point, anchor=Ref.to(path, anchor), neighbours=bound)
+        place = first.place if site.point.place is not None else None
+        point = replace(site.point, anchor=Ref.to(path, anchor), neighbours=bound, place=place)
         self.site = replace(site, point=point, move=replace(stack, blocks=_bound(stack, self._sources)))
         self.name = self._cuts[0].path
         self.renames = renames_of(model, first)
