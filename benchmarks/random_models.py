@@ -13,13 +13,13 @@ _HELPERS = Path(__file__).resolve().parents[1] / "tests" / "helpers"
 _NAME = "random models that break a promise"
 
 
-def random_models(count: int = 2000) -> list[Figure]:
+def random_models(count: int = 3000) -> list[Figure]:
     """How many of so many random models break one of the promises that the tests hold every model to."""
     if find_spec("hypothesis") is None:
         return [Figure(_NAME, None, 0, "needs hypothesis: python -m pip install hypothesis")]
     sys.path.insert(0, str(_HELPERS))
     try:
-        survey = importlib.import_module("invariants").survey
+        survey = importlib.import_module("width_promises").survey
     finally:
         sys.path.remove(str(_HELPERS))
     models, sites, broken = survey(count)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
 from models import untouched
-from random_models import Recipe, recipes
+from random_models import Recipe
 from sensli import History, Site, find_sites, insert, measure, replay, undo
-from sensli.errors import ZeroMerits
+from sensli.errors import MeasurementError, ZeroMerits
 from sensli.modules.running import tensors
 
 # The same examples every time, without a database and without a clock: machines are shared.
@@ -36,6 +36,43 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
     """A loss that everything the model returns takes part in."""
     logits, *others = (part.float() if part.dtype == torch.bfloat16 else part for part in tensors(output))
     return F.cross_entropy(logits, target) + sum(0.1 * other.square().mean() for other in others)
+
+
+def first(output: Any) -> Tensor:
+    return next(iter(tensors(output)))
+
+
+def loss_of(recipe: Recipe, model: nn.Module, x: Tensor) -> Callable[[Any, Tensor], Tensor]:
+    """The loss that a recipe names: it may run the model again, or take gradients itself."""
+
+    def loss(output: Any, target: Tensor) -> Tensor:
+        value, less = loss_fn(output, target), 0.7 * x[:3]
+        if recipe.loss == "target":  # a pass that no gradient comes back through
+            return value + 0.3 * (first(output)[:3] - first(model(less)).detach()).square().mean().to(value)
+        if recipe.loss == "twice":  # a second pass, of another size
+            return value + 0.5 * loss_fn(model(less), target[:3])
+        if recipe.loss == "logged":  # a gradient that takes no part
+            torch.autograd.grad(
+                value, [p for p in model.parameters() if p.requires_grad], retain_graph=True, allow_unused=True
+            )
+        elif recipe.loss == "aside":  # a second derivative of something else
+            other = torch.ones(3, requires_grad=True)
+            (slope,) = torch.autograd.grad(other.square().sum(), other, create_graph=True)
+            return value + 0.1 * slope.sum()
+        elif recipe.loss == "penalty":  # a second derivative through the model
+            less.requires_grad_()
+            (slope,) = torch.autograd.grad(first(model(less)).sum(), less, create_graph=True)
+            return value + 0.1 * slope.square().mean().to(value)
+        return value
+
+    try:
+        with in_mode(model, False):
+            loss(model(x), torch.zeros(len(x), dtype=torch.int64)).backward()
+    except RuntimeError:  # the model itself cannot be trained by it: an operation has no second derivative, say
+        return loss_fn
+    finally:
+        model.zero_grad()
+    return loss
 
 
 @contextmanager
@@ -109,6 +146,7 @@ class Checked:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.model, self.x, self.y = recipe.build()
+        self.loss = loss_of(recipe, self.model, self.x)
         self.before = {train: outputs(self.model, self.x, train) for train in (False, True)}
         # Where two runs from one random state differ nothing can be asked of a grown model.
         self.modes = [train for train in self.before if same(self.before[train], outputs(self.model, self.x, train))]
@@ -154,16 +192,20 @@ class Checked:
             raise self.fail("find", None, "two sites print alike")
         return list(found)
 
-    def merits(self, sites: list[Site]) -> list[float]:
+    def merits(self, sites: list[Site]) -> list[float | None]:
         """In float64 and eval mode, where autograd in the grown network gives the same to 1e-9."""
 
-        def measured() -> list[float]:
+        def measured() -> list[float | None]:
             try:
                 with in_mode(self.model, False):
-                    table = measure(self.model, sites, [(self.x, self.y)], loss_fn, norm="frobenius", ratio=False)
+                    table = measure(self.model, sites, [(self.x, self.y)], self.loss, norm="frobenius", ratio=False)
                 return [merit.value for merit in table]
             except ZeroMerits:
                 return [0.0] * len(sites)
+            except MeasurementError:
+                if self.recipe.loss != "penalty":  # the only one that may have no merit
+                    raise
+                return [None] * len(sites)
 
         return self.reads_only("merit", measured)
 
@@ -219,7 +261,7 @@ class Checked:
         def step() -> list[Tensor | None]:
             with in_mode(model, False):
                 optimizer.zero_grad()
-                loss_fn(model(self.x), self.y).backward()
+                self.loss(model(self.x), self.y).backward()
             parameters = dict(model.named_parameters())
             gradients = [parameters[name].grad for name in names_of]
             optimizer.step()
@@ -255,21 +297,3 @@ def check(recipe: Recipe, most: int | None = None) -> int:
     for index in order[:most]:
         checked.grow(sites[index], merits[index], sites[(index + 1) % len(sites)])
     return len(sites)
-
-
-def survey(count: int) -> tuple[int, int, list[Broken]]:
-    """So many random models, whatever fails: how many models and sites there were, and which promises were broken."""
-    models, sites, broken = 0, 0, []
-
-    @settings(REPEATABLE, max_examples=count, phases=[Phase.generate])
-    @given(recipes())
-    def one(recipe: Recipe) -> None:
-        nonlocal models, sites
-        models += 1
-        try:
-            sites += check(recipe)
-        except Broken as failure:
-            broken.append(failure)
-
-    one()
-    return models, sites, broken

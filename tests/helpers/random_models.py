@@ -20,6 +20,13 @@ KINDS = ("mlp", "conv2d", "conv1d", "tokens")
 DTYPES = ("float64", "float32", "bfloat16")
 BODIES = ("attributes", "sequential", "list")
 RETURNS = ("tensor", "tuple", "dict", "scalars")
+HOOKS = (
+    "no",
+    "after",
+    "before",
+    "watching",
+)  # of the user, on the first layer: what it gives, what it is given, nothing
+LOSSES = ("plain", "target", "twice", "logged", "aside", "penalty")  # `invariants.loss_of` has them
 SHAPES = {"mlp": (3,), "conv2d": (3, 5, 4), "conv1d": (3, 5), "tokens": (5, 3)}
 CONVS = {"conv2d": nn.Conv2d, "conv1d": nn.Conv1d}
 BATCH, CLASSES = 4, 3
@@ -190,6 +197,18 @@ class Special(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.act(self.first(x)))
+
+
+class Frozen(nn.Module):
+    """A frozen map, activations of which the last overwrites what it is given, and a map that trains."""
+
+    def __init__(self, kind: str, width: int, act: str, spelling: str) -> None:
+        super().__init__()
+        self.first, self.second = a_map(kind, width, width).requires_grad_(False), a_map(kind, width, width)
+        self.act, self.again = an_act(act), an_act("relu", spelling)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.again(self.act(self.first(x.detach()))))
 
 
 class Noise(nn.Module):
@@ -549,6 +568,7 @@ PIECES: dict[str, tuple[Callable[..., nn.Module], dict[str, tuple[Any, ...]]]] =
             "spelling": SPELLINGS,
         },
     ),
+    "frozen": (Frozen, {"act": ACTS, "spelling": ("in place", "function in place", "module")}),
     "noise": (Noise, {"how": ("shift", "noise")}),
     "aux": (Aux, {"of": ("scalar", "value", "weight"), "act": ACTS}),
     "detached": (Detached, {"part": ("one", "all"), "act": ACTS}),
@@ -635,6 +655,11 @@ class Net(nn.Module):
         return logits
 
 
+USUAL = {
+    "width": 4, "body": "attributes", "returns": "tensor", "dtype": "float64", "train": False, "seed": 0, "hook": "no", "loss": "plain",
+}  # fmt: skip
+
+
 class Recipe:
     """What a model is made of. Its text is code that makes it again."""
 
@@ -648,13 +673,14 @@ class Recipe:
         dtype: str = "float64",
         train: bool = False,
         seed: int = 0,
+        hook: str = "no",
+        loss: str = "plain",
     ) -> None:
         self.kind, self.pieces, self.width, self.body, self.returns = kind, pieces, width, body, returns
-        self.dtype, self.train, self.seed = dtype, train, seed
+        self.dtype, self.train, self.seed, self.hook, self.loss = dtype, train, seed, hook, loss
 
     def __repr__(self) -> str:
-        usual = {"width": 4, "body": "attributes", "returns": "tensor", "dtype": "float64", "train": False, "seed": 0}
-        said = [f"{key}={getattr(self, key)!r}" for key, value in usual.items() if getattr(self, key) != value]
+        said = [f"{key}={getattr(self, key)!r}" for key, value in USUAL.items() if getattr(self, key) != value]
         return f"Recipe({', '.join([repr(self.kind), *map(repr, self.pieces), *said])})"
 
     def build(self) -> tuple[nn.Module, Tensor, Tensor]:
@@ -673,6 +699,12 @@ class Recipe:
                         buffer.mul_(0.5 + torch.rand_like(buffer))
             x = torch.randn(BATCH, *SHAPES[self.kind])
             y = torch.randint(0, CLASSES, (BATCH,))
+        if self.hook == "after":
+            model.stem.register_forward_hook(lambda module, args, output: 1.5 * output)
+        elif self.hook == "before":
+            model.stem.register_forward_pre_hook(lambda module, args: (1.5 * args[0],))
+        elif self.hook == "watching":
+            model.stem.register_forward_hook(lambda module, args, output: None)
         dtype = getattr(torch, self.dtype)
         return model.to(dtype).train(self.train), x.to(dtype), y
 
@@ -701,4 +733,6 @@ def recipes(draw: Any) -> Recipe:
         dtype=draw(st.sampled_from(("float64", *DTYPES))),
         train=draw(st.booleans()),
         seed=draw(st.integers(0, 3)),
+        hook=draw(st.sampled_from(("no", *HOOKS))),
+        loss=draw(st.sampled_from(("plain", *LOSSES))),
     )
