@@ -288,13 +288,25 @@ class Skipped(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Repeating(nn.Module):
+    """Runs as many blocks as a number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.depth = nn.ModuleList([Skipped(), Skipped()]), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(self.depth):
+            x = self.blocks[number](x)
+        return x
+
+
 class Outer(nn.Module):
     """A list in which another list is."""
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, norm_first=True)
-        self.parts = nn.ModuleList([Skipped(), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)])
+        self.parts = nn.ModuleList([Skipped(), Repeating()])
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts:
@@ -306,10 +318,10 @@ def test_what_counts_a_list_is_found_again_when_a_list_around_it_has_taken_a_blo
     model, x = Outer().eval(), torch.randn(2, 3, 4)
     before = model(x)
     sites = {site.path: site for site in find_sites(model, x)}
-    first, second = insert(model, sites["parts.0"]), insert(model, sites["parts.1.layers.1"])
-    assert model.parts[2].num_layers == len(model.parts[2].layers) == 3 and torch.equal(model(x), before)
+    first, second = insert(model, sites["parts.0"]), insert(model, sites["parts.1.blocks.0"])
+    assert model.parts[2].depth == len(model.parts[2].blocks) == 3 and torch.equal(model(x), before)
     again = replay(Outer(), History.from_json(History([first, second]).to_json()))
-    assert again.parts[2].num_layers == 3
+    assert again.parts[2].depth == 3
     undo(model, second)
     undo(model, first)
-    assert model.parts[1].num_layers == 2
+    assert model.parts[1].depth == 2
