@@ -20,7 +20,7 @@ demo: $(VENV)/.cli
 # What needs no other process, browser, compiler or library, but for the slow ones. What is ignored is not even imported.
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not process and not library and not slow and not thorough" --ignore tests/integrations \
-	  --ignore tests/paper/test_ray.py --ignore-glob "*/test_fsdp*" -n auto --dist worksteal
+	  --ignore tests/lab/paper/test_ray.py --ignore-glob "*/test_fsdp*" -n auto --dist worksteal
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not thorough" -n auto --dist worksteal

@@ -19,9 +19,9 @@ from benchmarks.random_models import random_models
 from benchmarks.spirals import spirals
 from sensli import __version__
 from sensli.errors import SensliError, one_of
-from sensli.text.strict_json import dumps as strict_json
+from sensli.text.files import check_writable, write_bytes
+from sensli.text.records import dumps as strict_json
 from sensli.text.tables import text_table
-from sensli.text.writing import check_writable, write_bytes
 
 BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "find": finding.search_cost,

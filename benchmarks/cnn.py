@@ -14,31 +14,29 @@ from benchmarks.measuring import interleaved
 from benchmarks.networks import paper_cnn
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
-from sensli.paper.data import FACTS, Raw, pipeline
-from sensli.paper.engines import cnn, convnets
-from sensli.paper.errors import NoResults
-from sensli.paper.plans import catalog
-from sensli.paper.plans.config import Options, Plan, plan
-from sensli.paper.report import costs
-from sensli.paper.report.statistics import interval
-from sensli.paper.running.store import Store
+from sensli_lab.errors import NoResults
+from sensli_lab.paper import cnn, datasets, planning, statistics
+from sensli_lab.paper.image_sets import FACTS, Raw
+from sensli_lab.paper.planning import Plan, RunOptions, plan
+from sensli_lab.paper.statistics import interval
+from sensli_lab.paper.store import Store
 
 BATCH = 128
 ROUNDS = 9
 TRAINS = "trains"
-LAPTOP = Options(preset="laptop")
+LAPTOP = RunOptions(preset="laptop")
 
 
-def _images() -> tuple[pipeline.Images, str]:
+def _images() -> tuple[datasets.Images, str]:
     """The paper's training images where they are, else noise of the same shape: the cost is the same."""
     facts = FACTS["cifar10"]
-    wanted = plan(catalog.find("1"), TRAINS, LAPTOP).arms["CNN LI"].data
+    wanted = plan(planning.find("1"), TRAINS, LAPTOP).arms["CNN LI"].data
     if os.environ.get("SENSLI_DATA"):
         return cnn.images(wanted, None, torch.device("cpu"), torch.float32).train, "CIFAR-10"
     noise = torch.randint(0, 256, (wanted.train + wanted.validation, 32, 32, 3), dtype=torch.uint8)
     labels = torch.arange(len(noise)) % 10
     raw = Raw(noise, labels, noise[:BATCH], labels[:BATCH])
-    return pipeline.split(
+    return datasets.split(
         raw, facts, wanted, torch.device("cpu"), torch.float32
     ).train, "noise in the shape of CIFAR-10"
 
@@ -78,7 +76,7 @@ def look_cost() -> list[Figure]:
     looks are those of the paper's table: none, one, one and two layers more.
     """
     images, source = _images()
-    facts, network = FACTS["cifar10"], plan(catalog.find("1"), TRAINS, Options()).arms["CNN LI"].network
+    facts, network = FACTS["cifar10"], plan(planning.find("1"), TRAINS, RunOptions()).arms["CNN LI"].network
     step, model = _steps(images)
     sites = find_sites(model, images.batch(torch.arange(1))[0], layer="relu", where="conv")
     order = torch.randperm(len(images))
@@ -95,12 +93,12 @@ def look_cost() -> list[Figure]:
         },
         ROUNDS,
     )
-    base = convnets.forward_flops(network, facts, [1, 1, 1])
+    base = cnn.forward_flops(network, facts, [1, 1, 1])
     figures = []
-    for name, options, bars in (("laptop", LAPTOP, (0.01,)), ("paper", Options(), (0.002, 0.03))):
-        settings = plan(catalog.find("1"), TRAINS, options).arms["CNN LI"]
+    for name, options, bars in (("laptop", LAPTOP, (0.01,)), ("paper", RunOptions(), (0.002, 0.03))):
+        settings = plan(planning.find("1"), TRAINS, options).arms["CNN LI"]
         steps = settings.data.train / settings.batch * settings.epochs
-        layers = sum(convnets.forward_flops(network, facts, [1 + k, 1, 1]) / base for k in (0, 1, 1, 2)) / 4
+        layers = sum(cnn.forward_flops(network, facts, [1 + k, 1, 1]) / base for k in (0, 1, 1, 2)) / 4
         training = seconds["step"] * steps * layers
         looks = len(settings.insert_at) * layers  # a look at a larger network costs more in the same proportion
         detail = f"{source}; step {seconds['step'] * 1e3:.0f} ms, four half batches {seconds['short'] * 1e3:.0f} ms; computed"
@@ -124,7 +122,7 @@ def look_cost() -> list[Figure]:
 
 def exp1(results: Path = Path("results")) -> list[Figure]:
     """Ratios of experiment 1 at the laptop preset, from stored results."""
-    one = plan(catalog.find("1"), TRAINS, LAPTOP)
+    one = plan(planning.find("1"), TRAINS, LAPTOP)
     names = ("Exp1: |FLOPs ratio - ratio of the insertions|", "Exp1: |time ratio - ratio of the insertions|",
              "Exp1: share of looking", "Exp1: test error, grown - extended")  # fmt: skip
     bars = (0.03, 0.03, 0.01, 0.0)
@@ -133,7 +131,7 @@ def exp1(results: Path = Path("results")) -> list[Figure]:
     except NoResults:
         missing = f"not computed yet: {_command(one)}"
         return [Figure(name, None, bar, missing) for name, bar in zip(names, bars, strict=True)]
-    found = costs.ratios(grown, whole)
+    found = statistics.ratios(grown, whole)
     difference = interval(grown.final("test_error") - whole.final("test_error"))
     detail = f"{found} ({_command(one)}, {grown.facts['device']})"
     values = (
@@ -150,7 +148,7 @@ def _command(one: Plan) -> str:
     return f"sensli paper run 1 --as {one.recipe} --preset {one.preset}"
 
 
-def _steps(images: pipeline.Images) -> tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.nn.Module]:
+def _steps(images: datasets.Images) -> tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.nn.Module]:
     model = paper_cnn()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 

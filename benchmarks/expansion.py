@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from benchmarks.language import LanguageModel, batches, next_byte_loss, text_of_python
 from sensli.merits.measuring import measure
-from sensli.merits.ranking import CHOICES
+from sensli.merits.merits import CHOICES
 from sensli.moves.finding import find_sites
-from sensli.surgery.insertion import insert
+from sensli.surgery.growth import insert
+from sensli.text.files import check_writable, write_bytes
 from sensli.text.tables import text_table
-from sensli.text.writing import check_writable, write_bytes
 
 BLOCKS, WIDTH, HEADS, LENGTH, SIZE, NEW = 6, 48, 4, 48, 8, 2
 RATE = 1e-3

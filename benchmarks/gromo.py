@@ -24,15 +24,15 @@ from torch.nn.functional import cross_entropy
 
 from sensli import Grower
 from sensli.growing.triggers import At
-from sensli.paper.compare.task import Part
-from sensli.paper.compare.tasks.spirals import SPIRALS
+from sensli_lab.compare.task import TaskPart
+from sensli_lab.compare.tasks.spirals import SPIRALS
 
 STEPS, UNITS, SEEDS = 2000, 2, 5
 MOMENTS = range(100, 900, 100)
-Make = Callable[[nn.Sequential, Part], nn.Module]
+Make = Callable[[nn.Sequential, TaskPart], nn.Module]
 
 
-def with_gromo(start: nn.Sequential, part: Part) -> nn.Module:
+def with_gromo(start: nn.Sequential, part: TaskPart) -> nn.Module:
     growing_mlp, tools = import_module("gromo.containers.growing_mlp"), import_module("gromo.utils.training_utils")
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(part.x, part.y), batch_size=len(part))
     loss_of_all = nn.CrossEntropyLoss(reduction="sum")
@@ -65,7 +65,7 @@ def with_gromo(start: nn.Sequential, part: Part) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def with_ours(start: nn.Sequential, part: Part, strategy: str = "sensli") -> nn.Module:
+def with_ours(start: nn.Sequential, part: TaskPart, strategy: str = "sensli") -> nn.Module:
     model = start
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     grower = Grower(
@@ -80,11 +80,11 @@ def with_ours(start: nn.Sequential, part: Part, strategy: str = "sensli") -> nn.
     return model
 
 
-def with_our_tiny(start: nn.Sequential, part: Part) -> nn.Module:
+def with_our_tiny(start: nn.Sequential, part: TaskPart) -> nn.Module:
     return with_ours(start, part, "tiny")
 
 
-def not_grown(start: nn.Sequential, part: Part) -> nn.Module:
+def not_grown(start: nn.Sequential, part: TaskPart) -> nn.Module:
     optimizer = torch.optim.Adam(start.parameters(), lr=0.01)
     for _ in range(STEPS):
         optimizer.zero_grad()

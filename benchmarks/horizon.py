@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.horizon_tasks import TASKS, Batch, Task, step
 from sensli import find_sites, grow, measure
-from sensli.paper.data import folder
-from sensli.paper.report.statistics import interval
 from sensli.text.tables import text_table
+from sensli_lab.paper.image_sets import folder
+from sensli_lab.paper.statistics import interval
 
 STEPS = 1024  # of the model without a growth, until the end
 SHARES = tuple(2.0**-power for power in range(7, -1, -1))  # of the time; the last one is the end

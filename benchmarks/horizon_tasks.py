@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
 from sensli.modules.flops import count_flops
-from sensli.paper.data import fashion_mnist, spirals
+from sensli_lab.paper import datasets, image_sets
 
 Batch = tuple[Tensor, Tensor]
 
@@ -68,12 +68,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> fl
 
 
 def _spirals(folder: Path) -> Task:
-    points = spirals.split()
+    points = datasets.split_spirals()
     return Task((points.train_x, points.train_y), (points.test_x, points.test_y), (2, 8, 8, 2), 450, 0.01, 25)
 
 
 def _fashion(folder: Path) -> Task:
-    raw, count, held_out = fashion_mnist.load(folder), 6000, 1000
+    raw, count, held_out = image_sets.load_fashion_mnist(folder), 6000, 1000
 
     def given(x: Tensor, y: Tensor, count: int) -> Batch:
         small = nn.functional.avg_pool2d(x[:count].float().reshape(count, 1, 28, 28) / 255, 2)

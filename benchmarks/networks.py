@@ -8,17 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from sensli.moves.finding import find_sites
-from sensli.paper.data import FACTS
-from sensli.paper.engines import convnets
-from sensli.paper.plans import catalog
-from sensli.paper.plans.config import Options, plan
-from sensli.surgery.insertion import insert
+from sensli.surgery.growth import insert
+from sensli_lab.paper import cnn, planning
+from sensli_lab.paper.image_sets import FACTS
+from sensli_lab.paper.planning import RunOptions, plan
 
 
 def paper_cnn() -> nn.Sequential:
     """The paper's CNN: three convolutions with pooling, two hidden layers; 2,674,816 parameters."""
-    network = plan(catalog.find("1"), "stated", Options()).arms["CNN LI"].network
-    model = convnets.build(network, FACTS["cifar10"], seed=0)
+    network = plan(planning.find("1"), "stated", RunOptions()).arms["CNN LI"].network
+    model = cnn.build(network, FACTS["cifar10"], seed=0)
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 

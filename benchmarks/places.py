@@ -24,10 +24,10 @@ from benchmarks.places_tasks import TASKS, Batch, Task
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site
-from sensli.paper.data import folder
-from sensli.paper.report.statistics import interval
-from sensli.surgery.insertion import insert
+from sensli.surgery.growth import insert
 from sensli.text.tables import text_table
+from sensli_lab.paper.image_sets import folder
+from sensli_lab.paper.statistics import interval
 
 NORMS = ("frobenius", "operator", "natural")
 SEEDS = 3

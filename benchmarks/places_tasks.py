@@ -13,8 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.language import Block, LanguageModel, next_byte_loss, text_of_python
 from benchmarks.language import batches as windows
-from sensli.paper import data
-from sensli.paper.data import spirals
+from sensli_lab.paper import datasets, image_sets
 
 Batch = tuple[Tensor, Tensor]
 
@@ -80,7 +79,7 @@ def convolutions(colours: int, width: int, side: int) -> nn.Sequential:
 
 
 def _images(name: str, folder: Path, train: int, held_out: int) -> tuple[Batch, Batch]:
-    raw, facts = data.load(name, folder), data.FACTS[name]
+    raw, facts = image_sets.load(name, folder), image_sets.FACTS[name]
 
     def scaled(x: Tensor) -> Tensor:
         return ((x.float() / 255 - torch.tensor(facts.mean)) / torch.tensor(facts.std)).permute(0, 3, 1, 2).contiguous()
@@ -120,7 +119,7 @@ def _of_images(
 
 def two_spirals(folder: Path) -> Task:
     """The paper's points, all of them in each step."""
-    points = spirals.split()
+    points = datasets.split_spirals()
     given, held_out = (points.train_x, points.train_y), (points.test_x, points.test_y)
     batches = _shuffled(*given, len(points.train_x))
     build = lambda: funnel(2, 8, 8, 8, 8, 2)  # noqa: E731

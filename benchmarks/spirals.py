@@ -11,15 +11,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.figure import Figure
-from sensli.paper.data.spirals import split
-from sensli.paper.engines import networks, stacked
-from sensli.paper.engines.engine import Job
-from sensli.paper.errors import NoResults
-from sensli.paper.plans import catalog
-from sensli.paper.plans.config import Options, Plan, plan
-from sensli.paper.plans.seeds import ORDER_BLOCK, order_block, run_seed
-from sensli.paper.plans.settings import Settings
-from sensli.paper.running.store import Store
+from sensli_lab.errors import NoResults
+from sensli_lab.paper import planning, stacked
+from sensli_lab.paper.datasets import split_spirals
+from sensli_lab.paper.engine import TrainingJob
+from sensli_lab.paper.planning import Plan, RunOptions, plan
+from sensli_lab.paper.settings import ORDER_BLOCK, Settings, order_block, run_seed
+from sensli_lab.paper.store import Store
 
 BARS = {"2": 5.0, "4": 10.0}
 ROUNDS = 3
@@ -38,14 +36,14 @@ def _speedup(name: str, bar: float) -> Figure:
     Both sides train a twentieth of the epochs, insertion included; the plain side trains one network per arm and round
     and is scaled to the number of runs. The two take turns in every round, so that a busy machine slows both alike.
     """
-    one = plan(catalog.find(name), "stated", Options(epochs_scale=SHARE))
+    one = plan(planning.find(name), "stated", RunOptions(epochs_scale=SHARE))
     together, alone = 0.0, 0.0
     with stacked.one_thread():
         for settings in one.arms.values():  # the first optimizer and the first step of a process load code
             train_alone(settings, one.seed, 0)
         for turn in range(ROUNDS):
             for settings in one.arms.values():
-                job = Job(settings, one.seed, tuple(range(one.runs)))
+                job = TrainingJob(settings, one.seed, tuple(range(one.runs)))
                 together += _timed(stacked.train, job)
                 alone += _timed(train_alone, settings, one.seed, turn) * one.runs
     ratio = alone / together
@@ -66,8 +64,8 @@ def _timed(work: Callable[..., object], *arguments: object) -> float:
 
 def train_alone(settings: Settings, seed: int, run: int) -> list[float]:
     """One network in plain PyTorch: module, optimizer, cross_entropy; test error and training loss every epoch."""
-    data = split(settings.data.train, settings.data.split_seed)
-    model: nn.Sequential = networks.build(settings.network, run_seed(seed, run, "weights"))
+    data = split_spirals(settings.data.train, settings.data.split_seed)
+    model: nn.Sequential = stacked.build(settings.network, run_seed(seed, run, "weights"))
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.optimizer.lr)
     losses = []
     everything = torch.arange(settings.data.train)
@@ -114,8 +112,8 @@ def _total(store: Store) -> Figure:
 
 
 def _plans() -> list[Plan]:
-    found = [catalog.find(name) for name in catalog.GROUPS["spirals"]()]
-    return [plan(one, recipe, Options()) for one in found for recipe in one.recipes]
+    found = [planning.find(name) for name in planning.GROUPS["spirals"]()]
+    return [plan(one, recipe, RunOptions()) for one in found for recipe in one.recipes]
 
 
 def _seconds(one: Plan, store: Store) -> float:

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks.figure import Figure
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
-from sensli.moves.width.starts.registry import STARTS
-from sensli.surgery.insertion import grow
+from sensli.moves.width.starts import STARTS
+from sensli.surgery.growth import grow
 
 IMAGES, SEEDS, EPOCHS, EVERY, MORE, WIDEST = 6000, 4, 30, 3, 8, 64
 

@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy
 from benchmarks.horizon_tasks import TASKS, Batch, Task, step
 from sensli import Grower, Trial, replay, triggers
 from sensli.growing.triggers import Trigger
-from sensli.paper.data import folder
-from sensli.paper.report.statistics import interval
 from sensli.text.tables import text_table
+from sensli_lab.paper.image_sets import folder
+from sensli_lab.paper.statistics import interval
 
 EPOCHS = 30  # of the small network: the budget of all
 TRIAL = 2  # epochs

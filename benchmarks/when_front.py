@@ -20,19 +20,16 @@ from typing import Any
 import torch
 
 from sensli.growing import triggers
-from sensli.growing.trigger import Trigger
-from sensli.paper.compare.flops import training_flops
-from sensli.paper.compare.front import Curve, front_ratios
-from sensli.paper.compare.job import Job
-from sensli.paper.compare.methods import methods
-from sensli.paper.compare.run import Run
-from sensli.paper.compare.summary import Front
-from sensli.paper.compare.task import Data, Task
-from sensli.paper.compare.tasks import find
-from sensli.paper.compare.training import Training, train
-from sensli.paper.data import folder
-from sensli.paper.report.statistics import interval
+from sensli.growing.triggers import Trigger
 from sensli.text.tables import text_table
+from sensli_lab.compare.front import Front, LossCurve, front_ratios
+from sensli_lab.compare.jobs import Job, Run
+from sensli_lab.compare.methods import methods
+from sensli_lab.compare.task import Task, TaskData
+from sensli_lab.compare.tasks.registry import find
+from sensli_lab.compare.training import JobTraining, train, training_flops
+from sensli_lab.paper.image_sets import folder
+from sensli_lab.paper.statistics import interval
 
 CALLS = 40  # of the small network within the FLOPs
 MOST = 8  # growths
@@ -50,10 +47,10 @@ TRIGGERS: dict[str, Callable[[], Trigger]] = {
 Record = dict[str, Any]  # a curve, the calls of the growths, the share of the FLOPs that looks took
 
 
-class Triggered(Training):
+class Triggered(JobTraining):
     """A run of the comparison that asks a trigger, once after so many steps."""
 
-    def __init__(self, job: Job, data: Data, trigger: Trigger) -> None:
+    def __init__(self, job: Job, data: TaskData, trigger: Trigger) -> None:
         self._asked = trigger
         super().__init__(job, data)
         small = training_flops(job.task.network("small", job.seed), self.batches.at(0), job.task.loss)
@@ -66,7 +63,7 @@ class Triggered(Training):
         return self.run.steps >= (self.run.looks + 1) * self._every
 
 
-def study(task: Task, seed: int, data: Data, budget: float) -> dict[str, Record]:
+def study(task: Task, seed: int, data: TaskData, budget: float) -> dict[str, Record]:
     """All arms of one seed: the fixed sizes, which make the front, and the triggers."""
     known, found = methods(task), dict[str, Record]()
     for size in task.sizes:
@@ -107,8 +104,8 @@ def table(runs: Sequence[dict[str, Record]]) -> str:
     return text_table(header, rows)
 
 
-def _curve(record: Record) -> Curve:
-    return Curve(tuple(record["flops"]), tuple(record["losses"]))
+def _curve(record: Record) -> LossCurve:
+    return LossCurve(tuple(record["flops"]), tuple(record["losses"]))
 
 
 def _shown(values: Sequence[float]) -> str:

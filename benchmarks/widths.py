@@ -16,7 +16,7 @@ from benchmarks.measuring import interleaved, peak
 from benchmarks.networks import paper_cnn
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
-from sensli.surgery.insertion import grow
+from sensli.surgery.growth import grow
 
 
 def widths() -> list[Figure]:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "helpers")]
 
 from browser import chromium, opened  # noqa: E402
-from sensli.cli.demo import demo  # noqa: E402
+from sensli_lab.demo import demo  # noqa: E402
 
 STILL, SIZE, FRAMES = 600, {"width": 1200, "height": 900}, 24
 

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from sensli.paper.plans.config import Options, parse, plan
-from sensli.paper.report import tables
-from sensli.paper.running import runner
-from sensli.paper.running.on_ray import ray_place
-from sensli.paper.running.store import Store
+from sensli_lab.paper import runner, tables
+from sensli_lab.paper.on_ray import ray_place
+from sensli_lab.paper.planning import RunOptions, parse, plan
+from sensli_lab.paper.store import Store
 
 EXPERIMENT = {
     "name": "wide",
@@ -23,7 +22,7 @@ EXPERIMENT = {
 }
 
 if __name__ == "__main__":
-    one = plan(parse(EXPERIMENT, "this file"), "stated", Options())
+    one = plan(parse(EXPERIMENT, "this file"), "stated", RunOptions())
     store = Store(Path("results"))
     # ray_place("10.0.0.1:6379") would use a cluster; without an address, a Ray on this machine is started
     computed = runner.run([one], store, place=ray_place())

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from sensli import norms, triggers
+    from sensli.checkpoint.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from sensli.errors import SensliError
-    from sensli.growing.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from sensli.growing.grower import Grower
-    from sensli.growing.trials.trial import Trial
+    from sensli.growing.options import Trial
     from sensli.merits.measuring import measure
     from sensli.merits.merits import Merit, Merits
     from sensli.merits.probe import Probe
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from sensli.moves.finding import find_sites
     from sensli.moves.sites import Site, Sites
     from sensli.surgery.dead import recycle, remove_dead
-    from sensli.surgery.history.growth import Growth
-    from sensli.surgery.history.history import History
-    from sensli.surgery.insertion import grow, insert
-    from sensli.surgery.replaying import replay
-    from sensli.surgery.undoing import undo
+    from sensli.surgery.growth import grow, insert, replay, undo
+    from sensli.surgery.history import Growth, History
 
 __version__ = "0.1.0"
 
@@ -40,9 +37,9 @@ __all__ = [
 # Where each name lives. They are imported when they are first asked for: torch takes seconds, which a help text need not wait for.
 _HOMES = {
     "errors": ("SensliError",),
-    "growing.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+    "checkpoint.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
     "growing.grower": ("Grower",),
-    "growing.trials.trial": ("Trial",),
+    "growing.options": ("Trial",),
     "merits.measuring": ("measure",),
     "merits.merits": ("Merit", "Merits"),
     "merits.probe": ("Probe",),
@@ -50,11 +47,8 @@ _HOMES = {
     "moves.finding": ("find_sites",),
     "moves.sites": ("Site", "Sites"),
     "surgery.dead": ("recycle", "remove_dead"),
-    "surgery.history.growth": ("Growth",),
-    "surgery.history.history": ("History",),
-    "surgery.insertion": ("grow", "insert"),
-    "surgery.replaying": ("replay",),
-    "surgery.undoing": ("undo",),
+    "surgery.history": ("Growth", "History"),
+    "surgery.growth": ("grow", "insert", "replay", "undo"),
 }
 _MODULES = (
     "errors", "growing", "integrations", "merits", "modules", "moves", "norms", "page", "paper", "surgery", "text", "triggers",

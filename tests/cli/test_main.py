@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sensli.cli import demo
 from sensli.cli.main import main
-from sensli.growing.terminal import paint, progress
+from sensli.text.terminal import paint, progress
+from sensli_lab import demo
 
 MODEL = """
 from torch import nn

@@ -74,7 +74,7 @@ def test_little_is_imported_before_the_handler_is_set(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_quiet_in_the_modules_of_a_command(tmp_path: Path) -> None:
-    program = INTERRUPTED.format(module="sensli.paper.commands", words=["paper", "list"])
+    program = INTERRUPTED.format(module="sensli_lab.paper.commands", words=["paper", "list"])
     done = programs.run([sys.executable, "-c", program], tmp_path)
     assert (done.returncode, done.stderr, done.stdout) == (130, "Interrupted.\n", "")
 

@@ -16,7 +16,7 @@ import programs
 import warm
 from sensli import History
 from sensli.cli.main import main
-from sensli.surgery.history.record import Look, Record
+from sensli.surgery.record import Look, Record
 
 MODELS = """
 import sys

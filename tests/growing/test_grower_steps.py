@@ -24,12 +24,12 @@ import ranks
 from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points, residual, snapshot, untouched
 from sensli import Grower, Trial, count_flops, find_sites, insert, replay, undo
 from sensli.errors import OptimizerError, SensliError
-from sensli.growing import searching as searching_module
-from sensli.growing.proposing import trained as trained_only
-from sensli.growing.sizes import Sizes
+from sensli.growing import looking as searching_module
+from sensli.growing.looking import Sizes
+from sensli.growing.looking import trained as trained_only
 from sensli.growing.triggers import At, Budget, Every, Moment, Pays, Plateau, Trigger
-from sensli.integrations.looking import Facts
-from sensli.surgery.history.record import Look
+from sensli.integrations.callback import LookFacts
+from sensli.surgery.record import Look
 
 DATA = batches((8, 8, 4))
 
@@ -683,7 +683,7 @@ def test_flops_are_counted_once_per_look_and_again_after_a_growth(
         counted.append(1)
         return count_flops(*args)
 
-    monkeypatch.setattr("sensli.growing.sizes.count_flops", counting)
+    monkeypatch.setattr("sensli.growing.looking.count_flops", counting)
     growing = grower(model, trained(model), trigger=copy.deepcopy(trigger), max_factor=None, **options)
     assert len(growing.sites()) == 4
     growing.step(DATA, loss_fn)
@@ -797,7 +797,7 @@ def test_a_search_that_failed_in_the_models_code_is_made_again(monkeypatch: pyte
 
 def test_what_callbacks_log_follows_undo_and_another_growth() -> None:
     """As many growths as before, and other FLOPs."""
-    model, facts = deep(), Facts()
+    model, facts = deep(), LookFacts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     growing = grower(model, optimizer)
     growing.step(DATA, loss_fn)

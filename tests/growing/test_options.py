@@ -14,15 +14,13 @@ import torch
 
 from models import batches, cnn, deep, fnn, images, loss_fn, points, residual, untouched
 from sensli import Grower, Merits, Site, Sites, find_sites, measure, undo
+from sensli.growing.looking import Sensli
 from sensli.growing.options import OF_STRATEGIES, Options
-from sensli.growing.strategies import STRATEGIES, class_of
-from sensli.growing.strategies.sensli import Sensli
-from sensli.growing.strategies.strategy import Strategy
+from sensli.growing.strategy import STRATEGIES, Strategy, class_of
 from sensli.growing.triggers import At, Budget, Every, Moment
-from sensli.merits.merits import Merit
-from sensli.merits.ranking import BY_MERIT, SELECTIONS
-from sensli.paper.plans.settings import Data, Network, Optimizer, Settings
-from sensli.text.names import GROW
+from sensli.merits.merits import BY_MERIT, SELECTIONS, Merit
+from sensli.text.commands import GROW
+from sensli_lab.paper.settings import DataSettings, Network, Optimizer, Settings
 
 DATA = batches((8, 8, 4))
 OF_A_RUN = {"model", "optimizer", "example", "scheduler", "averaged"}
@@ -103,7 +101,7 @@ def test_every_selection_is_known_everywhere_and_takes_its_place(select: str) ->
     growing = grower(model, select=select)
     growth = growing.step(DATA, loss_fn)
     assert growth is not None and growth.site == expected[select].site
-    settings = Settings(Network("fnn", (5, 5)), Optimizer(), 45, 3, Data(), select=select)
+    settings = Settings(Network("fnn", (5, 5)), Optimizer(), 45, 3, DataSettings(), select=select)
     assert settings.select == select
 
 
@@ -133,7 +131,7 @@ def test_errors_list_what_is_registered() -> None:
     with pytest.raises(ValueError, match=f"select must be one of {', '.join(map(repr, SELECTIONS))}, or a function"):
         grower(deep(), select="best")
     with pytest.raises(ValueError, match="Known: auto, even, first, largest, last, random, smallest"):
-        Settings(Network("fnn", (5, 5)), Optimizer(), 45, 3, Data(), select="best")
+        Settings(Network("fnn", (5, 5)), Optimizer(), 45, 3, DataSettings(), select="best")
 
 
 def test_a_function_is_not_taken_for_the_selection_of_the_same_name() -> None:

@@ -13,9 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from models import fnn, labels, points
 from sensli import Grower, Probe, count_flops, find_sites, measure, triggers
-from sensli.growing.pays import payoff
-from sensli.growing.strategies.random_units import RandomUnits
-from sensli.growing.triggers import At, AtMost, Diminishing, Every, Moment, Pays
+from sensli.growing.triggers import At, AtMost, Diminishing, Every, Moment, Pays, payoff
+from sensli_lab.methods.controls import RandomUnits
 
 
 def data() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

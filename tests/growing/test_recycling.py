@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import sensli
 from sensli import Grower, triggers
-from sensli.moves.dead.dead import Recycle
+from sensli.moves.dead import Recycle
 
 X = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(32) % 3

@@ -14,17 +14,16 @@ import sensli
 SOURCE = Path(sensli.__file__).parent
 # What changes a model or what follows it, and what calls that.
 CHANGES = (
-    "surgery", "growing/following.py", "growing/recycling.py", "growing/call.py", "growing/state.py", "growing/grower.py",
-    "growing/trials", "moves/inserting.py", "moves/cutting.py", "moves/lists.py", "moves/memory.py", "moves/copying.py",
-    "moves/stretching.py", "moves/width/widening.py", "moves/width/since.py", "moves/dead", "moves/stack/stack.py",
-    "modules/marks.py", "modules/chain.py", "modules/wrappers.py", "modules/compiled.py", "modules/engines", "modules/before.py",
-    "modules/interrupts.py",
+    "surgery", "growing/following.py", "growing/grower.py", "growing/trials.py", "moves/inserting.py", "moves/point.py",
+    "moves/stretching.py", "moves/width/widening.py", "moves/dead.py", "moves/stacking.py", "modules/grown.py", "modules/wrappers.py",
+    "modules/engines",
 )  # fmt: skip
 # The way back itself, and what ends the waiting of a signal: an error in there is not survived. It is short and calls nobody else's code.
 WAY_BACK = {
-    "modules/engines/all_or_nothing.py": ("__exit__", "put_back", "<lambda>"),
-    "modules/before.py": ("put_back", "_note", "_fill", "_objects", "<listcomp>", "_restore", "_set", "_write", "_point", "_is_at"),
-    "modules/interrupts.py": ("__exit__", "end"),
+    "modules/engines/all_or_nothing.py": (
+        "__exit__", "put_back", "<lambda>", "_note", "_fill", "_objects", "<listcomp>", "_restore", "_set", "_write", "_point", "_is_at",
+        "end",
+    ),
 }  # fmt: skip
 
 Line = tuple[str, int]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sensli.paper.plans.config import Options, Plan, parse, plan
-from sensli.paper.plans.settings import Data, Network, Optimizer, Settings
+from sensli_lab.paper.planning import Plan, RunOptions, parse, plan
+from sensli_lab.paper.settings import DataSettings, Network, Optimizer, Settings
 
 GOOD: dict[str, Any] = {
     "name": "mine",
@@ -24,7 +24,7 @@ GOOD: dict[str, Any] = {
 
 
 def make_plan(recipe: str = "stated", **options: Any) -> Plan:
-    return plan(parse(GOOD, "mine.json"), recipe, Options(**options))
+    return plan(parse(GOOD, "mine.json"), recipe, RunOptions(**options))
 
 
 def settings(**changes: Any) -> Settings:
@@ -33,7 +33,7 @@ def settings(**changes: Any) -> Settings:
         "optimizer": Optimizer(lr=0.2),
         "batch": 90,
         "epochs": 24,
-        "data": Data(train=90),
+        "data": DataSettings(train=90),
         "insert_at": (6, 15),
         "dtype": "float64",
     }

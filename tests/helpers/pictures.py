@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from sensli.paper.data import Raw
+from sensli_lab.paper.image_sets import Raw
 
 TINY = {
     "name": "tiny",

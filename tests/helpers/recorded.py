@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from sensli import Grower, History, triggers
-from sensli.surgery.history.outline import outline
-from sensli.surgery.history.record import Look, Record, SiteMerit
+from sensli.surgery.outline import outline
+from sensli.surgery.record import Look, Record, SiteMerit
 
 X = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sensli.paper.data import spirals
-from sensli.paper.engines import networks
-from sensli.paper.engines.networks import ResidualBlock
-from sensli.paper.plans.seeds import ORDER_BLOCK, order_block, run_seed
-from sensli.paper.plans.settings import Settings
+from sensli_lab.paper import datasets, stacked
+from sensli_lab.paper.settings import ORDER_BLOCK, Settings, order_block, run_seed
+from sensli_lab.paper.stacked import ResidualBlock
 
 
 @dataclass
@@ -28,8 +26,8 @@ class Trained:
 
 def train(settings: Settings, seed: int, run: int) -> Trained:
     dtype = getattr(torch, settings.dtype)
-    data = spirals.split(settings.data.train, settings.data.split_seed, dtype)
-    model: nn.Sequential = networks.build(settings.network, run_seed(seed, run, "weights"), dtype)
+    data = datasets.split_spirals(settings.data.train, settings.data.split_seed, dtype)
+    model: nn.Sequential = stacked.build(settings.network, run_seed(seed, run, "weights"), dtype)
     lr = settings.optimizer.lr
     log = Trained()
     for epoch in range(settings.epochs):
@@ -60,7 +58,7 @@ def batches(settings: Settings, seed: int, run: int, epoch: int) -> list[Tensor]
     return list(order_block(seed, [run], block, count)[within, 0].split(settings.batch))
 
 
-def evaluate(model: nn.Module, data: spirals.Split, log: Trained) -> None:
+def evaluate(model: nn.Module, data: datasets.SpiralSplit, log: Trained) -> None:
     with torch.no_grad():
         log.train_loss.append(cross_entropy(model(data.train_x), data.train_y).item())
         output = model(data.test_x)
@@ -102,7 +100,7 @@ def with_layers(model: nn.Sequential, places: list[int]) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
-def measure(model: nn.Sequential, data: spirals.Split) -> tuple[list[float], list[float]]:
+def measure(model: nn.Sequential, data: datasets.SpiralSplit) -> tuple[list[float], list[float]]:
     """Merits and ratios by really building the extended network, as the paper does."""
     places = list(range(len(hidden_ends(model))))
     extended = with_layers(model, places)

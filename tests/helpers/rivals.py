@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli import find_sites
-from sensli.growing.strategies.pairs import Pair, look
+from sensli_lab.methods.pairs import Pair, look
 
 
 def mlp(activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:

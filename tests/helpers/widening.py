@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sensli.moves.sites import Site
-from sensli.moves.width.entries import Entries
 from sensli.moves.width.widening import Widening
-from sensli.moves.width.width import Width
+from sensli.moves.width.width import Entries, Width
 
 
 def widened(model: nn.Module, site: Site) -> tuple[nn.Module, Widening]:

@@ -15,7 +15,7 @@ from sensli import Site, Sites, find_sites, grow, insert, measure, undo
 from sensli.errors import MeasurementError, ZeroMerits
 from sensli.moves.width.widening import Widening
 from sensli.moves.width.width import Width
-from sensli.surgery.state.resizing import plan_resizing
+from sensli.surgery.optimizers import plan_resizing
 from widening import column_gradients, redrawn
 
 NEAR = 1e-10  # relative, in float64

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from sensli.moves.point import Point, Ref
 from sensli.moves.sites import Site
-from sensli.moves.width.entries import Entries
-from sensli.moves.width.width import Axis, Size, Width
+from sensli.moves.width.width import Axis, Entries, Size, Width
 
 
 def width_site(

@@ -29,10 +29,12 @@ from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from sensli.integrations import fitting  # noqa: E402
-from sensli.integrations.committee import networks, sharpened  # noqa: E402
-from sensli.integrations.folds import Data, train_on  # noqa: E402
-from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor  # noqa: E402
-from sensli.integrations.stacked import Stacked  # noqa: E402
+from sensli.integrations.fitting import (  # noqa: E402
+    FoldData,
+    Stacked,
+    train_on,
+)
+from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor, networks, sharpened  # noqa: E402  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "width": 12,
@@ -172,7 +174,7 @@ def test_what_is_held_out_does_not_train() -> None:
         members = networks(2, [2, 4, 1])
         target = torch.tensor(y).float()[:, None]
         target[30:] += shift
-        data = Data(torch.tensor(x).float(), target, torch.ones(60), rows, rows[::-1])
+        data = FoldData(torch.tensor(x).float(), target, torch.ones(60), rows, rows[::-1])
         stacked = Stacked(members, 0.01, 0.0)
         for _ in range(3):
             train_on(stacked, data, GrowingRegressor()._losses, 200)

@@ -13,8 +13,8 @@ from models import loss_fn
 from oracle import extended
 from sensli import Grower, Probe, find_sites, grow, measure, triggers
 from sensli.errors import MeasurementError, ZeroMerits
-from sensli.merits import natural
-from sensli.merits.sums import Moment
+from sensli.merits import norms
+from sensli.merits.catching import MomentSum
 from sensli.moves import factors
 
 
@@ -219,7 +219,7 @@ def factored_of(x, g, samples=None) -> factors.Factored:
 
 
 def merit(x, g, samples=None) -> float:
-    return natural.natural_merit([factored_of(x, g, samples)], 1.0, [])
+    return norms.natural_merit([factored_of(x, g, samples)], 1.0, [])
 
 
 def test_scales_and_rotations_change_nothing_and_any_mixing_only_by_the_damping(monkeypatch):
@@ -231,7 +231,7 @@ def test_scales_and_rotations_change_nothing_and_any_mixing_only_by_the_damping(
     assert merit(1e3 * x @ turned, 1e-4 * g @ mirrored) == pytest.approx(value, rel=1e-10)
     mixed, blended = (torch.eye(n).double() + 0.2 * torch.randn(n, n).double() for n in (5, 4))
     assert merit(x @ mixed, g @ blended) == pytest.approx(value, rel=0.05)
-    monkeypatch.setattr(natural, "DAMPING", 1e-12)
+    monkeypatch.setattr(norms, "DAMPING", 1e-12)
     assert merit(x @ mixed, g @ blended) == pytest.approx(merit(x, g), rel=1e-7)
 
 
@@ -341,7 +341,7 @@ def test_moments_are_summed_in_place_in_blocks_as_if_they_were_written_out(lengt
     torch.manual_seed(0)
     rows = [torch.randn(groups, count, length, dtype=torch.float64) for count in (3, 5, 2, 4)]
     first, second, third, fourth = (factors.Rows(each, 2 * each.shape[1]) for each in rows)
-    moment = Moment()
+    moment = MomentSum()
     moment.add(factors.Outer(first))
     moment.add(
         factors.Outer(second, 0.25) + factors.Outer(third) + factors.Outer(fourth, 3.0)
@@ -400,7 +400,7 @@ def test_what_is_estimated_for_large_moments_agrees_with_small_ones(monkeypatch)
     x, g = torch.randn(400, 60), torch.randn(400, 30)
     g = g + x[:, :30]
     exact = merit(x.double(), g.double())
-    monkeypatch.setattr(natural, "_SMALL", 8)
+    monkeypatch.setattr(norms, "_SMALL", 8)
     assert merit(x, g) == pytest.approx(exact, rel=1e-4)
     assert merit(x, g) == merit(x, g)
 

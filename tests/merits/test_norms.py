@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sensli.merits import spectrum
 from sensli.merits.norms import NORMS, choose, squared_norm
-from sensli.moves.geometry import Geometry
+from sensli.moves.roles import Geometry
 
 NAMES = ("frobenius", "mean_square", "operator", "operator_l2", "operator_l1")
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from sensli import find_sites, measure
 from sensli.cli.main import main
-from sensli.merits.merits import Merit, Merits
-from sensli.merits.ranking import BETWEEN_BLOCKS, CHOICES, SELECTIONS, compare_choices, spread
+from sensli.merits.merits import BETWEEN_BLOCKS, CHOICES, SELECTIONS, Merit, Merits, compare_choices, spread
 
 MODEL = """
 import torch

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli import find_sites, grow, undo
-from sensli.modules.attention import WideAttention, fit_class
+from sensli.modules.grown import WideAttention, fit_class
 
 SIZE, HEADS, BATCH, TARGETS, SOURCES = 6, 3, 2, 3, 4
 MASKS = (None, "bool of two", "float of two", "bool of three")

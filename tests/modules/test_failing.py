@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli import count_flops, find_sites, insert, measure
-from sensli.growing.restoring import loading
-from sensli.modules.failing import forgiven, is_out_of_memory, let_memory_through, note, noting
+from sensli.checkpoint.states import loading
+from sensli.modules.running import forgiven, is_out_of_memory, let_memory_through, note, noting
 
 
 def test_memory_that_ran_out_is_known_from_other_failures() -> None:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli import find_sites, grow, measure
-from sensli.merits.ahead import few
-from sensli.moves.width.calibrating import directions
-from sensli.moves.width.places import inputs_of
+from sensli.merits.measuring import few
+from sensli.moves.width.gauge import directions
+from sensli.moves.width.replica import inputs_of
 
 
 def chosen(model: nn.Module, x: Tensor, y: Tensor, **options: object) -> dict[str, dict[str, Tensor]]:

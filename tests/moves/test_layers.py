@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from sensli.moves.layer.forms import Layer
-from sensli.moves.layer.placing import grouped_like, same_size_kernel
-from sensli.moves.move import Cost
+from sensli.moves.layers import Layer, grouped_like, same_size_kernel
 from sensli.moves.point import Point, Ref
-from sensli.moves.trace.activations import ACTIVATIONS, Activation
+from sensli.moves.sites import Cost
+from sensli.moves.trace.stacks import ACTIVATIONS, Activation
 
 LAYERS = [
     Layer(form, kind, 4, kernel, groups, activation)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from building import build, example_of
 from sensli import find_sites, insert
 from sensli.errors import BadExample, UnsupportedModel
-from sensli.modules.precision import tf32_note
-from sensli.moves.stack.finding import find_stacks
+from sensli.modules.running import tf32_note
+from sensli.moves.stacking import find_stacks
 
 
 def reasons(model: nn.Module, x: Tensor, **options: str) -> dict[str, str]:

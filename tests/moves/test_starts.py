@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sensli import Probe, find_sites, grow, measure, undo
 from sensli.errors import MeasurementError
 from sensli.moves.sites import Site
-from sensli.moves.width.starts.registry import STARTS
+from sensli.moves.width.starts import STARTS
 from widening import new_gradients, widened
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import sensli
-from sensli.moves.geometry import Geometry
-from sensli.moves.kinds import KINDS
-from sensli.moves.move import Cost, Edit, Gauge, New
+from sensli.moves.finding import KINDS
 from sensli.moves.point import Bind, Point, Ref
+from sensli.moves.roles import Geometry
 from sensli.moves.search import Search
-from sensli.moves.sites import Site
+from sensli.moves.sites import Cost, Edit, Gauge, New, Site
 
 # --- the kind ---
 

@@ -17,7 +17,7 @@ import oracle
 from models import Block, alive, untouched
 from sensli import Sites, find_sites, insert, measure, undo
 from sensli.modules.running import run, tensors, undrawn
-from sensli.moves.stack.finding import find_stacks
+from sensli.moves.stacking import find_stacks
 
 
 def module(forward: Callable[..., Any], **parts: Any) -> nn.Module:

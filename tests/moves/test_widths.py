@@ -23,7 +23,7 @@ from oracle import gradients
 from sensli import Probe, find_sites, measure
 from sensli.errors import MeasurementError, UnknownSite, UnsupportedSite, ZeroMerits
 from sensli.moves.sites import Site
-from sensli.moves.width.siting import Siting
+from sensli.moves.width.finding import Siting
 from sensli.moves.width.widening import Widening
 from widening import column_gradients, redrawn, widened
 

@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from browser import opened, too_wide
 from recorded import infinite
 from sensli import Grower, History, triggers
-from sensli.cli import demo
-from sensli.growing.strategies.sensli import Sensli
+from sensli.growing.looking import Sensli
 from sensli.page import Film, page_data, write_page
+from sensli_lab import demo
 
 pytestmark = pytest.mark.process
 

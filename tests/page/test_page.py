@@ -16,13 +16,13 @@ from torch.nn.functional import cross_entropy
 from forging import places
 from recorded import BATCHES, X, grow, make_model
 from sensli import Grower, History, Trial, find_sites, insert, measure, triggers
+from sensli.checkpoint.checkpoint import save_checkpoint
 from sensli.cli.main import main
 from sensli.errors import HistoryError
-from sensli.growing.checkpoint import save_checkpoint
 from sensli.page import page_data, read_history
-from sensli.page.words import words
-from sensli.page.writing import render
-from sensli.surgery.history.outline import Unit
+from sensli.page.data import words
+from sensli.page.files import render
+from sensli.surgery.outline import Unit
 
 
 def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,9 +39,11 @@ def test_what_is_published_holds_the_package_and_nothing_else(tmp_path: Path) ->
         metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
         commands = archive.read(f"{info}/entry_points.txt").decode()
     source = ROOT / "src"
-    ours = {str(path.relative_to(source)) for path in (source / "sensli").rglob("*") if path.is_file()}
+    ours = {
+        str(path.relative_to(source)) for path in source.rglob("*") if path.is_file() and ".egg-info" not in str(path)
+    }
     assert names == {name for name in ours if "__pycache__" not in name}
-    assert {"sensli/py.typed", "sensli/page/page.html", "sensli/paper/experiments/exp02.json"} <= names
+    assert {"sensli/py.typed", "sensli/page/page.html", "sensli_lab/paper/experiments/exp02.json"} <= names
     assert not [name for name in names if re.search(r"(^|/)(tests?|results?)(/|$)|/test_|\.(pt|ckpt|png|pdf)$", name)]
     (sources,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sources) as archive:

@@ -13,8 +13,8 @@ import pytest
 
 import sensli
 from sensli import norms, page, triggers
-from sensli.paper.plans import settings
-from sensli.surgery.history import record
+from sensli.surgery import record
+from sensli_lab.paper import settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAMED = re.compile(r"`+(\w+)=([^`]+?)`+[^.`|]*\bis the default")  # `tau=1`, the paper's threshold, is the default
@@ -90,7 +90,7 @@ def test_the_table_of_the_experiments() -> None:
         ("", settings.Settings),
         ("network.", settings.Network),
         ("optimizer.", settings.Optimizer),
-        ("data.", settings.Data),
+        ("data.", settings.DataSettings),
     ):
         for field in dataclasses.fields(kind):
             made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default

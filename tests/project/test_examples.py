@@ -127,7 +127,7 @@ def test_scikit_learn(here: Callable[[str], str]) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.thorough  # `tests/paper/test_ray.py` starts a Ray as it does
+@pytest.mark.thorough  # `tests/lab/paper/test_ray.py` starts a Ray as it does
 def test_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     printed = run("15_many_runs_with_ray.py", tmp_path)

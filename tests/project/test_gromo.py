@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks import gromo
-from sensli.paper.compare.tasks.spirals import SPIRALS
+from sensli_lab.compare.tasks.spirals import SPIRALS
 
 HAVE = find_spec("gromo") is not None
 

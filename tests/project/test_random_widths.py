@@ -26,7 +26,9 @@ def test_random_models_keep_every_promise_of_layers_and_units_together(part: int
     seen: Counter[str] = Counter()
 
     @seed(part)
-    @settings(REPEATABLE, derandomize=False, max_examples=EXAMPLES, phases=[Phase.generate])  # to make one shorter takes minutes
+    @settings(
+        REPEATABLE, derandomize=False, max_examples=EXAMPLES, phases=[Phase.generate]
+    )  # to make one shorter takes minutes
     @given(recipes())
     def one(recipe: Recipe) -> None:
         seen.update(check_widths(recipe, "both"))

@@ -11,28 +11,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "sensli"
+LAB = ROOT / "src" / "sensli_lab"
 TESTS = ROOT / "tests"
 # A room may import from those before it, and from itself.
 ROOMS = (
-    "errors", "text", "modules", "moves", "merits", "surgery", "growing", "page", "integrations", "paper", "cli",
+    "errors", "text", "modules", "moves", "merits", "surgery", "growing", "checkpoint", "page", "integrations", "cli",
 )  # fmt: skip
-# Inside of a room too: engines build on the rest of modules, the trace knows nothing of moves, the records and what follows a
-# change know nothing of the change itself, and what trains the paper's networks knows nothing of folders and reports.
-INNER = (
-    ("modules", "modules.engines"),
-    ("moves.trace", "moves"),
-    ("surgery.state", "surgery.history", "surgery"),
-    (
-        "paper.errors",
-        "paper.plans",
-        "paper.data",
-        "paper.engines",
-        "paper.running",
-        "paper.report",
-        "paper.compare",
-        "paper",
-    ),
-)
+# Inside of a room too: engines build on the rest of modules, and the trace knows nothing of moves.
+INNER = (("modules", "modules.engines"), ("moves.trace", "moves"))
+LAB_ROOMS = ("errors", "methods", "paper", "compare", "demo")
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -127,10 +114,31 @@ def test_contributing_shows_the_rooms_as_they_are() -> None:
     assert tuple(names) == ROOMS
 
 
+def test_the_core_knows_nothing_of_the_lab() -> None:
+    """But for names in registries, which are imported when somebody asks for one."""
+    for path in SOURCE.rglob("*.py"):
+        assert not any(name.split(".")[0] == "sensli_lab" for name in modules(path)), f"{path} imports from the lab"
+
+
+def test_the_lab_has_its_own_order() -> None:
+    """Methods know nothing of experiments, and the paper's know nothing of comparisons."""
+    rooms = {path.relative_to(LAB).parts[0].removesuffix(".py") for path in LAB.rglob("*.py")} - {"__init__"}
+    assert rooms == set(LAB_ROOMS)
+    for path in LAB.rglob("*.py"):
+        own = path.relative_to(LAB).parts[0].removesuffix(".py")
+        for name in modules(path):
+            if name.startswith("sensli_lab.") and own in LAB_ROOMS:
+                other = name.split(".")[1]
+                assert LAB_ROOMS.index(other) <= LAB_ROOMS.index(own), f"{path}: {own} must not import from {other}"
+
+
 def test_tests_lie_in_the_rooms_of_what_they_test() -> None:
-    """Helpers have a folder of their own, and so has an accelerator; what concerns the whole project is in `project`."""
+    """Helpers have a folder of their own; what concerns the whole project is in `project`."""
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py") if path != TESTS / "conftest.py"}
-    strange = [str(folder) for folder in folders if not (SOURCE / folder / "__init__.py").is_file()]
+    homes = {
+        folder: LAB / folder.relative_to("lab") if folder.parts[0] == "lab" else SOURCE / folder for folder in folders
+    }
+    strange = [str(folder) for folder, home in homes.items() if not (home / "__init__.py").is_file()]
     assert sorted(strange) == ["device", "helpers", "project"]
     misplaced = [path.name for path in (TESTS / "helpers").iterdir() if path.name.startswith(("test_", "conftest"))]
     assert misplaced == []
@@ -146,7 +154,8 @@ def test_no_test_file_is_imported() -> None:
 def test_contributing_names_files_that_are_there() -> None:
     named = re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|md))`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(named) > 25
-    assert [name for name in named if not (SOURCE / name).exists() and not (ROOT / name).exists()] == []
+    places = (SOURCE, LAB, ROOT)
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
 
 
 def test_no_two_test_files_have_one_name() -> None:

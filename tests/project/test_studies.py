@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import horizon, when, when_front
 from benchmarks.horizon_tasks import Task
-from sensli.paper.compare.tasks import find
+from sensli_lab.compare.tasks.registry import find
 
 LOSSES = [[3.0, 2.0, 2.0, 1.5], [2.0, 3.0, 1.0, 1.0], [1.0, 4.0, 3.0, 3.0]]  # [networks][shares]
 

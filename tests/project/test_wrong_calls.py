@@ -40,19 +40,18 @@ from sensli import (
     save_checkpoint,
     undo,
 )
+from sensli.growing.looking import Sensli
 from sensli.growing.options import Options
-from sensli.growing.strategies.autogrow import AutoGrow
-from sensli.growing.strategies.convsenn import ConvSenn
-from sensli.growing.strategies.g_stack import GStack
-from sensli.growing.strategies.gradmax import GradMax
-from sensli.growing.strategies.llama_pro import LlamaPro
-from sensli.growing.strategies.sensli import Sensli
 from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
+from sensli.merits.merits import compare_choices
 from sensli.merits.norms import choose, squared_norm
-from sensli.merits.ranking import compare_choices
 from sensli.modules import checks
-from sensli.moves.geometry import Geometry
+from sensli.moves.roles import Geometry
 from sensli.page import page_data, read_history, write_page
+from sensli_lab.methods.autogrow import AutoGrow
+from sensli_lab.methods.blocks import GStack, LlamaPro
+from sensli_lab.methods.convsenn import ConvSenn
+from sensli_lab.methods.units import GradMax
 
 NAN, INF = float("nan"), float("inf")
 

@@ -20,15 +20,15 @@ from every_line import Injected, Line, Tracer, ends_here, lines_of, raising
 from models import alive
 from sensli import Grower, History, Site, Trial, find_sites, grow, measure, recycle, remove_dead, replay, triggers, undo
 from sensli.errors import OptimizerError, UnsupportedModel
-from sensli.growing.strategies.strategy import Strategy
+from sensli.growing.strategy import Strategy
 from sensli.merits.merits import Merits
-from sensli.modules import marks
+from sensli.modules import grown
+from sensli.modules.engines.all_or_nothing import Waiting
 from sensli.modules.engines.distributed import Together
-from sensli.modules.interrupts import Waiting
-from sensli.moves.memory import _KEPT
+from sensli.moves.inserting import _KEPT
 from sensli.moves.sites import Sites
-from sensli.moves.stack.finding import find_stacks
-from sensli.moves.width.since import _MADE
+from sensli.moves.stacking import find_stacks
+from sensli.moves.width.widening import _MADE
 from sensli.surgery.dead import find_dead, renew
 from sensli.surgery.rewinding import rewind
 
@@ -381,29 +381,29 @@ def check_lines(
 MAIN = ("layer", "units", "twin", "undo layer", "undo units", "undo twin")
 # Of the others the lines that only they reach, and some of the common ones; `make thorough` takes all.
 OWN = {
-    "layer of its own": ("surgery/insertion.py", "surgery/state/own_rate.py"),
-    "copied units": ("moves/copying.py", "moves/memory.py", "moves/width/widening.py"),
-    "stack": ("moves/stack/stack.py", "moves/lists.py"),
-    "heads": ("moves/width/widening.py", "surgery/insertion.py"),
-    "undo layer of its own": ("surgery/undoing.py", "surgery/state/own_rate.py"),
-    "undo copied units": ("moves/copying.py", "moves/memory.py", "moves/width/widening.py"),
-    "undo stack": ("moves/stack/stack.py", "moves/lists.py"),
-    "undo heads": ("moves/width/widening.py", "surgery/undoing.py"),
+    "layer of its own": ("surgery/growth.py", "surgery/rates.py"),
+    "copied units": ("moves/stretching.py", "moves/inserting.py", "moves/width/widening.py"),
+    "stack": ("moves/stacking.py", "moves/point.py"),
+    "heads": ("moves/width/widening.py", "surgery/growth.py"),
+    "undo layer of its own": ("surgery/growth.py", "surgery/rates.py"),
+    "undo copied units": ("moves/stretching.py", "moves/inserting.py", "moves/width/widening.py"),
+    "undo stack": ("moves/stacking.py", "moves/point.py"),
+    "undo heads": ("moves/width/widening.py", "surgery/growth.py"),
     "recycle": ("surgery/dead.py",),
-    "recycle one": ("moves/dead/dead.py", "moves/memory.py"),
-    "undo recycle": ("moves/dead/dead.py", "moves/memory.py"),
+    "recycle one": ("moves/dead.py", "moves/inserting.py"),
+    "undo recycle": ("moves/dead.py", "moves/inserting.py"),
     "remove dead": (),
-    "undo remove dead": ("moves/dead/dead.py", "moves/memory.py"),
+    "undo remove dead": ("moves/dead.py", "moves/inserting.py"),
     "average inside": ("surgery/averaging.py",),
     "undo average inside": ("surgery/averaging.py",),
-    "replay": ("surgery/replaying.py",),
+    "replay": ("surgery/growth.py",),
     "rewind": ("surgery/rewinding.py",),
     "rewind averages": ("surgery/averaging.py",),
-    "step": ("growing/following.py", "growing/call.py", "growing/state.py", "growing/grower.py", "surgery/averaging.py"),
-    "step that recycles": ("growing/recycling.py",),
-    "step with averages of parts": ("surgery/averaging.py", "surgery/handmade.py"),
+    "step": ("growing/following.py", "growing/grower.py", "growing/grower.py", "growing/grower.py", "surgery/averaging.py"),
+    "step that recycles": ("growing/following.py",),
+    "step with averages of parts": ("surgery/averaging.py", "surgery/averaging.py"),
     "step around an averaged part": ("surgery/averaging.py",),
-    "trial": ("growing/trials/arms.py", "growing/trials/snapshot.py", "growing/trials/steps.py"),
+    "trial": ("growing/trials.py", "growing/trials.py", "growing/trials.py"),
 }  # fmt: skip
 
 
@@ -464,10 +464,10 @@ def test_a_signal_during_the_change_comes_when_the_change_is_complete(name: str,
     training, work = CASES[name]()
     lines = list(lines_of(work))
     new = training.seen(objects=False)
-    function = marks.unmark if name.startswith("undo") else marks.mark
+    function = grown.unmark if name.startswith("undo") else grown.mark
     source, first = inspect.getsourcelines(function)
     inside = lines.index(
-        ("modules/marks.py", next(n for n in range(first + 1, first + len(source)) if ("modules/marks.py", n) in lines))
+        ("modules/grown.py", next(n for n in range(first + 1, first + len(source)) if ("modules/grown.py", n) in lines))
     )
     assert inside < len(lines) - 20
     training, work = CASES[name]()
@@ -536,7 +536,7 @@ def test_an_error_when_the_optimizer_follows_takes_the_new_shapes_back(monkeypat
     def fail(parameter: nn.Parameter) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("sensli.surgery.state.resizing._new_accumulator", fail)
+    monkeypatch.setattr("sensli.surgery.optimizers._new_accumulator", fail)
     with pytest.raises(MemoryError):
         work()
     assert training.seen(objects=True) == old

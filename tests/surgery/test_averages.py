@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_
 
 from sensli import Grower, History, find_sites, grow, load_checkpoint, replay, save_checkpoint, triggers, undo
 from sensli.errors import UnsupportedModel
-from sensli.modules.marks import grown
+from sensli.modules.grown import grown
 from sensli.surgery.rewinding import rewind
 
 GENERATOR = torch.Generator().manual_seed(1)

@@ -13,7 +13,7 @@ from recorded import infinite
 from sensli import Growth, History, find_sites, insert, replay, undo
 from sensli.cli.main import main
 from sensli.errors import HistoryError
-from sensli.surgery.history.record import Look, SiteMerit
+from sensli.surgery.record import Look, SiteMerit
 
 
 def grown(make=fnn, x=None, **options):

@@ -18,7 +18,7 @@ import programs
 from architectures import GENERATORS, TRANSFORMERS
 from building import assert_same, build, outputs
 from sensli import find_sites, insert, measure, replay, undo
-from sensli.surgery.history.history import History
+from sensli.surgery.history import History
 
 # An encoder-decoder says at every call that its way to compute the loss was new once.
 pytestmark = [pytest.mark.library, pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")]

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Adagrad, AdamW, Muon, Optimizer
 
 from sensli.errors import OptimizerError
-from sensli.moves.move import New
-from sensli.surgery.state.optim import as_optimizers, leave, plan_joining
+from sensli.moves.sites import New
+from sensli.surgery.optimizers import as_optimizers, leave, plan_joining
 
 REFUSED = {torch.optim.LBFGS: "flat vector", torch.optim.SparseAdam: "sparse gradients"}
 OPTIMIZERS = [

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from recorded import grow
 from sensli import find_sites, insert
 from sensli import grow as grow_at
-from sensli.surgery.history.outline import outline
+from sensli.surgery.outline import outline
 
 
 class Block(nn.Module):

@@ -15,14 +15,12 @@ from torch.nn.functional import cross_entropy
 from recorded import BATCHES, X, Y, grow, make_model
 from sensli import Grower, History, find_sites, replay, triggers, undo
 from sensli.errors import HistoryError
-from sensli.growing import looked
-from sensli.merits.merits import Merit, Merits
-from sensli.merits.ranking import ordered
+from sensli.growing import grower as grower_module
+from sensli.merits.merits import Merit, Merits, ordered
 from sensli.page import page_data, write_page
-from sensli.surgery.history import record as record_module
-from sensli.surgery.history.outline import outline
-from sensli.surgery.history.reasons import reason_of
-from sensli.surgery.history.record import Look, Record
+from sensli.surgery import record as record_module
+from sensli.surgery.outline import outline
+from sensli.surgery.record import Look, Record, reason_of
 
 
 def test_every_look_is_kept_with_all_merits() -> None:
@@ -156,7 +154,7 @@ def test_the_model_is_drawn_only_when_it_has_changed(monkeypatch: pytest.MonkeyP
         drawn.append(sum(parameter.numel() for parameter in model.parameters()))
         return outline(model)
 
-    monkeypatch.setattr(looked, "outline", drawing)
+    monkeypatch.setattr(grower_module, "outline", drawing)
     idle = grow(calls=6, tau=1e9)
     assert len(idle.history.record.looks) == 3 and drawn == [42]
     drawn.clear()
@@ -174,7 +172,7 @@ def test_a_drawing_that_fails_does_not_stop_the_training(monkeypatch: pytest.Mon
     def fails(model: Any) -> Any:
         raise RuntimeError("no pencil")
 
-    monkeypatch.setattr(looked, "outline", fails)
+    monkeypatch.setattr(grower_module, "outline", fails)
     with pytest.warns(
         UserWarning, match=r"could not be drawn for the page of the training: RuntimeError: no pencil"
     ) as told:

@@ -17,11 +17,10 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 from optimizers import KEEPING_COPIES, ranger
 from sensli import find_sites, grow, insert, undo
 from sensli.errors import FunctionChanged, OptimizerError, UnsupportedSite
-from sensli.moves.copying import is_own
 from sensli.moves.sites import Site
-from sensli.moves.stretching import Resize, Stretch
-from sensli.surgery.insertion import check_joining
-from sensli.surgery.state.resizing import plan_resizing, plan_shrinking
+from sensli.moves.stretching import Resize, Stretch, is_own
+from sensli.surgery.growth import check_joining
+from sensli.surgery.optimizers import plan_resizing, plan_shrinking
 from widths import normal, width_site
 
 REFUSED = {torch.optim.LBFGS: "flat vector", torch.optim.SparseAdam: "sparse gradients"}

@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import (
 
 from schedules import AT, EACH, KINDS, SCHEDULERS, STEPS, Make, rates, state, step
 from sensli.errors import OptimizerError
-from sensli.moves.move import New
-from sensli.surgery.state.optim import leave, plan_joining
-from sensli.surgery.state.rates import RateScaling, plan_rate_scaling
+from sensli.moves.sites import New
+from sensli.surgery.optimizers import leave, plan_joining
+from sensli.surgery.rates import RateScaling, plan_rate_scaling
 
 
 def test_every_scheduler_of_torch_is_among_them() -> None:

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 from models import Named, cnn, deep, images, points, residual, snapshot, untouched
 from sensli import History, find_sites, grow, insert, replay, undo
 from sensli.errors import HistoryError
-from sensli.modules.marks import RECORDS
+from sensli.modules.grown import RECORDS
 
 
 def trained(model):

@@ -17,7 +17,7 @@ import ranks
 from recorded import BATCHES, X, grow, make_model
 from sensli import Grower, History, find_sites, measure, triggers
 from sensli import grow as grow_at
-from sensli.surgery.history.outline import outline
+from sensli.surgery.outline import outline
 
 
 def counted(model: nn.Module) -> int:

@@ -20,15 +20,15 @@ from torch import nn
 import programs
 import warm
 from sensli import History, load_checkpoint, save_checkpoint
+from sensli.checkpoint import storage
 from sensli.errors import CheckpointError, HistoryError, SensliError
-from sensli.growing import storage
-from sensli.integrations import hf_folder
+from sensli.integrations import transformers
 from sensli.page import page_data, write_page
-from sensli.paper.errors import StoreError
-from sensli.paper.running.files import write_json, write_tensors
-from sensli.surgery.history.record import Look, Record
-from sensli.text.names import TRAINER_FILE
-from sensli.text.writing import ABANDONED, check_writable, replacing, write_bytes
+from sensli.surgery.record import Look, Record
+from sensli.text.commands import TRAINER_FILE
+from sensli.text.files import ABANDONED, check_writable, replacing, write_bytes
+from sensli_lab.errors import StoreError
+from sensli_lab.paper.store import write_json, write_tensors
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs signals, links and modes of POSIX")
 
@@ -161,7 +161,7 @@ def write_each(size: int) -> list[tuple[str, Any, type[Exception]]]:
         ("page.html", lambda path: write_page(path, page_data(history)), SensliError),
         ("runs.pt", lambda path: write_tensors(path, {"numbers": numbers}), StoreError),
         ("runs.json", lambda path: write_json(path, {"text": text}), StoreError),
-        (TRAINER_FILE, lambda path: hf_folder.write(path.parent, {"grower": text}), CheckpointError),
+        (TRAINER_FILE, lambda path: transformers.write_folder(path.parent, {"grower": text}), CheckpointError),
         ("bench.json", lambda path: write_bytes(path, text.encode()), SensliError),
     ]
 

@@ -7,16 +7,14 @@ import io
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 from sensli import __version__
 from sensli.cli.start import LeavingAtOnce
 from sensli.errors import SensliError
-from sensli.paper import cli as paper
-from sensli.paper.compare import cli as compare
-from sensli.text.commands import run_command
-from sensli.text.names import FORMS, GROW, KINDS, PER
-from sensli.text.strict_json import dumps as strict_json
+from sensli.text.commands import FORMS, GROW, KINDS, PER, run_command
+from sensli.text.records import dumps as strict_json
 
 _DESCRIPTION = """\
 Grow an ordinary PyTorch network while it trains: find where a layer or more units could go, measure what they
@@ -165,8 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
     report.set_defaults(run=_report)
 
-    paper.add_parser(commands)
-    compare.add_parser(commands)
+    for module in ("sensli_lab.paper.cli", "sensli_lab.compare.cli"):
+        import_module(module).add_parser(commands)
     return parser
 
 
@@ -193,15 +191,13 @@ def _units(text: str) -> int | float:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    from sensli.cli.demo import demo
-
-    demo(args.out, seed=args.seed, as_json=args.json)
+    import_module("sensli_lab.demo").demo(args.out, seed=args.seed, as_json=args.json)
 
 
 def _sites(args: argparse.Namespace) -> None:
-    from sensli.cli.loading import load_model, parse_input
-    from sensli.moves.choosing import check_where
+    from sensli.cli.inputs import load_model, parse_input
     from sensli.moves.finding import find_sites
+    from sensli.moves.sites import check_where
 
     if args.count < 1 or args.length < 1:
         raise SensliError(f"--count and --length must be at least 1, got {args.count} and {args.length}.")
@@ -225,10 +221,10 @@ def _sites(args: argparse.Namespace) -> None:
         sites = find_sites(model, example, **asked)
         print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
         return
-    from sensli.cli.data_files import loss_for, read_batches, text_batches
+    from sensli.cli.inputs import loss_for, read_batches, text_batches
     from sensli.merits.measuring import measure
-    from sensli.merits.ranking import CHOICES, compare_choices
-    from sensli.surgery.history.record import SiteMerit
+    from sensli.merits.merits import CHOICES, compare_choices
+    from sensli.surgery.record import SiteMerit
 
     directory = Path(args.model) if Path(args.model).is_dir() else None
     batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, length=args.length)
@@ -256,8 +252,8 @@ def _sites(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from sensli.growing.terminal import paint_decision
     from sensli.page import page_data, read_history, write_page
+    from sensli.text.terminal import paint_decision
 
     history = read_history(args.file)
     data = page_data(history, title=args.title, measure=args.metric)

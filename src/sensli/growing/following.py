@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from sensli.growing.looking import RememberedSites, trained
 from sensli.growing.options import Options
 from sensli.merits.merits import Merit
 from sensli.modules.engines.all_or_nothing import AllOrNothing, Kept
+from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.grown import grown
 from sensli.modules.wrappers import bare
+from sensli.moves.dead import Recycle
 from sensli.moves.sites import Site
-from sensli.surgery.averaging import Averaged, check_alike, follow, kept_of
-from sensli.surgery.dead import renew
-from sensli.surgery.handmade import Copies
-from sensli.surgery.history.growth import Growth
-from sensli.surgery.history.history import History
-from sensli.surgery.insertion import grow
-from sensli.surgery.state.optim import Optimizers, as_optimizers
-from sensli.surgery.state.rates import Schedulers, as_schedulers
+from sensli.moves.width.width import Width
+from sensli.surgery.averaging import Averaged, Copies, check_alike, follow, kept_of
+from sensli.surgery.dead import find_dead, renew
+from sensli.surgery.growth import grow
+from sensli.surgery.history import Growth, History
+from sensli.surgery.optimizers import Optimizers, as_optimizers
+from sensli.surgery.rates import Schedulers, as_schedulers
 
 
 @dataclass
@@ -84,3 +87,58 @@ class Followers:
     def keep(self, change: AllOrNothing, model: nn.Module, history: History) -> Kept:
         """Let a change keep the model, all that follows it, and the history."""
         return change.keep(model, *self.optimizers, *as_schedulers(self.scheduler), *kept_of(self.averaged), history)
+
+
+# ---- Dead units get a new start at a look: before the sites are measured, and in the layers that were just inserted.
+
+
+class Recycling:
+    """Finds the widths of a model, again only after a change, and recycles their dead units."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+        self._search = RememberedSites(where=None, grow="units", units=1)
+
+    def recycle(
+        self,
+        model: nn.Module,
+        example: Any,
+        batches: Iterable[Any],
+        together: Together,
+        history: History,
+        *,
+        when: Mapping[str, int],
+        inside: Collection[int] | None = None,
+    ) -> int:
+        """Recycle the units that are zero on all batches; how many they were. ``inside``: only in the layers of these growths."""
+        network = bare(model)
+        widths = trained(network, self._search.sites(model, example), self._followers.optimizer, None)
+        kept = list(widths) if inside is None else _made_by(network, widths, inside)
+        together.agree_on(numbered("width", kept), last=False)
+        if not kept:
+            return 0
+        found = find_dead(model, kept, example, batches, together)
+        for site in found.sites:
+            self._followers.recycle(model, site, history, when=when, check=found.check)
+        return sum(len(site.move.which) for site in found.sites if isinstance(site.move, Recycle))
+
+
+def reusable(batches: Iterable[Any]) -> Iterable[Any]:
+    """Batches that can be taken more than once."""
+    return list(batches) if hasattr(batches, "__next__") else batches
+
+
+def _made_by(network: nn.Module, widths: Iterable[Site], numbers: Collection[int]) -> list[Site]:
+    """The widths whose units a layer of these growths makes."""
+    layers = [path for number, path, _ in grown(network) if number in numbers]
+    return [
+        site
+        for site in widths
+        if isinstance(site.move, Width)
+        and any(
+            f"{axis.module.path}.".startswith(f"{layer}.")
+            for axis in site.move.axes
+            if axis.fill == "row"
+            for layer in layers
+        )
+    ]

@@ -3,43 +3,349 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli.growing.call import Call
-from sensli.growing.following import Followers
-from sensli.growing.logs import Log
-from sensli.growing.looked import Looked
-from sensli.growing.options import Options
-from sensli.growing.proposing import proposed
-from sensli.growing.recycling import Recycling
-from sensli.growing.sizes import Sizes
-from sensli.growing.state import load, read, remember
-from sensli.growing.strategies import strategy_of
-from sensli.growing.strategies.strategy import Strategy
-from sensli.growing.trials.trial import Trial
-from sensli.growing.trigger import Trigger
-from sensli.merits.backward import LossFunction
-from sensli.merits.merits import Merits
-from sensli.merits.ranking import Selection
+from sensli.errors import HistoryError, MovedSite, SensliError, ZeroMerits
+from sensli.growing.following import Followers, Recycling, reusable
+from sensli.growing.looking import Room, Sizes, proposed
+from sensli.growing.options import Log, Options, Trial, tell
+from sensli.growing.strategy import Strategy, strategy_of
+from sensli.growing.trials import Outcome, Trying
+from sensli.growing.triggers import Moment, Trigger
+from sensli.merits.catching import LossFunction
+from sensli.merits.merits import Merit, Merits, Selection
 from sensli.modules import checks
-from sensli.modules.autocast import without_inference_mode
 from sensli.modules.engines.all_or_nothing import AllOrNothing
-from sensli.modules.engines.distributed import Together
+from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import is_sharded
+from sensli.modules.grown import grown
+from sensli.modules.running import without_inference_mode
 from sensli.modules.wrappers import bare, own_parameters
-from sensli.moves.choosing import Where, check_where
-from sensli.moves.sites import Sites
+from sensli.moves.sites import Site, Sites, Where, check_where
 from sensli.surgery.averaging import Averaged
-from sensli.surgery.history.growth import Growth
-from sensli.surgery.history.history import History
-from sensli.surgery.state.optim import Optimizers
-from sensli.surgery.state.rates import Schedulers
+from sensli.surgery.history import Growth, History, names_of_today
+from sensli.surgery.optimizers import Optimizers
+from sensli.surgery.outline import outline
+from sensli.surgery.rates import Schedulers
+from sensli.surgery.record import Look, Record, Tried
+from sensli.text.commands import UNMEASURED
 from sensli.text.tables import short_number
+
+# ---- One look of a Grower, from what was measured to what came of it, and how it gets into the record and the log.
+
+
+@dataclass
+class Looked:
+    """What a look found, why it ended as it did, and what was inserted for which merit."""
+
+    room: Room
+    merits: Merits | None = None  # None where there was nothing to choose from
+    reason: str = ""
+    grown: list[tuple[Merit, Growth]] = field(default_factory=list)
+    recycled: int = 0  # units
+    tried: Tried | None = None
+    kept: bool = True  # the function
+    rule: str = ""  # by which the place was taken, where the merit did not decide it
+
+    @property
+    def taken(self) -> list[Merit]:
+        """The merits that were taken."""
+        return [merit for merit, _ in self.grown]
+
+    def noted(self, call: int, options: Options, sizes: Sizes) -> Look:
+        """What the page and the log show. FLOPs are counted after a growth only."""
+        flops = sizes.flops_for_log() if self.grown else None
+        return Look.of(
+            self.merits,
+            self.taken,
+            call=call,
+            tau=options.tau,
+            select=options.selection,
+            reason=self.reason + (f"; dead units recycled: {self.recycled}" if self.recycled else ""),
+            inserted=tuple(growth.number for _, growth in self.grown),
+            parameters=self.room.parameters,
+            flops=None if flops is None else flops - sum(growth.site.flops for _, growth in self.grown),
+            added=tuple(growth.site.parameters for _, growth in self.grown),
+            per=options.per,
+            unit=options.unit,
+            tried=self.tried,
+            kept=self.kept,
+            rule=self.rule,
+        )
+
+
+def keep(
+    record: Record, options: Options, network: nn.Module, call: int, metric: float | None, look: Look | None
+) -> None:
+    """Record a call, and the look if there was one, which the log is told."""
+    record.unit = options.unit
+    record.count(call, metric)
+    if look is not None:
+        record.looks.append(look)
+        if look.inserted or look.parameters != record.drawn_parameters:  # or whoever undid a growth meanwhile
+            draw(record, call, network)
+        tell(options.log, look)
+
+
+def draw(record: Record, call: int, network: nn.Module) -> None:
+    """Keep a drawing of the model for the page. One that fails warns: nothing depends on it but the page."""
+    try:
+        record.draw(call, outline(network))
+    except Exception as error:
+        warnings.warn(
+            f"the model could not be drawn for the page of the training: {type(error).__name__}: {error}", stacklevel=5
+        )
+
+
+# ---- One call of `Grower.step`: ask the trigger, and if it fires look, decide, try, grow and note what came of it.
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call works with. It changes the model, what follows it and the history; the caller takes all back if it raises.
+
+    Args:
+        number: Which call of the grower it is, from 1.
+        metric: What the triggers watch, the same on all ranks.
+        model: The network, or its wrapper.
+        example: What the model is called with.
+        sizes: How large the model is; counted again after a growth.
+        options: Those of the grower.
+        strategy: What is asked at a look.
+        followers: What follows a growth.
+        recycling: What gives dead units a new start.
+        history: The growths so far, and the record.
+        together: All ranks.
+        change: What takes everything back if the call raises.
+    """
+
+    number: int
+    metric: float | None
+    model: nn.Module
+    example: Any
+    sizes: Sizes
+    options: Options
+    strategy: Strategy
+    followers: Followers
+    recycling: Recycling
+    history: History
+    together: Together
+    change: AllOrNothing
+
+    def run(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked | None:
+        """What the look came to, or None if the trigger did not fire; recorded either way."""
+        if not self.history.record:
+            draw(self.history.record, 0, bare(self.model))
+        fires = bool(self.options.trigger.fires(self._moment))
+        self.together.agree_on({"whether the trigger fires": fires}, last=not fires)
+        looked = self._looked(batches, loss_fn) if fires else None
+        look = None if looked is None else looked.noted(self.number, self.options, self.sizes)
+        keep(self.history.record, self.options, bare(self.model), self.number, self.metric, look)
+        if fires:
+            self.together.agree()
+        return looked
+
+    def _looked(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked:
+        """All that a look does."""
+        self.followers.keep(self.change, self.model, self.history)
+        self.options.trigger.looked()
+        if self.options.recycle or self.options.trial is not None:
+            batches = reusable(batches)
+        recycled = self._recycle(batches)
+        looked = self._look(batches, loss_fn)
+        if looked.merits is not None:
+            chosen = self._decide(looked.merits)
+            self._grow_by_trial(looked, chosen, batches, loss_fn)
+            recycled += self._recycle(batches, inside=[growth.number for _, growth in looked.grown])
+            refused = self.options.trigger.refusal(self._moment_of(chosen[0])) if chosen and not looked.grown else ""
+            why = looked.tried or refused or self.strategy.reason(looked.merits, looked.taken)
+            looked.reason = f"{why}{looked.room.left_out}"
+            looked.rule = "" if looked.tried else self.strategy.rule(looked.merits, looked.taken)
+        looked.recycled = recycled
+        return looked
+
+    def _look(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked:
+        """What the sites that fit are worth; if there is nothing to choose from, the reason."""
+        sites = proposed(self.strategy, self.model, self.example, self.followers.optimizer, self.options)
+        room = Room.of(sites, self.options, self._moment)
+        self.together.agree_on(numbered("site", room.fitting), last=False)
+        if not room.fitting:
+            return Looked(room, reason=room.why_none)
+        try:
+            merits = self.strategy.score(self.model, room.fitting, batches, loss_fn)
+        except ZeroMerits as nothing:
+            text = f"{self.options.unit} {self.number}: nothing was inserted, because {nothing}"
+            warnings.warn(text, stacklevel=5)  # at the call of `step`
+            return Looked(room, reason="all merits are zero")
+        return Looked(room, merits, kept=self.strategy.keeps_function())
+
+    def _decide(self, merits: Merits) -> list[Merit]:
+        """The merits whose sites the strategy would take, in that order; the same on all ranks."""
+        sites = self.strategy.choose(merits, self._moment)
+        self.together.agree_on(numbered("choice", sites), last=False)
+        known = {id(merit.site): merit for merit in merits}
+        return [known[id(site)] for site in sites]
+
+    def _grow_by_trial(
+        self, looked: Looked, chosen: Sequence[Merit], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> None:
+        """Grow what was chosen; where growths are tried first, what won, with the values it ended with."""
+        measured = looked.merits is not None and looked.merits.norm != UNMEASURED
+        outcome = self._try(chosen, batches, loss_fn)
+        if outcome is None:
+            looked.grown = self._grow(chosen, measured)
+            return
+        looked.grown = self._grow([] if outcome.winner is None else [outcome.winner], measured)
+        outcome.take_over()
+        self.options.trigger.judged(outcome.tried.grew)
+        looked.tried = outcome.tried
+
+    def _try(self, chosen: Sequence[Merit], batches: Iterable[Any], loss_fn: LossFunction | None) -> Outcome | None:
+        """What comes of the best of the chosen growths that the trigger allows, if they are to be tried and there are any."""
+        options, trial = self.options, self.options.trial
+        if trial is None:
+            return None
+        candidates = trial.candidates_of(
+            [merit for merit in chosen if options.trigger.allows(merit.site, self._moment_of(merit))]
+        )
+        if not candidates:
+            return None
+        trying = Trying(trial, self.model, self.followers, self.history, options, self.sizes["flops"], self.together)
+        return trying.run(candidates, batches, loss_fn, self.change)
+
+    def _grow(self, chosen: Sequence[Merit], measured: bool) -> list[tuple[Merit, Growth]]:
+        """Grow at the first ones that the trigger still allows, at most ``count``; at all of them if they are one decision."""
+        options, grown = self.options, list[tuple[Merit, Growth]]()
+        most = len(chosen) if self.strategy.all_at_once else options.count
+        for merit in chosen:
+            if len(grown) == most:
+                break
+            site = self._still_fitting(merit.site) if grown else merit.site
+            if site is None:
+                continue
+            merit_now = replace(merit, site=site)
+            if not options.trigger.allows(site, self._moment_of(merit_now)):
+                continue
+            growth = self.followers.insert(
+                self.model, merit_now, self.history, options, when=self._when, first=not grown, measured=measured
+            )
+            grown.append((merit, growth))
+            self.sizes.forget()
+        if grown:
+            options.trigger.grown()
+        # Before a sharded model runs for its FLOPs, for which all ranks are needed.
+        self.together.agree_on({"the number of growths": len(self.history)}, last=False)
+        return grown
+
+    def _recycle(self, batches: Iterable[Any], inside: Sequence[int] | None = None) -> int:
+        """Recycle dead units, if that is wanted: all of them, or those in the layers of these growths. How many there were."""
+        if not self.options.recycle or (inside is not None and not inside):
+            return 0
+        return self.recycling.recycle(
+            self.model, self.example, batches, self.together, self.history, when=self._when, inside=inside
+        )
+
+    def _still_fitting(self, site: Site) -> Site | None:
+        """A site after another growth of the same look, with its costs of now; None if that growth changed what fits there."""
+        try:
+            return site.move.plan(bare(self.model), site).site
+        except MovedSite:
+            return None
+
+    def _moment_of(self, merit: Merit) -> Moment:
+        """The moment, with what was measured of the site in question."""
+        return replace(self._moment, merit=merit)
+
+    @property
+    def _when(self) -> dict[str, int]:
+        return {self.options.unit: self.number}
+
+    @property
+    def _moment(self) -> Moment:
+        """What triggers and strategies are told, as it is now."""
+        return Moment(self.number, self.metric, self.history.additions, self.sizes, self.options.grow)
+
+
+# ---- The state of a Grower: remembered in case a step fails, and read from a checkpoint, checked before anything is
+# changed.
+
+
+_NEWER = {"largest_loss"}  # states that were saved earlier lack it
+
+
+def remember(history: History, strategy: Strategy, trigger: Trigger) -> Callable[[], None]:
+    """How to put back what a step changes of a Grower itself."""
+    record = history.record.copied()
+    chosen, fired = strategy.state_dict(), trigger.state_dict()
+
+    def put_back() -> None:
+        history.record.become(record)
+        strategy.load_state_dict(chosen)
+        if trigger.state_dict() != fired:
+            trigger.load_state_dict(fired)
+
+    return put_back
+
+
+def read(state: Mapping[str, Any], network: nn.Module, wanted: Collection[str]) -> tuple[int, History]:
+    """Calls and history of a state that has the keys in ``wanted`` and belongs to this network."""
+    checks.instance("state", state, Mapping, "what Grower.state_dict() returned", error=HistoryError)
+    missing = set(wanted) - _NEWER - set(state)
+    if missing:
+        raise HistoryError(f"Not a state of a Grower: the keys {sorted(missing)} are missing. Use an intact copy.")
+    with _reading():
+        history, calls = History.from_dict(state["history"]), state["calls"]
+        if type(calls) is not int or not 0 <= calls < 2**63:
+            raise ValueError(f"calls is {calls!r}")
+        _check_grown(network, history)
+        return calls, history
+
+
+def load(state: Mapping[str, Any], strategy: Strategy, trigger: Trigger) -> None:
+    """Give strategy and trigger their states, or raise and leave both as they were."""
+    before = strategy.state_dict()
+    with _reading():
+        strategy.load_state_dict(state)
+    try:
+        trigger.load_state_dict(state["trigger"])
+    except Exception as error:
+        strategy.load_state_dict(before)
+        raise HistoryError(
+            f"the state belongs to a trigger other than {trigger!r}. Make the Grower with the trigger it was saved with."
+        ) from error
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Whatever the parts of a damaged state raise becomes one error."""
+    try:
+        yield
+    except SensliError:
+        raise
+    except Exception as error:
+        raise HistoryError(
+            f"the state of the Grower is damaged: {type(error).__name__}: {error}. Use an intact copy."
+        ) from error
+
+
+def _check_grown(network: nn.Module, history: History) -> None:
+    names = [name for name, _ in network.named_parameters()]
+    numbers = [number for number, _, _ in grown(network)]
+    lacking = [str(name) for name in names_of_today(history) if name not in names]
+    lacking += [f"growth {growth.number}" for growth in history if growth.number not in numbers]
+    if lacking:
+        raise HistoryError(
+            f"the model lacks {lacking[0]}: it has not grown as this state says. "
+            "Call replay(model, History.from_dict(state['history'])) before loading the state."
+        )
+
 
 NO_OPTIMIZER = (
     "this Grower has no optimizer, so nothing will train the layers that it inserts. Give Grower(model, optimizer, ...), or add the "

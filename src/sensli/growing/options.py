@@ -2,30 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from torch import nn
 
-from sensli.errors import UnsupportedModel
-from sensli.growing.logs import Log, check_log
-from sensli.growing.strategies import STRATEGIES, class_of
-from sensli.growing.strategies.strategy import Strategy, check_strategy
-from sensli.growing.trials.trial import Trial
-from sensli.growing.trigger import Trigger
+from sensli.errors import UnsupportedModel, WrongType
+from sensli.growing.strategy import STRATEGIES, Strategy, check_strategy, class_of
+from sensli.growing.triggers import Trigger
 from sensli.merits.measuring import check_level
-from sensli.merits.merits import check_per
+from sensli.merits.merits import BY_MERIT, Merit, Selection, check_per, check_selection
 from sensli.merits.norms import choose
-from sensli.merits.ranking import BY_MERIT, Selection, check_selection
 from sensli.modules import checks
 from sensli.modules.engines.fsdp import is_sharded
-from sensli.moves.choosing import Where, check_where
 from sensli.moves.finding import check_growth, check_request, check_units
-from sensli.surgery.history.record import UNITS
-from sensli.surgery.state.optim import Optimizers, check_group, check_needed, check_optimizers
-from sensli.surgery.state.own_rate import check_own_factor, check_own_rate
-from sensli.surgery.state.rates import Schedulers, check_factor, plan_rate_scaling
+from sensli.moves.sites import Where, check_where
+from sensli.surgery.optimizers import Optimizers, check_group, check_needed, check_optimizers
+from sensli.surgery.rates import Schedulers, check_factor, check_own_factor, check_own_rate, plan_rate_scaling
+from sensli.surgery.record import UNITS, Look
+
+# ---- Where decisions go while a training runs: any callable, a writer of TensorBoard scalars, or several of them.
+
+
+@runtime_checkable
+class ScalarWriter(Protocol):
+    """What we use of `torch.utils.tensorboard.SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+    def add_text(self, tag: str, text_string: str, global_step: int) -> Any: ...
+
+
+OneLog = Callable[[Look], Any] | ScalarWriter
+Log = OneLog | Sequence[OneLog] | None
+
+
+def check_log(log: Log) -> None:
+    """Refuse what is neither, before any training."""
+    for one in _each(log):
+        writer = isinstance(one, ScalarWriter)
+        if isinstance(one, type) if writer else not callable(one):  # the class of a writer can be called too
+            what = "a function that takes one Look (for example print), a writer with add_scalar and add_text, or a list of these"
+            checks.refuse("log", what, one, WrongType)
+
+
+def tell(log: Log, look: Look) -> None:
+    """Hand a decision on. A log that fails warns: the model has grown already, and training must go on."""
+    for one in _each(log):
+        try:
+            if isinstance(one, ScalarWriter):
+                _write(one, look)
+            else:
+                one(look)
+        except Exception as error:
+            warnings.warn(f"the log of the Grower failed: {type(error).__name__}: {error}", stacklevel=5)
+
+
+def _each(log: Log) -> Sequence[Any]:
+    if log is None:
+        return ()
+    return log if isinstance(log, (list, tuple)) else (log,)
+
+
+def _write(writer: ScalarWriter, look: Look) -> None:
+    for merit in look.merits if look.measured else ():
+        writer.add_scalar(f"sensli/merit/{merit.site}", merit.value, look.call)
+    if look.merits and look.merits[0].ratio is not None:
+        writer.add_scalar("sensli/best ratio", look.merits[0].ratio, look.call)
+    if look.parameters_after is not None:
+        writer.add_scalar("sensli/parameters", look.parameters_after, look.call)
+    if look.tried is not None:
+        writer.add_scalar("sensli/trial FLOPs", look.tried.flops, look.call)
+        writer.add_scalar("sensli/lost FLOPs", look.tried.lost, look.call)
+    writer.add_text("sensli/decision", str(look), look.call)
+
+
+# ---- `Trial`: how candidates are tried at a look, checked when it is made.
+
+
+EXTRAS = ("scheduler", "averaged")  # what a step may ask for by name
+MODES = ("min", "max")
+_STEP = "a function of model, optimizer and batch (and, if it names them, scheduler and averaged) that trains one step and returns the loss"
+
+
+class Trial:
+    """How a `Grower` tries growths before it keeps one: ``Grower(..., trial=Trial(steps=200))``.
+
+    At a look the best candidates, and the model without any growth, train on from the same state with the same batches, for
+    the same number of FLOPs: larger networks take fewer steps. The best of them stays, and its steps count as training.
+
+    Args:
+        steps: How many steps the model takes without a growth. A larger one takes fewer, at least one.
+        candidates: How many growths to try at most (default: 3): the best of each kind (layers, units), because merits of
+            different kinds predict the outcome less well than merits of one kind, then the next best by merit.
+        batches: The batches to train on, such as the training loader; taken again from the beginning when they end. They are
+            drawn once for each look and kept in memory. None takes the batches given to `Grower.step`.
+        step: ``step(model, optimizer, batch)`` takes one step of training and returns the loss of the batch, for loops that clip,
+            accumulate or scale gradients. It gets what `Grower` was given, and ``scheduler`` and ``averaged`` too if it has
+            arguments of these names. None takes a plain step with the ``loss_fn`` of `Grower.step`, which updates neither
+            schedulers nor averages.
+        metric: ``metric(model)`` returns the number that decides, for example the loss on held-out data. None compares the mean
+            training loss over the last batches, which are the same for all.
+        mode: Whether a smaller metric is better (``"min"``) or a larger one (``"max"``) (default: "min").
+        last: Without a metric: over which share of the steps the training loss is averaged (default: 0.5).
+        stateful: Objects that ``step`` uses and changes, each with ``state_dict`` and ``load_state_dict``, such as a
+            ``GradScaler``: every candidate begins with their state (default: ()).
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        candidates: int = 3,
+        batches: Iterable[Any] | None = None,
+        step: Callable[..., Any] | None = None,
+        metric: Callable[[Any], Any] | None = None,
+        mode: str = "min",
+        last: float = 0.5,
+        stateful: Sequence[Any] = (),
+    ) -> None:
+        self.steps = checks.whole("steps", steps, 200)
+        self.candidates = checks.whole("candidates", candidates, 3)
+        self.batches = None if batches is None else checks.batches("batches", batches)
+        self.step = None if step is None else _taking("step", step, _STEP, 3, EXTRAS)
+        self.metric = (
+            None if metric is None else _taking("metric", metric, "a function of the model that returns a number", 1)
+        )
+        self.mode = checks.one_of("mode", mode, MODES)
+        self.last = checks.share("last", last, 0.5)
+        self.stateful = _stateful(stateful)
+
+    def candidates_of(self, chosen: Sequence[Merit]) -> list[Merit]:
+        """Those of the chosen growths, best first, that are tried: the first of each kind, then the others in their order.
+
+        Args:
+            chosen: The growths that the strategy chose, best first.
+
+        Returns:
+            At most as many as `candidates`.
+        """
+        first = {merit.site.move.tag: merit for merit in reversed(chosen)}.values()
+        ranked = sorted(chosen, key=lambda merit: not any(merit is one for one in first))
+        return ranked[: self.candidates]
+
+    def __repr__(self) -> str:
+        """What several processes must have in common; functions and data are each one's own."""
+        functions = "".join(f", {name}=a function" for name in ("step", "metric") if getattr(self, name) is not None)
+        mode = f", mode={self.mode!r}" if self.metric is not None else f", last={self.last:g}"
+        return f"Trial({self.steps}, candidates={self.candidates}{functions}{mode})"
+
+
+def _taking(name: str, value: Any, what: str, count: int, extras: Sequence[str] = ()) -> Any:
+    """A function that can be called with so many arguments, and with those of the extras that it names."""
+    checks.function(name, value, what)
+    if isinstance(value, type):
+        checks.refuse(name, what, value, WrongType)
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # of some functions that are not Python's nobody knows it
+        return value
+    try:
+        signature.bind(*(None,) * count, **dict.fromkeys(named(value, extras)))
+    except TypeError as error:
+        given = f"{getattr(value, '__name__', type(value).__name__)}{signature}"
+        raise ValueError(f"{name} must be {what}, got {given}: {error}.") from None
+    return value
+
+
+def named(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """Those of the names that the function has arguments of."""
+    try:
+        return [name for name in names if name in inspect.signature(function).parameters]
+    except (TypeError, ValueError):
+        return []
+
+
+def _stateful(given: Any) -> tuple[Any, ...]:
+    what = "a sequence of objects with state_dict and load_state_dict (for example [scaler])"
+    if not isinstance(given, (list, tuple)):
+        checks.refuse("stateful", what, given, WrongType)
+    for each in given:
+        if isinstance(each, type) or not all(hasattr(each, name) for name in ("state_dict", "load_state_dict")):
+            checks.refuse("stateful", what, given, WrongType)
+    return tuple(given)
+
 
 # What may differ between ranks. What a trigger says is compared when it says it, and so is a choice that depends on the seed.
 _OWN = ("trigger", "group", "seed", "log")

@@ -1,16 +1,409 @@
-"""When to look for a new layer. A trigger is a small object with one question; combine triggers with ``&`` and ``|``."""
+"""What a trigger is: a small object with one question, and how two of them are combined."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from sensli.growing.diminishing import Diminishing
-from sensli.growing.pays import Pays
-from sensli.growing.trigger import Moment, Trigger
+from sensli.merits.merits import Merit
 from sensli.modules import checks
 from sensli.moves.sites import Site
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a trigger can ask about: the call, the metric, and the model as it is.
+
+    Attributes:
+        call: The number of this call of `Grower.step`, counted from 1.
+        metric: The metric given to `Grower.step`, or None.
+        growths: How many growths there have been.
+        sizes: ``"parameters"``, ``"flops"`` (of one forward pass, per sample) and ``"depth"`` (layers with weights); counted only
+            when asked for.
+        grow: What grows: ``"layers"``, ``"units"`` or ``"both"``.
+        merit: What was measured of the site that a trigger is asked about. None before the measurement.
+    """
+
+    call: int  # 1 at the first `Grower.step`
+    metric: float | None = None
+    growths: int = 0
+    # "parameters", "flops" (one forward pass, per sample) and "depth" (layers with weights), counted only when asked for
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    grow: str = "layers"
+    merit: Merit | None = None
+
+
+class Trigger:
+    """The base of all triggers: `fires` says whether to look now, `allows` whether a site may be taken.
+
+    Combine triggers with ``&`` and ``|``. To write one, define `fires`, and `state_dict` and `load_state_dict` if it has a state.
+    """
+
+    @property
+    def needs_metric(self) -> bool:
+        """Whether every call must bring a metric. Callbacks refuse such a trigger without ``monitor=``."""
+        return False
+
+    def fires(self, moment: Moment) -> bool:
+        """Whether to look on this call. Asked exactly once per call.
+
+        Args:
+            moment: The call, the metric and the model as it is.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define fires(self, moment): whether to look on this call."
+        )
+
+    def made_for(self, *, grow: str, shares: bool) -> None:
+        """Called when a Grower is made, before anything trains.
+
+        Args:
+            grow: What grows: ``"layers"``, ``"units"`` or ``"both"``.
+            shares: Whether merits have a `share`.
+
+        Raises:
+            ValueError: If the trigger would mean nothing there, or could not decide.
+        """
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        """Whether the limits leave room for this site's layer.
+
+        Args:
+            site: The site that might be taken.
+            moment: The call, the metric and the model as it is.
+        """
+        return True
+
+    def refusal(self, moment: Moment) -> str:
+        """Why `allows` refuses the site of ``moment.merit``, as a clause for the history; empty if there is nothing to say.
+
+        Args:
+            moment: The call, the metric, the model as it is and the merit.
+        """
+        return ""
+
+    def looked(self) -> None:
+        """Called when the combined trigger has fired and a look follows."""
+
+    def grown(self) -> None:
+        """Called after an insertion."""
+
+    def judged(self, grew: bool) -> None:
+        """Called after a trial.
+
+        Args:
+            grew: Whether a growth won against training on without one.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved to resume, and restored when a step fails."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: If the state is not one of this trigger. Nothing was changed.
+        """
+        if state:
+            raise ValueError(f"{self!r} has no state, got {state!r}.")
+
+    def __bool__(self) -> bool:
+        # `Every(2) and AtMost(2)` would silently be the second one.
+        raise TypeError(
+            "a trigger has no truth value. Combine triggers with & and | instead of `and` and `or`: Every(2) & AtMost(2)."
+        )
+
+    def __and__(self, other: Trigger) -> Trigger:
+        return _Both(self, other)
+
+    def __or__(self, other: Trigger) -> Trigger:
+        return _Either(self, other)
+
+
+class _Pair(Trigger):
+    word = ""
+
+    def __init__(self, left: Trigger, right: Trigger) -> None:
+        for side in (left, right):
+            if not isinstance(side, Trigger):
+                raise TypeError(f"a trigger can only be combined with another trigger, got {side!r}.")
+        self.left, self.right = left, right
+
+    def made_for(self, *, grow: str, shares: bool) -> None:
+        self.left.made_for(grow=grow, shares=shares)
+        self.right.made_for(grow=grow, shares=shares)
+
+    @property
+    def needs_metric(self) -> bool:
+        return self.left.needs_metric or self.right.needs_metric
+
+    def looked(self) -> None:
+        self.left.looked()
+        self.right.looked()
+
+    def grown(self) -> None:
+        self.left.grown()
+        self.right.grown()
+
+    def judged(self, grew: bool) -> None:
+        self.left.judged(grew)
+        self.right.judged(grew)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self.left.state_dict(), "right": self.right.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"left", "right"}:
+            raise ValueError(f"{self!r} needs the states of its two parts, got {state!r}.")
+        before = self.left.state_dict()
+        self.left.load_state_dict(state["left"])
+        try:
+            self.right.load_state_dict(state["right"])
+        except BaseException:
+            self.left.load_state_dict(before)
+            raise
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} {self.word} {self.right!r})"
+
+
+class _Both(_Pair):
+    word = "&"
+
+    def fires(self, moment: Moment) -> bool:
+        # Both are asked, always: a plateau has to see every metric.
+        left, right = self.left.fires(moment), self.right.fires(moment)
+        return left and right
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        return self.left.allows(site, moment) and self.right.allows(site, moment)
+
+    def refusal(self, moment: Moment) -> str:
+        return self.left.refusal(moment) or self.right.refusal(moment)
+
+
+class _Either(_Pair):
+    word = "|"
+
+    def __init__(self, left: Trigger, right: Trigger) -> None:
+        super().__init__(left, right)
+        self._fired = (True, True)
+
+    def fires(self, moment: Moment) -> bool:
+        self._fired = (self.left.fires(moment), self.right.fires(moment))
+        return any(self._fired)
+
+    def looked(self) -> None:
+        # The side that did not fire continues to count.
+        for side in self._sides:
+            side.looked()
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        # A limit binds the side it was combined with: only the side that fired may let a site through.
+        return any(side.allows(site, moment) for side in self._sides)
+
+    def refusal(self, moment: Moment) -> str:
+        return next((words for side in self._sides if (words := side.refusal(moment))), "")
+
+    @property
+    def _sides(self) -> list[Trigger]:
+        """Those that fired."""
+        return [side for fired, side in zip(self._fired, (self.left, self.right), strict=True) if fired]
+
+
+# ---- `Pays`: grow where the new weights add more to the gradient than to the FLOPs.
+
+
+class Pays(Trigger):
+    """Fires at once, and lets through what pays: ``Pays(2)`` growths that add twice as much to the gradient as to the FLOPs.
+
+    A small step of training lowers the loss by the squared norm G of its gradient, for the FLOPs F of the network. With a growth of merit M
+    it would be G + M for F + f. So, to first order, training is worth more per FLOP with the growth if ``(M / G) / (f / F)``, the
+    `payoff`, is above 1. The merit of a new weight is largest before its first step, while its FLOPs are there to stay: hence the factor.
+
+    After a look in vain it waits twice as many calls as before, until the next growth. It says nothing about a network that has learnt
+    what it can, whose G is small: ``Pays() | Diminishing()`` grows in both cases. It needs merits with a `share`, as ``strategy="sensli"``
+    measures them.
+
+    Args:
+        factor: The least payoff (default: 2.0).
+    """
+
+    def __init__(self, factor: float = 2.0) -> None:
+        self.factor = checks.positive("factor", factor, 2.0)
+        self._waited = 0  # calls since the last look
+        self._vain = 0  # looks in a row without a growth
+
+    def made_for(self, *, grow: str, shares: bool) -> None:
+        if not shares:
+            raise ValueError(
+                f"{self!r} needs merits that are compared with the existing weights, which this strategy does not measure. Use "
+                "strategy='sensli', or another trigger."
+            )
+
+    def fires(self, moment: Moment) -> bool:
+        self._waited += 1
+        return self._waited >= 1 << self._vain
+
+    def allows(self, site: Site, moment: Moment) -> bool:
+        return moment.merit is None or payoff(moment.merit, moment.sizes["flops"]) >= self.factor
+
+    def refusal(self, moment: Moment) -> str:
+        merit = moment.merit
+        if merit is None or self.allows(merit.site, moment):
+            return ""
+        flops = moment.sizes["flops"]
+        return (
+            f"{merit.site} would add {merit.share:.1%} to the gradient and {merit.site.flops / flops:.1%} to the FLOPs: a payoff of "
+            f"{payoff(merit, flops):.2g}, below {self.factor:g}"
+        )
+
+    def looked(self) -> None:
+        self._waited, self._vain = 0, min(self._vain + 1, 63)  # no training is longer
+
+    def grown(self) -> None:
+        self._waited = self._vain = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"waited": self._waited, "vain": self._vain}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        counts = [state.get("waited"), state.get("vain")]
+        if (
+            set(state) != {"waited", "vain"}
+            or any(type(count) is not int or count < 0 for count in counts)
+            or state["vain"] > 63
+        ):
+            raise ValueError(f"{self!r} needs two counts, waited and vain, got {state!r}.")
+        self._waited, self._vain = state["waited"], state["vain"]
+
+    def __repr__(self) -> str:
+        return f"Pays({self.factor:g})"
+
+
+def payoff(merit: Merit, flops: int) -> float:
+    """What a growth adds to the squared gradient, divided by what it adds to the FLOPs, each as a share of what is there."""
+    if merit.share is None:
+        raise ValueError(
+            f"Pays needs merits that are compared with the existing weights, but that of '{merit.site}' is not. Use strategy='sensli', or "
+            "another trigger."
+        )
+    return merit.share / (max(merit.site.flops, 1) / flops)
+
+
+# ---- `Diminishing`: look when training on brings little for its FLOPs, compared with what it has brought since the last
+# growth.
+
+
+_MODES = {"min": 1.0, "max": -1.0}
+
+
+class Diminishing(Trigger):
+    """Fires when the metric improves per FLOP by less than a share of its mean since the last growth: ``Diminishing(0.25)``.
+
+    The rate of now is the median of the slopes between all pairs of the last calls, so that single values count for little. Each
+    call is taken to train on as many samples; the FLOPs of a call are those of the model as it is. Where a `Trial` decides, each
+    time in a row that the model without a growth wins doubles the number of calls until the next look.
+
+    Args:
+        share: The share of the mean rate below which it fires (default: 0.25).
+        window: The number of calls that the rate of now is taken from, and the least number of calls between two looks
+            (default: 5).
+        mode: Whether a smaller metric is better (``"min"``) or a larger one (``"max"``) (default: "min").
+    """
+
+    def __init__(self, share: float = 0.25, *, window: int = 5, mode: str = "min") -> None:
+        self.share = checks.share("share", share, 0.25)
+        self.window = checks.whole("window", window, 5, least=2)
+        self.mode = checks.one_of("mode", mode, _MODES)
+        self._spent = 0.0  # FLOPs since the last growth, of one sample
+        self._first: list[float] | None = None  # FLOPs and value with which that time began
+        self._recent: list[list[float]] = []  # those of the last calls
+        self._waited = 0  # calls since the last look
+        self._declined = 0  # times in a row that the model without a growth has won
+
+    @property
+    def needs_metric(self) -> bool:
+        return True
+
+    def fires(self, moment: Moment) -> bool:
+        if moment.metric is None:
+            raise ValueError("Diminishing needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")
+        self._spent += moment.sizes["flops"]
+        self._waited += 1
+        value = _MODES[self.mode] * moment.metric
+        if math.isfinite(value):
+            point = [self._spent, value]
+            if self._first is None:
+                self._first = point
+            else:
+                self._recent = [*self._recent, point][-self.window :]
+        return self._waited >= self.window * 2**self._declined and self._flat
+
+    @property
+    def _flat(self) -> bool:
+        """Whether the rate of the last calls is a small share of the mean rate."""
+        if self._first is None or len(self._recent) < self.window:
+            return False
+        now = -statistics.median(_slope(*pair) for pair in itertools.combinations(self._recent, 2))
+        middle = [statistics.median(column) for column in zip(*self._recent, strict=True)]
+        return now <= self.share * max(0.0, -_slope(self._first, middle))
+
+    def looked(self) -> None:
+        self._waited = 0
+
+    def grown(self) -> None:
+        # The function is the same, so the time after a growth begins where the time before it ended.
+        self._first = self._recent[-1] if self._recent else self._first
+        self._recent, self._waited, self._declined = [], 0, 0
+
+    def judged(self, grew: bool) -> None:
+        self._declined = 0 if grew else min(self._declined + 1, 63)  # no training is longer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, f"_{name}") for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != set(_STATE) or not all(fine(state[name]) for name, fine in _STATE.items()):
+            raise ValueError(f"{self!r} needs FLOPs, pairs of FLOPs and values, and two counts, got {state!r}.")
+        for name in _STATE:
+            setattr(self, f"_{name}", state[name])
+
+    def __repr__(self) -> str:
+        return f"Diminishing({self.share:g}, window={self.window}, mode={self.mode!r})"
+
+
+def _slope(one: list[float], other: list[float]) -> float:
+    return (other[1] - one[1]) / (other[0] - one[0]) if other[0] != one[0] else 0.0
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _point(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_number, value))
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {  # what is saved, and what it must look like
+    "spent": _number,
+    "first": lambda value: value is None or _point(value),
+    "recent": lambda value: isinstance(value, list) and all(map(_point, value)),
+    "waited": lambda value: type(value) is int and value >= 0,
+    "declined": lambda value: type(value) is int and 0 <= value < 64,
+}
+
+
+# ---- When to look for a new layer. A trigger is a small object with one question; combine triggers with ``&`` and ``|``.
+
 
 __all__ = ["At", "AtMost", "Budget", "Diminishing", "Every", "Moment", "Pays", "Plateau", "Trigger"]
 

@@ -5,24 +5,203 @@ Every sample is held out by one network, so all samples together decide about a 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from sensli.growing.grower import Grower
 from sensli.growing.triggers import Moment, Trigger
-from sensli.integrations.folds import Data, Samples, train_on
-from sensli.integrations.stacked import Stacked
+from sensli.modules.running import to_device
 from sensli.moves.sites import Site
-from sensli.surgery.history.growth import Growth
-from sensli.surgery.history.history import History
-from sensli.surgery.history.outline import outline
-from sensli.surgery.replaying import repeat
-from sensli.surgery.undoing import undo
+from sensli.surgery.growth import repeat, undo
+from sensli.surgery.history import Growth, History
+from sensli.surgery.outline import outline
+
+# ---- Several networks of one shape, trained as one: their weights are stacked, so a step of all takes little longer than
+# a step of one.
+
+
+HORIZON = 100  # steps that the running average of the weights looks back, and a fifth of all as long as there are few
+
+
+class Stacked:
+    """The weights of plain networks (`nn.Linear` and `nn.ReLU`), stacked for training, and their running average.
+
+    All of them lie in one flat tensor, which the optimizer and the average see: with small networks it is the number of operations
+    that costs. The networks themselves change only in `write`.
+    """
+
+    def __init__(
+        self,
+        networks: Sequence[nn.Module],
+        learning_rate: float,
+        weight_decay: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """``device``: where to train (default: that of the networks, which stay where they are)."""
+        self._networks = networks
+        layers = list(zip(*map(_linear, networks), strict=True))
+        self._relus = [isinstance(after, nn.ReLU) for after in _after_linear(networks[0])]
+        stacked = [torch.stack([layer.weight.detach() for layer in same]) for same in layers]
+        stacked += [torch.stack([layer.bias.detach() for layer in same]).unsqueeze(1) for same in layers]
+        self._shapes = [tensor.shape for tensor in stacked]
+        self.flat = torch.cat([tensor.flatten() for tensor in stacked]).to(device)
+        self.average = self.flat.clone()
+        self.flat.grad = torch.zeros_like(self.flat)
+        self._weights = self._parts(self.flat)
+        for weight, gradient in zip(self._weights, self._parts(self.flat.grad), strict=True):
+            weight.requires_grad_().grad = gradient
+        self.optimizer = torch.optim.AdamW([self.flat], lr=learning_rate, weight_decay=weight_decay, fused=True)
+        self._steps = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tensors that share their memory would come back as separate ones. On the CPU: every machine can read them there.
+        state = {"flat": self.flat.detach().clone(), "average": self.average, "optimizer": self.optimizer.state_dict()}
+        return {"networks": self._networks, "steps": self._steps, **to_device(state, torch.device("cpu"))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._restore(state, torch.device("cpu"))
+
+    def on(self, device: torch.device) -> Stacked:
+        """The same training on a device; itself if it is there."""
+        if self.flat.device == device:
+            return self
+        made = object.__new__(Stacked)
+        made._restore(self.__getstate__(), device)
+        return made
+
+    def _restore(self, state: dict[str, Any], device: torch.device) -> None:
+        networks = [copy.deepcopy(network).to(state["flat"].dtype) for network in state["networks"]]
+        Stacked.__init__(self, networks, 0.0, 0.0, device)  # the rate and the decay are the optimizer's
+        self._networks = state["networks"]
+        self.flat.copy_(state["flat"])
+        self.average.copy_(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._steps = state["steps"]
+
+    def forward(self, x: Tensor, *, average: bool = False) -> Tensor:
+        """The outputs of all networks, each for its own inputs: (networks, samples, features) to (networks, samples, outputs)."""
+        tensors, layers = self._parts(self.average) if average else self._weights, len(self._relus)
+        for weight, bias, relu in zip(tensors[:layers], tensors[layers:], self._relus, strict=True):
+            x = torch.baddbmm(bias, x, weight.mT)
+            x = x.relu() if relu else x
+        return x
+
+    def step(self, loss: Tensor) -> None:
+        """One step of the optimizer on a loss of `forward`, after which the average follows."""
+        assert self.flat.grad is not None
+        self.flat.grad.zero_()
+        loss.backward()
+        self.optimizer.step()
+        self._steps += 1
+        self.average.lerp_(self.flat, 1 / min(HORIZON, 1 + self._steps / 5))
+
+    def write(self, flat: Tensor) -> None:
+        """Give the networks these weights: `flat`, `average` or an earlier copy of one."""
+        parts, layers = self._parts(flat), len(self._relus)
+        with torch.no_grad():
+            for place, network in enumerate(self._networks):
+                for index, layer in enumerate(_linear(network)):
+                    layer.weight.copy_(parts[index][place])
+                    layer.bias.copy_(parts[layers + index][place, 0])
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.detach().split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _linear(network: nn.Module) -> list[nn.Linear]:
+    return [module for module in network.modules() if isinstance(module, nn.Linear)]
+
+
+def _after_linear(network: nn.Module) -> Iterator[nn.Module | None]:
+    """What comes after each linear layer in the data flow, which is the order in which the modules were given."""
+    leaves = [module for module in network.modules() if not list(module.children())]
+    for module, after in zip(leaves, [*leaves[1:], None], strict=True):
+        if isinstance(module, nn.Linear):
+            yield after
+
+
+# ---- Samples divided among networks that train together: what each trains on, what each holds out, and one epoch of all.
+
+
+Samples = Callable[[Tensor, Tensor], Tensor]  # outputs and targets to one number per sample
+Part = tuple[Tensor, Tensor, Tensor]  # inputs, targets, weights
+
+
+class Diverged(ValueError):
+    """The loss is not a finite number any more."""
+
+
+class FoldData:
+    """Samples, and which of them each network trains on and holds out. Without the latter nothing grows."""
+
+    def __init__(
+        self, x: Tensor, y: Tensor, weight: Tensor, rows: Sequence[Tensor], held_out: Sequence[Tensor] = ()
+    ) -> None:
+        self.x, self.y = x, y
+        self.weight = weight / weight.mean()  # the scale of the loss does not depend on that of the weights
+        self.rows, self._shares = self._padded(rows)
+        self.watched = self._padded(held_out or rows)
+        self.grows = len(held_out) > 0
+
+    def _padded(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Rows of equal number for every network, and the weights of these samples: zero where a row fills up."""
+        padded = pad_sequence(list(rows), batch_first=True)
+        real = torch.arange(padded.shape[1], device="cpu") < torch.tensor([[len(each)] for each in rows], device="cpu")
+        padded = padded.to(self.x.device)
+        return padded, self.weight[padded] * real.to(self.x.device)
+
+    def part(self, rows: Tensor, weight: Tensor) -> Part:
+        """The samples of these rows."""
+        return self.x[rows], self.y[rows], weight
+
+    def count(self, size: int) -> int:
+        """How many batches of about this size there are in an epoch."""
+        return math.ceil(self.rows.shape[1] / size)
+
+    def batches(self, size: int) -> Iterator[Part]:
+        """One epoch in equally large batches, for each network its own; one batch keeps its order."""
+        count = self.count(size)
+        if count == 1:
+            yield self._whole
+            return
+        order = (
+            torch.rand(self.rows.shape, device="cpu").argsort(dim=1).to(self.rows.device)
+        )  # the same on every device
+        rows, weight = self.rows.gather(1, order), self._shares.gather(1, order)
+        for some, its in zip(rows.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True):
+            yield self.part(some, its)
+
+    @cached_property
+    def _whole(self) -> Part:
+        return self.part(self.rows, self._shares)
+
+
+def train_on(stacked: Stacked, data: FoldData, losses: Samples, batch_size: int) -> float:
+    """One epoch of all networks; their mean training loss."""
+    loss = float(sum(_step(stacked, part, losses) for part in data.batches(batch_size))) / data.count(batch_size)
+    if not math.isfinite(loss):
+        rate = stacked.optimizer.param_groups[0]["lr"]
+        raise Diverged(f"learning_rate must be small enough for a finite loss, got {rate:g} and a loss of {loss}.")
+    return loss
+
+
+def _step(stacked: Stacked, part: Part, losses: Samples) -> Tensor:
+    """One step of all networks; their mean loss before it."""
+    x, y, weight = part
+    each = losses(stacked.forward(x).flatten(0, 1), y.flatten(0, 1)) * weight.flatten()
+    loss = each.sum() / weight.shape[1]  # a sum over the networks: none of them feels the others
+    stacked.step(loss)
+    return loss.detach() / len(weight)
+
 
 STAGE = 20  # evaluations after which a growth is tried even if the loss still falls
 STEPS = 10  # the smallest number between two evaluations: an epoch of few data says little
@@ -31,7 +210,7 @@ FALLING = 1.0  # the same where the loss still fell when growing ended
 
 
 @dataclass(frozen=True)
-class Plan:
+class FitPlan:
     """How to train: the numbers that a user may want to change."""
 
     learning_rate: float
@@ -59,7 +238,7 @@ class Fitted:
 class _Asked(Trigger):
     """Fires when the fit asks for a layer or for units, and lets nothing else in."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: FitPlan) -> None:
         self.kind, self.plan, self.before = "", plan, 0
 
     def fires(self, moment: Moment) -> bool:
@@ -78,10 +257,10 @@ class Fit:
     def __init__(
         self,
         networks: Sequence[nn.Module],
-        data: Data,
+        data: FoldData,
         losses: Samples,
         scores: Samples,
-        plan: Plan,
+        plan: FitPlan,
         say: Callable[[str], None],
         history: History,
     ) -> None:
@@ -237,7 +416,7 @@ class Fit:
     def finish(self) -> None:
         """Train the networks on all samples for a while, with a learning rate that falls to zero."""
         everything = [torch.arange(len(self.data.x), device="cpu")] * len(self.networks)
-        data = Data(self.data.x, self.data.y, self.data.weight, everything)
+        data = FoldData(self.data.x, self.data.y, self.data.weight, everything)
         stacked, epochs = self._stacked(), math.ceil((FALLING if self._falls else FINISH) * self._led)
         self.say(f"{epochs} epochs on all {len(self.data.x)} samples")
         for epoch in range(epochs):

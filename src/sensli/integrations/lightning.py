@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from sensli.checkpoint.states import arrange, follow_groups, freeze, frozen_in, names_in
 from sensli.errors import SensliError, UnsupportedModel
-from sensli.growing.by_name import arrange, follow_groups, freeze, frozen_in, names_in
 from sensli.growing.grower import Grower
-from sensli.integrations import missing
-from sensli.integrations.callback import GrowingCallback
-from sensli.integrations.looking import standing_in
+from sensli.growing.options import Trial
+from sensli.integrations import callback, missing
+from sensli.integrations.callback import GrowingCallback, Update, standing_in
 from sensli.modules import random_state
-from sensli.modules.marks import count_growths
+from sensli.modules.grown import count_growths
+from sensli.modules.random_state import kept_of_loader
+from sensli.modules.running import count_samples
 from sensli.modules.wrappers import bare
 from sensli.surgery.averaging import Averaged
-from sensli.surgery.history.history import History
+from sensli.surgery.history import History
 from sensli.surgery.rewinding import carried, rewind
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 
-    from sensli.integrations import lightning_trial
 except ImportError as error:
     raise missing("lightning", error) from error
 
@@ -153,7 +158,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.options.trial is not None:
-            lightning_trial.check_fit(trainer, pl_module)
+            check_fit(trainer, pl_module)
         state = self._resumed
         if state is not None:
             # Before Lightning loads the optimizers' states by index: theirs is the order in which they followed the growth.
@@ -215,7 +220,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
     def _made(self, trainer: Trainer, pl_module: LightningModule) -> Grower:
         if self.grower is None:
             model: Any = trainer.strategy.model  # the wrapper, where there is one
-            trial = self.options.trial and lightning_trial.made(self.options.trial, trainer, pl_module)
+            trial = self.options.trial and made(self.options.trial, trainer, pl_module)
             self.grower = self._make_grower(model, trainer.optimizers, self._schedulers, (self._example, 0), trial)
             if self._resumed is not None:
                 self.grower.load_state_dict(self._resumed["grower"])
@@ -293,3 +298,69 @@ def _training_step(module: LightningModule, batch: Any, index: int) -> Any:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+# ---- A trial inside of a Lightning fit: its steps are those that the Trainer would take.
+
+
+# What a module may do differently at a step, and a trial does not do.
+_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward", "lr_scheduler_step")
+
+
+class LightningUpdates:
+    """The training batches, one update at a time, from the beginning as often as they are asked for; the loader's state is kept."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Update]]:
+        loader: Any = self.trainer.train_dataloader or ()
+        with kept_of_loader(loader):
+            batches = enumerate(loader)
+            while found := list(itertools.islice(batches, self.trainer.accumulate_grad_batches)):
+                moved = [(self.trainer.strategy.batch_to_device(batch), index) for index, batch in found]
+                yield Update(moved).counted(sum(count_samples(batch) for batch, _ in moved))
+
+
+def made(trial: Trial, trainer: Trainer, module: LightningModule) -> Trial:
+    """The trial with the Trainer's step and batches."""
+
+    def step(model: Any, optimizer: Any, batch: tuple[Tensor, Update]) -> float:
+        ours, batches, losses = trainer.optimizers[0], batch[1].batches, list[float]()
+        ours.zero_grad()
+        for given in batches:
+            # Processes share gradients with the last batch of an update, as in the Trainer's loop.
+            alone = hasattr(model, "no_sync") and given is not batches[-1]
+            with model.no_sync() if alone else nullcontext():
+                output = model(*given)
+                loss = output["loss"] if isinstance(output, dict) else output
+                (loss / trainer.accumulate_grad_batches).backward()
+            losses.append(float(loss.detach()))
+        module.configure_gradient_clipping(ours, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        ours.step()
+        for config in trainer.lr_scheduler_configs:
+            scheduler: Any = config.scheduler  # not one that follows a metric: `check_fit` refuses it
+            if config.interval == "step":
+                scheduler.step()
+        return sum(losses) / len(losses)
+
+    return callback.made(trial, module, LightningUpdates(trainer), step)
+
+
+def check_fit(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse a fit whose steps cannot be taken outside of the Trainer's loop."""
+    if len(trainer.optimizers) != 1:
+        reason = f"there are {len(trainer.optimizers)} optimizers"
+    elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+        reason = f"the loss is scaled (precision={trainer.precision!r})"
+    elif any(is_overridden(name, module) for name in _HOOKS):
+        reason = f"the module has its own {next(name for name in _HOOKS if is_overridden(name, module))}"
+    elif any(each.interval == "step" and _watching(each) for each in trainer.lr_scheduler_configs):
+        reason = "a scheduler that follows a metric, or steps less often, steps within epochs"
+    else:
+        return
+    raise callback.refused(reason)
+
+
+def _watching(config: Any) -> bool:
+    return isinstance(config.scheduler, ReduceLROnPlateau) or config.frequency != 1

@@ -5,28 +5,42 @@ Merits are measured by ``compute_loss`` on the batches of the training loader, s
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
-from sensli.errors import CheckpointError, SensliError, UnsupportedModel
-from sensli.growing.by_name import arrange, follow_groups, freeze, frozen_in, names_in
-from sensli.integrations import missing
-from sensli.integrations.callback import GrowingCallback
-from sensli.integrations.looking import Facts, standing_in
+from sensli.checkpoint.states import arrange, follow_groups, freeze, frozen_in, names_in
+from sensli.errors import CheckpointError, SensliError, UnsupportedModel, brief
+from sensli.growing.options import Trial
+from sensli.integrations import callback, missing
+from sensli.integrations.callback import GrowingCallback, LookFacts, Update, itself, standing_in
 from sensli.modules import checks, random_state
-from sensli.modules.wrappers import bare
-from sensli.surgery.history.history import History
+from sensli.modules.random_state import kept_of_loader
+from sensli.modules.running import count_samples, tensors, untouched
+from sensli.modules.wrappers import bare, eager
+from sensli.surgery.history import History
+from sensli.surgery.optimizers import as_optimizers
 from sensli.surgery.rewinding import rewind
-from sensli.surgery.state.optim import as_optimizers
-from sensli.text.names import TRAINER_FILE
+from sensli.text.commands import TRAINER_FILE
+from sensli.text.files import write_bytes
+from sensli.text.records import dumps as strict_json
 
 try:
     from transformers import Trainer, TrainerCallback, __version__
 
-    from sensli.integrations import hf_folder, hf_trainer, hf_trial
 except ImportError as error:
     raise missing("transformers", error) from error
 
@@ -106,14 +120,14 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         self.trainer = trainer
 
     def _check(self, trainer: Trainer) -> None:
-        hf_trainer.check(trainer, self._monitor)
+        check(trainer, self._monitor)
         if self.options.trial is not None:
-            hf_trial.check(trainer)
+            check_trial_loop(trainer)
 
     # --- the life of a training ---
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer = hf_trainer.calling_trainer(self)
+        trainer = calling_trainer(self)
         if trainer is not None:
             self.attach(trainer)
 
@@ -129,11 +143,11 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         self._look_for_averages(trainer.callback_handler.callbacks, network, _CURE)
         # Growths stay with their model; another model (model_init=) starts without any.
         self._history = History(self._history if self._network is network else ())
-        self._network, self._counted, self._waiting, self._facts = network, -1, False, Facts()
+        self._network, self._counted, self._waiting, self._facts = network, -1, False, LookFacts()
         self.options.trigger.load_state_dict(self._fresh)
         own = "example" in self._given
-        self._example = self._given["example"] if own else hf_trainer.example_of(trainer, train_dataloader)
-        trial = self.options.trial and hf_trial.made(self.options.trial, trainer)
+        self._example = self._given["example"] if own else example_of(trainer, train_dataloader)
+        trial = self.options.trial and made_trial(self.options.trial, trainer)
         self.grower = self._make_grower(
             trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, self._example, trial
         )
@@ -143,7 +157,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             self._history = self.grower.history
             freeze(network, self._loaded.get("frozen", ()))
             self._loaded = None
-        with standing_in(network, hf_trainer.loss_step(trainer)):
+        with standing_in(network, loss_step(trainer)):
             self.grower.sites()  # a model without a place to grow should fail before it is trained
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -158,7 +172,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Here and not in on_epoch_end: a checkpoint of the last step is written in between, and must hold the growth.
         if _is_whole(state.epoch):
-            late = self._monitor is not None and hf_trainer.monitored(args, self._monitor) == "epoch"
+            late = self._monitor is not None and monitored(args, self._monitor) == "epoch"
             if not late:
                 self._epoch_over(state, control, kwargs["train_dataloader"])
 
@@ -192,13 +206,13 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         network, facts, trial = bare(grower.model), {}, grower.options.trial
         self._look_for_averages(trainer.callback_handler.callbacks, network, _CURE)
         self._check_averages(network, as_optimizers(trainer.optimizer))
-        batches = hf_trainer.batches_of(trainer, loader, self._batches)
+        batches = batches_of(trainer, loader, self._batches)
         looks = grower.history.record.looks
         known = len(looks)
         if trial is not None:
-            assert isinstance(trial.batches, hf_trial.Updates)
+            assert isinstance(trial.batches, TrainerUpdates)
             trial.batches.loader = loader
-        with hf_trainer.aside(trainer), standing_in(network, hf_trainer.loss_step(trainer)):
+        with aside(trainer), standing_in(network, loss_step(trainer)):
             self._step(batches, _loss, metric)
             trained = random_state.capture()
             if self._metrics:
@@ -225,7 +239,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             self._last_logged(state)  # raises if it was never logged
 
     def _attach_late(self, state: Any) -> None:
-        trainer = hf_trainer.calling_trainer(self)
+        trainer = calling_trainer(self)
         if trainer is None:
             raise SensliError("this GrowthCallback has no Trainer. Call growth.attach(trainer) before trainer.train().")
         if state.global_step > 0:
@@ -245,21 +259,21 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
     def _save(self, given: Any, output_dir: str | None = None, state_dict: Any = None) -> Any:
         folder = Path(output_dir or str(self._trainer.args.output_dir))
         # Before the weights: a run that is killed in between leaves no grown weights without their history.
-        hf_folder.write(folder, self._state())
-        with hf_trainer.names_of_today(bare(self._trainer.model_wrapped), folder.name):
+        write_folder(folder, self._state())
+        with names_of_today(bare(self._trainer.model_wrapped), folder.name):
             return given(output_dir, state_dict)
 
     def _load_from_checkpoint(self, given: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
         if not Path(resume_from_checkpoint).is_dir():
             return given(resume_from_checkpoint, model)  # which reports it
-        state = hf_folder.read(Path(resume_from_checkpoint))
+        state = read_folder(Path(resume_from_checkpoint))
         self._rewind(state)
         result = given(resume_from_checkpoint, model)
         self._loaded = state
         return result
 
     def _load_best_model(self, given: Any) -> Any:
-        self._rewind(hf_folder.read(Path(str(self._trainer.state.best_model_checkpoint))))
+        self._rewind(read_folder(Path(str(self._trainer.state.best_model_checkpoint))))
         return given()
 
     def _load_optimizer_and_scheduler(self, given: Any, checkpoint: str | None) -> Any:
@@ -274,14 +288,14 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
 
     def _issue_warnings_after_load(self, given: Any, load_result: Any) -> Any:
         network = bare(self._trainer.model_wrapped)
-        homeless = hf_trainer.homeless(network, load_result.unexpected_keys)
+        homeless = homeless_keys(network, load_result.unexpected_keys)
         if homeless:
             raise CheckpointError(
                 f"the checkpoint contains weights that this model does not have: {homeless[0]} ({len(homeless)} such). "
                 f"Its {TRAINER_FILE} is missing or belongs to another model. Give the Trainer the model that growing began "
                 "with, and the folder as it was saved."
             )
-        lacking = hf_trainer.not_loaded(network, load_result.missing_keys)
+        lacking = not_loaded(network, load_result.missing_keys)
         if self._history and lacking:
             raise CheckpointError(
                 f"the model has weights that the checkpoint lacks: {lacking[0]} ({len(lacking)} such). Give the Trainer the small model "
@@ -319,3 +333,314 @@ def _is_whole(epoch: float | None) -> bool:
 def _loss(loss: Any, _: None) -> Tensor:
     found: Tensor = loss[0] if isinstance(loss, tuple) else loss
     return found
+
+
+# ---- What `GrowthCallback` needs of a Hugging Face Trainer: the Trainer itself, whether it can grow, and its loss on its
+# own batches.
+
+
+def calling_trainer(callback: object) -> Trainer | None:
+    """The Trainer that is calling its callback: it hands them its parts but not itself, and the loss is one of its methods."""
+    # By the frames, because nothing that a callback is given leads to the Trainer (arguments, state, control, model, optimizer, scheduler,
+    # loaders), and other ways are worse: patching the class Trainer changes it for everybody, and a required attach() would be a second
+    # step, forgotten until a resume. Found is only a Trainer whose own list holds this callback; attach() needs none of it.
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer) and any(each is callback for each in owner.callback_handler.callbacks):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def check(trainer: Trainer, monitor: str | None) -> None:
+    """Refuse what the Trainer's design does not allow, before training begins."""
+    args: Any = trainer.args
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    sizes = [getattr(parallel, name, 1) or 1 for name in ("tp_size", "cp_size", "sp_size")]
+    for present, what in (
+        (
+            trainer.is_deepspeed_enabled,
+            "DeepSpeed has moved the parameters into separate buffers that a new layer is not part of. Use plain torchrun",
+        ),
+        (
+            trainer.is_fsdp_enabled or args.fsdp,
+            "with fsdp= weights are loaded and optimizers built after sharding, when a checkpoint's layers can no longer be inserted. Use "
+            "plain torchrun; or fully_shard and sensli.Grower in your own loop",
+        ),
+        (
+            args.n_gpu > 1,
+            f"one process drives {args.n_gpu} GPUs by DataParallel, which copies the model at every step. Use torchrun",
+        ),
+        (
+            args.fp16,
+            "fp16 needs a scaled loss, and merits are measured on the loss itself, where small gradients become zero. Use bf16=True",
+        ),
+        (
+            args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),
+            "gradient checkpointing with use_reentrant=True gives gradients only through loss.backward(), which a measurement must not "
+            "call. Set gradient_checkpointing_kwargs={'use_reentrant': False}",
+        ),
+        (
+            trainer.is_model_parallel or max(sizes) > 1 or getattr(trainer, "is_distributed_loading_by_transformers", False),
+            "the model is spread over several devices, and a new layer would not be. Keep it on one device per process",
+        ),
+        (
+            "Peft" in type(bare(trainer.model_wrapped)).__name__,
+            "checkpoints of a PEFT model hold the adapters only, so a new layer would be lost. Grow the model first, then add adapters",
+        ),
+    ):  # fmt: skip
+        if present:
+            raise UnsupportedModel(f"this Trainer cannot grow its model: {what}.")
+    if monitor is not None:
+        _check_monitor(args, monitor)
+
+
+def monitored(args: Any, monitor: str) -> str:
+    """When the monitored number comes: "no", "steps" or "epoch"."""
+    strategy = args.eval_strategy if monitor.startswith("eval_") else args.logging_strategy
+    return str(getattr(strategy, "value", strategy))
+
+
+def _check_monitor(args: Any, monitor: str) -> None:
+    comes = monitored(args, monitor)
+    name = "eval_strategy" if monitor.startswith("eval_") else "logging_strategy"
+    if comes == "no":
+        raise SensliError(f"monitor={monitor!r} is never computed, because {name}='no'. Set {name}='epoch'.")
+    if comes == "epoch" and getattr(args.save_strategy, "value", args.save_strategy) == "steps":
+        raise SensliError(
+            f"monitor={monitor!r} comes at the end of an epoch ({name}='epoch'), after the checkpoint of its last step "
+            "(save_strategy='steps'), which would lack the growth. Set save_strategy='epoch' or 'no'."
+        )
+
+
+def not_loaded(network: nn.Module, missing: list[str]) -> list[str]:
+    """Names of parameters that a checkpoint had nothing for; tied ones are saved under one of their names only."""
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    loaded = {id(parameter) for name, parameter in parameters.items() if name not in missing}
+    return [name for name in missing if name in parameters and id(parameters[name]) not in loaded]
+
+
+@contextmanager
+def names_of_today(network: nn.Module, folder: str) -> Iterator[None]:
+    """Checkpoints are saved under the names that the parameters have.
+
+    The library saves some models (ViT, Mixtral) under older names, which its Trainer passes over when it loads them again.
+    """
+    save: Any = getattr(network, "save_pretrained", None)
+    if not folder.startswith("checkpoint-") or "save_original_format" not in inspect.signature(save or len).parameters:
+        yield
+        return
+    network.__dict__["save_pretrained"] = functools.partial(save, save_original_format=False)
+    try:
+        yield
+    finally:
+        del network.__dict__["save_pretrained"]
+
+
+def homeless_keys(network: nn.Module, unexpected: list[str]) -> list[str]:
+    """Names in a checkpoint that the model has no place for, without those that its class says do not matter."""
+    patterns = getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [name for name in unexpected if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+# --- the Trainer's own loss on its own batches ---
+
+
+class Inputs:
+    """A batch as the collator made it, which the measurement hands on without looking into it."""
+
+    def __init__(self, inputs: Any, items: Any) -> None:
+        self.inputs, self.items = inputs, items
+
+
+def loss_step(trainer: Trainer) -> Callable[..., Any]:
+    """A function for `standing_in`: the loss for a batch of the Trainer, and plain forward for all else."""
+
+    def step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 2 or not isinstance(args[1], Inputs):
+            # Without accelerate's autocast around it: sites are compared with a rebuilt model, which has none.
+            return getattr(module, "_original_forward", module.forward)(*args, **kwargs)
+        given = args[1]
+        with trainer.compute_loss_context_manager():
+            # A copy, because compute_loss may take the labels out.
+            inputs = trainer._prepare_inputs(given.inputs)
+            return trainer.compute_loss(module, inputs.copy(), num_items_in_batch=given.items)
+
+    return step
+
+
+def batches_of(trainer: Trainer, loader: Any, limit: int | None) -> Iterator[tuple[tuple[Tensor, Inputs], None]]:
+    """The training batches, each with a tensor as long as its weight: of counted tokens where the Trainer counts them, else of samples."""
+    set_epoch(loader, max(0, math.ceil(trainer.state.epoch or 0) - 1))
+    for inputs in itertools.islice(loader, limit):
+        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        yield (_weight(inputs, items), Inputs(inputs, items)), None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Have the loader give its batches in the order of an epoch, counted from 0."""
+    # A look takes the batches in the order of the epoch that ends. After a resume within it the Trainer iterates over another loader
+    # and has told the epoch to that one alone.
+    inner: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    for each in (loader, inner):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
+
+
+def _weight(inputs: Any, items: Any) -> Tensor:
+    if items is not None:
+        return torch.empty(1, dtype=torch.int8, device="cpu").expand(int(items))
+    for tensor in tensors(dict(inputs)):
+        if tensor.dim() > 0:
+            return tensor
+    raise SensliError(f"a training batch contains no tensor, only {', '.join(map(str, inputs)) or 'nothing'}.")
+
+
+def example_of(trainer: Trainer, loader: Any) -> dict[str, Any] | tuple[Any, ...]:
+    """What the model is called with in training, seen by computing the loss of one batch."""
+    network, calls = bare(trainer.model_wrapped), []
+    hook = network.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    try:
+        with aside(trainer), random_state.kept(), untouched(network), torch.no_grad(), eager():
+            for (_, given), _ in batches_of(trainer, loader, 1):
+                loss_step(trainer)(network, None, given)
+                if not calls:
+                    raise SensliError(
+                        f"{type(trainer).__name__}.compute_loss did not call the model it was given, so what goes into it is unknown. Give "
+                        "the callback example=, the keyword arguments of one call as a dict."
+                    )
+    finally:
+        hook.remove()
+    if not calls:
+        raise SensliError("the training data contain no batch, so there is nothing to measure on.")
+    args, kwargs = calls[0]
+    kwargs = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
+    named = dict(zip(inspect.signature(network.forward).parameters, args, strict=False))
+    return {**named, **kwargs}
+
+
+@contextmanager
+def aside(trainer: Trainer) -> Iterator[None]:
+    """For a look: in training mode, with losses of this process alone, and no random number missing afterwards."""
+    network, args = bare(trainer.model_wrapped), trainer.args
+    # Otherwise every batch would wait for the other processes, also for one that has failed; the sums are shared at the end.
+    averaged, training = args.average_tokens_across_devices, network.training
+    kept = random_state.capture()
+    args.average_tokens_across_devices = False
+    network.train()
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = averaged
+        network.train(training)
+        random_state.restore(kept)
+
+
+# ---- A trial inside of a training with the Hugging Face Trainer: its steps are those that the Trainer's loop would take.
+
+
+# What a subclass may do otherwise at an update, which a trial would not do.
+_LOOP = ("_inner_training_loop", "_run_epoch")
+_INSIDE_OF_BACKWARD = ("lomo", "layerwise")  # optimizers that have no step of their own
+
+
+def check_trial_loop(trainer: Trainer) -> None:
+    """Refuse a training whose updates cannot be made outside of the Trainer's loop."""
+    optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    for name in _LOOP:
+        if getattr(type(trainer), name, None) is not getattr(Trainer, name, None):
+            raise callback.refused(f"{type(trainer).__name__} has its own {name}")
+    if any(kind in optimizer for kind in _INSIDE_OF_BACKWARD):
+        raise callback.refused(f"the optimizer (optim={optimizer!r}) steps inside of the backward pass")
+
+
+class TrainerUpdates:
+    """The training batches of the next epoch, one update at a time, from the beginning as often as they are asked for."""
+
+    def __init__(self, trainer: Trainer, as_trained: Any) -> None:
+        self.trainer, self._as_trained = trainer, as_trained
+        self.loader: Any = None  # the training loader, which a callback is given at every look
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Update]]:
+        trainer = self.trainer
+        with kept_of_loader(self.loader):
+            set_epoch(self.loader, math.ceil(trainer.state.epoch or 0))
+            batches = iter(self.loader)
+            while True:
+                with self._as_trained():
+                    samples, items = trainer.get_batch_samples(
+                        batches, trainer.args.gradient_accumulation_steps, trainer.args.device
+                    )
+                if not samples:
+                    return
+                yield Update(samples, items).counted(sum(count_samples(dict(inputs)) for inputs in samples))
+
+
+def made_trial(trial: Trial, given: Trainer) -> Trial:
+    """The trial with the Trainer's updates: accumulation, precision and clipping are its own.
+
+    The schedule stays where it is: it is made for the updates of the Trainer's own loop, and would end before them.
+    """
+    trainer: Any = given
+    args, accelerator, network = trainer.args, trainer.accelerator, bare(trainer.model_wrapped)
+    averaged = args.average_tokens_across_devices
+
+    @contextmanager
+    def as_trained() -> Iterator[None]:
+        # For a look tokens are counted on this process alone.
+        now, args.average_tokens_across_devices = args.average_tokens_across_devices, averaged
+        try:
+            yield
+        finally:
+            args.average_tokens_across_devices = now
+
+    def step(model: Any, optimizer: Any, batch: tuple[Tensor, Update]) -> float:
+        samples, items = batch[1].batches, batch[1].items
+        trainer.current_gradient_accumulation_steps = len(samples)
+        total = 0.0
+        with itself(network), as_trained():
+            for index, inputs in enumerate(samples):
+                last = index == len(samples) - 1
+                accelerator.gradient_state._set_sync_gradients(last)
+                with nullcontext() if last else accelerator.no_sync(model=model):
+                    # A copy, because the step may take the labels out, and all networks of a trial are given the same batches.
+                    total += float(trainer.training_step(model, copy.copy(inputs), items))
+            if args.max_grad_norm:
+                trainer._clip_grad_norm(model)
+            trainer.optimizer.step()
+            model.zero_grad()
+        return total
+
+    return callback.made(trial, network, TrainerUpdates(trainer, as_trained), step)
+
+
+# ---- The file beside the weights in every folder that a growing Trainer saves: what `GrowthCallback` needs to resume.
+
+
+FORMAT = 1
+
+
+def write_folder(folder: Path, state: dict[str, Any]) -> None:
+    """Write plain data; an earlier file is replaced only when the new one is complete."""
+    write_bytes(folder / TRAINER_FILE, strict_json({"format": FORMAT, **state}).encode(), CheckpointError)
+
+
+def read_folder(folder: Path) -> dict[str, Any] | None:
+    """What `write` wrote; None if the file is missing, or the model had not begun to grow."""
+    file = folder / TRAINER_FILE
+    if not file.is_file():
+        return None
+    try:
+        state: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        if state["format"] > FORMAT:
+            raise CheckpointError(
+                f"{file} has format {state['format']}, newer than {FORMAT}. Update sensli to read it."
+            )
+        if not isinstance(state["grower"], (dict, type(None))):
+            raise TypeError(f"'grower' is {brief(state['grower'])}")
+        return state if state["grower"] is not None else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} is damaged: {type(error).__name__}: {error}. Use an intact checkpoint."
+        ) from error

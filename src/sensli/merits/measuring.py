@@ -2,32 +2,293 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from sensli.errors import MeasurementError
-from sensli.merits.affording import affordable
-from sensli.merits.ahead import look_ahead
-from sensli.merits.backward import LossFunction, backward
-from sensli.merits.confidence import GROUPS, is_clear, next_look
-from sensli.merits.estimates import as_merits, compared, estimate_of, mean_of_weights, share_remaining, value_of
-from sensli.merits.joining import Caught, joined, same_values
+from sensli.errors import MeasurementError, UnsupportedSite
+from sensli.merits.catching import Catch, LossFunction, MomentSum, SiteCatch, Sum, WeightCatch, backward
+from sensli.merits.confidence import (
+    GROUPS,
+    as_merits,
+    compared,
+    estimate_of,
+    is_clear,
+    mean_of_weights,
+    next_look,
+    share_remaining,
+    value_of,
+)
 from sensli.merits.merits import Merit, Merits, as_sites
-from sensli.merits.natural import NATURAL
-from sensli.merits.norms import choose
-from sensli.merits.sensitivity import Catch
+from sensli.merits.norms import NATURAL, choose, operator_work
 from sensli.modules import checks, random_state
-from sensli.modules.autocast import autocast_of_now, without_autocast
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import is_sharded, unsharded
-from sensli.modules.running import device_of, gradients_kept, untouched
+from sensli.modules.running import (
+    autocast_of_now,
+    device_of,
+    forgiven,
+    gradients_kept,
+    mapped,
+    run,
+    tensors,
+    to_device,
+    untouched,
+    without_autocast,
+)
 from sensli.modules.wrappers import bare
-from sensli.moves.sites import Site
+from sensli.moves.factors import power_of
+from sensli.moves.sites import Ahead, Site
+
+# ---- A look at a few samples before a measurement or a growth: what is measured may be made for the data, such as the
+# rows of new units.
+#
+# A part of the first batch passes, forward and backward, and what is then measured on all batches is exactly what
+# came of it. Where nothing is measured a forward pass of the user's batch says at least how large things are. Of
+# several processes the first one with data decides, so that all measure the same to the bit.
+
+
+SHARE = 8  # one in so many of the samples that will be measured, and not more than the first batch has
+MANY = 128  # samples of the batch that a growth without a measurement is given: more tell hardly better how large things are
+LEAST = 8  # samples, where each is a single vector rather than a picture or a sequence
+
+Found = list[dict[str, Tensor]]  # by site
+
+
+def look_ahead(
+    together: Together, model: nn.Module, catch: Catch, first: Any, batches: int, loss_fn: LossFunction | None
+) -> None:
+    """Have the sites that want it see a part of the first of so many batches; it is None where a process has no data."""
+    wanting = [(index, gauge) for index, each in enumerate(catch.sites) if (gauge := each.gauge.ahead()) is not None]
+    if not wanting:
+        return
+    size = samples_of(first)
+    samples = sum(together.agree(size * batches, last=False))
+    least = LEAST if any(len(catch.sites[index].site.shape) == 1 for index, _ in wanting) else 1
+    found: Found | None = None
+    if size:
+        found = _seen(model, catch, wanting, few(first, max(least, samples // SHARE)), loss_fn)
+    shared = _of_the_first(together, found, device_of(model))
+    for (index, gauge), sums in zip(wanting, shared or (), strict=shared is not None):
+        site = gauge.settled(catch.sites[index].site, sums)
+        catch.sites[index] = SiteCatch(site, catch.groups, model, catch.natural)
+
+
+def _seen(
+    model: nn.Module, catch: Catch, wanting: list[tuple[int, Ahead]], batch: Any, loss_fn: LossFunction | None
+) -> Found | None:
+    """What comes of a few samples; None where they do not pass alone, and the measurement does without."""
+    look = Catch(
+        model, [catch.sites[index].site for index, _ in wanting], weights=False, gauges=[gauge for _, gauge in wanting]
+    )
+    look.keeps_activations, look.around = True, catch.around
+    passed = False
+    # What fails for another reason than that they are few fails again in the measurement, and is reported there.
+    with forgiven(), untouched(model), look.hooked():
+        backward(model, look, batch, loss_fn, 0, 0.0)
+        passed = True
+    with torch.no_grad():
+        return [gauge.found() for _, gauge in wanting] if passed else None
+
+
+def made_for(together: Together, model: nn.Module, site: Site, batch: Any) -> Site:
+    """A site that was never measured with what fits a batch of inputs, of which a few pass; without one, or measured, it is as it was."""
+    # Before the gauge, for which a block is copied: a sharded one cannot be, and without a batch it would be for nothing.
+    if is_sharded(model) or (together.group is None and batch is None):
+        return site
+    try:
+        gauge = site.move.gauge(site, model).ahead()
+    except UnsupportedSite:  # what cannot be measured is the same whatever the data are
+        return site
+    if gauge is None or not any(together.agree(batch is not None, last=False)):
+        return site
+    found = None
+    if batch is not None:
+        # A batch that does not pass is reported where the outputs are compared.
+        with forgiven(), untouched(model), _hooked(gauge):
+            with torch.enable_grad():
+                run(model, to_device(few(batch, MANY), device_of(model)))
+            with torch.no_grad():
+                found = [gauge.found()]
+    shared = _of_the_first(together, found, device_of(model))
+    return site if shared is None else gauge.settled(site, shared[0])
+
+
+@contextmanager
+def _hooked(gauge: Ahead) -> Iterator[None]:
+    handles = gauge.hooks(lambda sums: None, lambda gradient: gradient)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def samples_of(batch: Any) -> int:
+    """How many samples a batch has: the length of its first tensor."""
+    return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 0)
+
+
+def few(batch: Any, count: int) -> Any:
+    """The first samples of a batch whose tensors all have one entry for each of them; otherwise all of it."""
+    size = samples_of(batch)
+    if any(tensor.dim() and len(tensor) != size for tensor in tensors(batch)):
+        return batch
+    return mapped(batch, lambda tensor: tensor[:count] if tensor.dim() else tensor)
+
+
+def _of_the_first(together: Together, found: Found | None, device: Any) -> Found | None:
+    """What the first process that has seen something found, on all of them."""
+    forms = together.agree(None if found is None else [_shapes_and_types(each) for each in found], last=False)
+    if together.group is None:
+        return found
+    leader = next((rank for rank, form in enumerate(forms) if form is not None), None)
+    if leader is None:
+        return None
+    own = found if leader == together.rank else None
+    source = dist.get_global_rank(together.group, leader)
+    shared: Found = []
+    for index, form in enumerate(forms[leader]):
+        shared.append({})
+        for name, (shape, dtype) in form.items():
+            value = torch.empty(shape, dtype=dtype, device=device) if own is None else own[index][name].contiguous()
+            dist.broadcast(value, source, group=together.group)
+            shared[-1][name] = value
+    return shared
+
+
+def _shapes_and_types(found: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(value.shape), value.dtype) for name, value in found.items()}
+
+
+# ---- What several processes have caught, as one: gradients are added up before any norm is taken.
+
+
+@dataclass(frozen=True)
+class Caught:
+    """What one process has caught, or all of them together. Sizes are in units of the first batch, and so are the losses' weights."""
+
+    sites: list[SiteCatch]
+    weights: list[WeightCatch]
+    sizes: list[float]
+    unit: float
+    count: int
+    loss: float = 0.0  # the sum over the batches, each times its size
+
+
+def joined(together: Together, caught: Caught, device: Any, *, last: bool = True) -> Caught:
+    """What all ranks have caught: gradients added up (never their norms), sizes, counts, units alive. What each holds stays as it is.
+
+    Sizes are brought to the unit of the first rank that has any. Unless it is the `last` time, the ranks will meet again.
+    """
+    own: list[SiteCatch | WeightCatch] = [*caught.sites, *caught.weights]
+    forms = [({name: _forms(each) for name, each in catch.sums.items()}, catch.shape) for catch in own]
+    told = together.agree((caught.unit, caught.sizes, caught.count, forms, caught.loss), last=last)
+    if together.group is None:
+        return caught
+    common, shapes = next(((unit, forms) for unit, _, _, forms, _ in told if unit), (0.0, told[0][3]))
+    copies: list[Any] = [copy(each) for each in own]
+    for index, each in enumerate(copies):
+        each.shape = shapes[index][1]  # a rank without data has not seen it
+        each.sums = {}
+        for name in dict.fromkeys(name for _, _, _, forms, _ in told for name in forms[index][0]):
+            its = [forms[index][0][name] for _, _, _, forms, _ in told if name in forms[index][0]]
+            factor = (caught.unit / common) ** power_of(name) if caught.unit else 0.0
+            each.sums[name] = _joined_sum(own[index].sums.get(name), its, factor, device, together.group)
+    sites = copies[: len(caught.sites)]
+    totals = [sum(sizes[j] * unit / (common or 1.0) for unit, sizes, *_ in told) for j in range(len(caught.sizes))]
+    loss = sum(its * unit / (common or 1.0) for unit, *_, its in told)
+    return Caught(sites, copies[len(sites) :], totals, common, sum(count for _, _, count, _, _ in told), loss)
+
+
+def same_values(together: Together, values: list[float], mean: float | None) -> tuple[list[float], float | None]:
+    """Rank 0's numbers on all ranks: machines of different make may differ in the last bit, and a decision depends on it."""
+    first: tuple[list[float], float | None] = together.agree((values, mean))[0]
+    return first
+
+
+def _forms(each: Sum | MomentSum) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+    return [None if part is None else (tuple(part.shape), part.dtype) for part in each.groups]
+
+
+def _joined_sum(own: Sum | MomentSum | None, forms: list[list[Any]], factor: float, device: Any, group: Any) -> Sum:
+    """One sum over all ranks; ``forms`` tells what each rank that has any holds in its groups."""
+    groups = len(forms[0])
+    joint = Sum(max(groups - 1, 1))
+    for j in range(groups):
+        form = next((its[j] for its in forms if its[j]), None)
+        if form is not None:
+            joint.groups[j] = _summed(None if own is None else own.groups[j], form, factor, device, group)
+    return joint
+
+
+def _summed(
+    part: Tensor | None, form: tuple[tuple[int, ...], torch.dtype], factor: float, device: Any, group: Any
+) -> Tensor:
+    shape, dtype = form
+    # A copy: what was caught may be somebody's gradient, and may be expanded.
+    total = torch.zeros(shape, dtype=dtype, device=device) if part is None else (part * factor).contiguous()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+# ---- What ``norm="auto"`` may cost: norms that would take longer than the passes themselves give way to one that costs
+# nothing.
+#
+# Work is counted from shapes, never timed, so that every run and every rank decides alike.
+
+
+_FREE = 2**28  # operations, less than a tenth of a second: not worth another norm
+# With groups of batches: norms of all sites for every batch, over the looks after 4, 6, 8, 12 and 16 batches.
+_SETS = 51 / 16
+
+
+def affordable(
+    asked: str,
+    norm: str,
+    sites: Sequence[SiteCatch],
+    weights: Sequence[WeightCatch],
+    batches: float,
+    *,
+    groups: bool = False,
+) -> str:
+    """The norm to take: the one that was chosen, or Frobenius where "auto" was asked for and operator norms cost more than the passes.
+
+    ``batches``: how many this process has passed through the model; ``groups``: whether norms are taken without each group of them too.
+    """
+    if asked != "auto" or norm != "operator":
+        return norm
+    costs = _norms(sites) * (_SETS * batches if groups else 1) + _norms(weights)
+    return norm if costs <= max(_FREE, batches * _pass(sites, weights)) else "frobenius"
+
+
+def _norms(parts: Iterable[SiteCatch | WeightCatch]) -> float:
+    work = 0.0
+    for part in parts:
+        for total, geometry in part.parts():
+            work += operator_work(tuple(total.shape), geometry)
+    return work
+
+
+def _pass(sites: Sequence[SiteCatch], weights: Sequence[WeightCatch]) -> float:
+    """Products of one batch: a site's gradient; for a weight the forward pass, and both gradients of the backward pass."""
+    samples = sites[0].shape[0] if sites else 0
+    work = sum(math.prod(site.shape[2:]) * _entries(site) for site in sites)
+    work += sum(3 * math.prod(weight.shape) * _entries(weight) for weight in weights)
+    return float(samples * work)
+
+
+def _entries(part: SiteCatch | WeightCatch) -> int:
+    return sum(total.numel() for total, _ in part.parts())
+
 
 EMPTY = "the batches are empty: a loader without data, or an iterator that is already used up. Give a new one."
 

@@ -12,18 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, WrongType
-from sensli.merits.affording import affordable
-from sensli.merits.estimates import as_merits, compared, mean_of_weights, value_of
-from sensli.merits.joining import Caught, joined, same_values
+from sensli.merits.catching import Catch
+from sensli.merits.confidence import as_merits, compared, mean_of_weights, value_of
+from sensli.merits.measuring import Caught, affordable, joined, same_values
 from sensli.merits.merits import Merit, Merits, as_sites
-from sensli.merits.natural import NATURAL
-from sensli.merits.norms import choose
-from sensli.merits.sensitivity import Catch
+from sensli.merits.norms import NATURAL, choose
 from sensli.modules import checks
-from sensli.modules.autocast import without_autocast
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import is_sharded
-from sensli.modules.running import device_of
+from sensli.modules.running import device_of, without_autocast
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
 

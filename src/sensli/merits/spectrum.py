@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sensli.moves.geometry import Geometry
+from sensli.moves.roles import Geometry
 
 _CHUNK_BYTES = 2**23  # of one intermediate; a handful live at once, so that the whole stays below about 64 MB
 _FIRST_SHARE = 8  # the first chunk is so much smaller

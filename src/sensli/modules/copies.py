@@ -1,19 +1,26 @@
-"""Copies of a user's modules: of the whole model to try things on, of one block to be its twin."""
+"""Copies of a user's modules, to try things on or to be a twin, and where two models differ."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from sensli.modules import marks
+from sensli.modules import grown
+
+# ---- Copies of a user's modules: of the whole model to try things on, of one block to be its twin.
+
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -96,7 +103,7 @@ def copied_block(
         memo.update({id(p): p for p in block.parameters()})
     twin = copy.deepcopy(block, memo)
     for module in twin.modules():
-        for name in marks.ALL:
+        for name in grown.ALL:
             module.__dict__.pop(name, None)
     return twin
 
@@ -154,3 +161,87 @@ def _own_hooks(module: nn.Module, name: str, recorders: bool) -> Any:
         if type(hook).__module__.startswith("torch.") or (recorders and made_by(hook) == "transformers"):
             kept[key] = value
     return kept
+
+
+# ---- Whether two models have the same architecture, and if not, where they first differ.
+
+
+Named: TypeAlias = tuple[str, nn.Module]
+
+
+def first_difference(one: nn.Module, other: nn.Module) -> str:
+    """The first difference, in words; empty if there is none. Values, types of numbers, devices and modes may differ."""
+    pairs = zip_longest(one.named_modules(remove_duplicate=False), other.named_modules(remove_duplicate=False))
+    for own, its in pairs:
+        if own is None or its is None or own[0] != its[0]:
+            return _named_otherwise(one, other, own, its)
+        (path, module), (_, again) = own, its
+        place = f"'{path}'" if path else "the model"
+        if _kind(module) != _kind(again):
+            return f"{place} is {_shown(module)} there and {_shown(again)} in other"
+        if _settings(module) != _settings(again):
+            return f"{place} is {_shown(module)}({_settings(module)}) there and {_shown(again)}({_settings(again)}) in other"
+        shapes, its_shapes = _shapes(module), _shapes(again)
+        for name in {**shapes, **its_shapes}:
+            if shapes.get(name) != its_shapes.get(name):
+                whole = f"{path}.{name}" if path else name
+                return f"{whole} is {_shape(shapes, name)} there and {_shape(its_shapes, name)} in other"
+    return ""
+
+
+def _named_otherwise(one: nn.Module, other: nn.Module, own: Named | None, its: Named | None) -> str:
+    """Two modules in the same position that have different paths, or only one of them."""
+    for named, model, text in ((own, other, "other has no module '{}'"), (its, one, "only other has a module '{}'")):
+        if named is not None and named[0] not in dict(model.named_modules(remove_duplicate=False)):
+            return text.format(named[0])
+    return f"the modules of other come in another order, beginning with '{own[0] if own else ''}'"
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    # By name: a factory that defines its class inside makes another class at every call.
+    return type(module).__module__, type(module).__qualname__
+
+
+def _shown(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _settings(module: nn.Module) -> str:
+    """What torch prints of the layers that it has; what a user's module prints may be values."""
+    return module.extra_repr() if type(module).__module__.startswith("torch.") else ""
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    # Not those buffers that are not saved: a cache is as large as what was computed last.
+    saved = ((name, value) for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set)
+    named = (*module._parameters.items(), *saved)
+    return {name: None if tensor is None else tuple(tensor.shape) for name, tensor in named}
+
+
+def _shape(shapes: dict[str, tuple[int, ...] | None], name: str) -> str:
+    return f"of shape {shapes[name]}" if shapes.get(name) is not None else "missing"
+
+
+# ---- A model without its dropout, whatever mode it is in.
+
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.multi_head_attention_forward,
+}  # fmt: skip
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout as in eval mode, and everything else as it is; also where it is called as a function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.arguments["training"] = False
+            return func(*bound.args, **bound.kwargs)
+        if func is F.scaled_dot_product_attention:  # query, key, value, mask, dropout_p
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)

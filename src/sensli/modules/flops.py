@@ -17,8 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules import checks
-from sensli.modules.failing import let_memory_through
-from sensli.modules.running import describe, device_of, run, tensors, to_device, untouched
+from sensli.modules.running import describe, device_of, let_memory_through, run, tensors, to_device, untouched
 from sensli.modules.wrappers import eager
 
 

@@ -1,10 +1,11 @@
-"""Calling a user's model: arguments, devices, and putting back what a run would change."""
+"""Calling a user's model: its arguments, devices, precision and random numbers, and putting back what a run would change."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from sensli.modules import random_state
+
+# ---- Calling a user's model: arguments, devices, and putting back what a run would change.
+
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -159,3 +163,280 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 def _same(one: Tensor, other: Tensor) -> bool:
     """Equal values, where nan equals nan."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+# ---- The arguments of a block's call: which of them is the value that flows through the stack, and how to call the block
+# again.
+
+
+Slot = int | str  # a position among the arguments or a keyword
+
+_PLAIN = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
+
+
+def value_slot(args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Tensor) -> Slot | None:
+    """Where the value is that a block maps into its own space: the first tensor shaped and typed like what it returns."""
+    slots: list[tuple[Slot, Any]] = [*enumerate(args), *kwargs.items()]
+    for slot, value in slots:
+        if isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype:
+            return slot
+    return None
+
+
+def value_at(args: tuple[Any, ...], kwargs: Mapping[str, Any], slot: Slot) -> Any:
+    """The argument in a slot, or None if the call has no such argument."""
+    if isinstance(slot, str):
+        return kwargs.get(slot)
+    return args[slot] if slot < len(args) else None
+
+
+def with_value(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], slot: Slot, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with another value in the slot."""
+    if isinstance(slot, str):
+        return args, {**kwargs, slot: value}
+    return (*args[:slot], value, *args[slot + 1 :]), dict(kwargs)
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """What a block hands on: its output, or the first part of a tuple."""
+    if isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) else None
+
+
+def with_first(output: Any, value: Any) -> Any:
+    """The same output with another first tensor."""
+    if isinstance(output, Tensor):
+        return value
+    if hasattr(output, "_fields"):
+        return type(output)(value, *output[1:])
+    return type(output)((value, *output[1:]))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an argument is data without a memory: a second call with it is like the first."""
+    if isinstance(value, (tuple, list)):
+        return all(is_plain(part) for part in value)
+    if isinstance(value, dict):
+        return all(is_plain(part) for part in value.values())
+    return isinstance(value, _PLAIN)
+
+
+def without_memory(value: Any) -> Any:
+    """The arguments without objects that a call may have changed, such as a cache; and nothing in them carries a graph."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(without_memory(part) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(without_memory(part) for part in value)
+    if isinstance(value, dict):
+        return {key: without_memory(part) for key, part in value.items()}
+    return value if isinstance(value, _PLAIN) else None
+
+
+# ---- A batch cut down to its first samples: enough to see what a model does, at a fraction of the cost.
+
+
+def count_samples(value: Any) -> int:
+    """How many samples a nest of tensors holds: the leading dimension of the first; 0 where it has none."""
+    first = next(tensors(value), None)
+    return first.shape[0] if first is not None and first.dim() else 0
+
+
+def first_samples(value: Any, few: int, count: int) -> Any:
+    """The first few of so many samples; a tensor with another leading dimension belongs to all of them and stays whole."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[:few] if tensor.dim() and tensor.shape[0] == count else tensor
+
+    return mapped(value, cut)
+
+
+def with_another(value: Any) -> Any:
+    """A nest of one sample, and one more like it: statistics of a batch need two. Unlike it too, or their spread would be zero."""
+
+    def twice(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != 1:
+            return tensor
+        return torch.cat([tensor, tensor / 2 if tensor.is_floating_point() else tensor])
+
+    return mapped(value, twice) if count_samples(value) == 1 else value
+
+
+# ---- How far a tensor moved: to the bit, where not a number equals not a number, and beyond what kernels round
+# differently.
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """To the bit, where nan equals nan."""
+    if one.shape != other.shape:
+        return False
+    return bool(torch.equal(one, other) or ((one == other) | ((one != one) & (other != other))).all())
+
+
+def moved(old: Tensor, new: Tensor, *, exact: bool = False) -> float:
+    """The largest change relative to the largest value; 0 within rounding, or with ``exact`` in double precision to the bit."""
+    if equal(old, new):
+        return 0.0
+    if not (old.is_floating_point() or old.is_complex()):
+        return float("inf")
+    old, new = capable(old), capable(new)
+    same = (old == new) | ((old != old) & (new != new))  # infinite or not a number before and after is not a change
+    wide = torch.complex128 if old.is_complex() else torch.float64
+    difference = torch.nan_to_num((new.to(wide) - old.to(wide))[~same].abs(), nan=float("inf")).max().item()
+    size = torch.nan_to_num(old.to(wide).abs(), nan=0.0, posinf=0.0).max().item()
+    found = difference / max(size, 1e-30)
+    return 0.0 if found <= (0.0 if exact else rounding(old.dtype)) else found
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """What two runs of one function may differ by where memory lies otherwise. Half precision is coarse enough as it is."""
+    return (2 if dtype in _HALF else 100) * torch.finfo(dtype).eps
+
+
+# ---- Mixed precision or inference mode around a call of ours: what we compute about a model is computed as if they were
+# not there.
+#
+# In half precision a layer that is not exact looks exact, products of ours would lose their digits, and the graph of
+# a run is full of casts. What is made in inference mode can never be trained.
+
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "privateuseone")
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """No autocast as long as the context lasts, even inside of somebody's `torch.autocast`, and no inference mode; also a decorator.
+
+    Weights may have changed meanwhile, so what was cast of them before is forgotten.
+    """
+    devices = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(without_inference_mode())
+            for device in devices:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        if devices:
+            torch.clear_autocast_cache()
+
+
+@contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """No inference mode as long as the context lasts; also a decorator."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # it turns gradients on
+        yield
+
+
+def autocast_of_now() -> Callable[[], AbstractContextManager[None]]:
+    """The autocast that is around this call, to run the user's own code with it inside of `without_autocast`."""
+    dtypes = {device: torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)}
+    cached = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with ExitStack() as stack:
+            for device, dtype in dtypes.items():
+                stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cached))
+            yield
+
+    return again
+
+
+# ---- What a model's code raises while something is tried: memory that ran out goes through, other failures are noted.
+
+
+_failures: ContextVar[list[str] | None] = ContextVar("failures", default=None)
+
+# How torch says it without a class of its own: on the CPU, on MPS, in a library of CUDA.
+_TEXTS = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which says nothing of the model: with more of it the same would have run."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+def brief_error(error: BaseException) -> str:
+    """An error as a part of a sentence: its class, and the beginning of what it says."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text[:120]}"
+
+
+def let_memory_through(error: BaseException) -> None:
+    """For whoever goes on without what raised: raise the error again if memory ran out."""
+    if is_out_of_memory(error):
+        raise error
+
+
+@contextmanager
+def forgiven() -> Iterator[None]:
+    """Failures end the context and are forgotten, unless memory ran out."""
+    try:
+        yield
+    except Exception as error:
+        let_memory_through(error)
+
+
+def note(error: Exception) -> None:
+    """The same, and other failures of a model's code are noted: they may pass, and what they led to with them."""
+    let_memory_through(error)
+    failures = _failures.get()
+    if failures is not None:
+        failures.append(f"{type(error).__name__}: {error}")  # not the error, which holds all that ran
+
+
+@contextmanager
+def noting() -> Iterator[list[str]]:
+    """What is noted as long as the context lasts."""
+    failures: list[str] = []
+    token = _failures.set(failures)
+    try:
+        yield failures
+    finally:
+        _failures.reset(token)
+
+
+# ---- Arithmetic on a GPU that rounds more than the type of its numbers says.
+
+
+def tf32_note(device: torch.device | None, convolutions: bool, products: bool) -> str | None:
+    """What to say of a model on this device where TF32 is on for its convolutions, or for its matrix products."""
+    found = [what for what, on in (("convolutions", convolutions), ("matrix products", products)) if on]
+    if device is None or device.type != "cuda" or not found:
+        return None
+    return (
+        f"TF32 is on for {' and '.join(found)}, so identities are not exact on {device}: other layers may be offered than on a CPU. To "
+        "avoid it, set torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32 to False"
+    )
+
+
+def tf32_note_of(model: nn.Module) -> str | None:
+    """The same for a model with the flags as they are; None where it has nothing in single precision that TF32 would change."""
+    device = device_of(model)
+    if device is None or device.type != "cuda" or not torch.cuda.is_tf32_supported():
+        return None
+    shapes = {p.dim() for p in model.parameters() if p.dtype == torch.float32}
+    backends = torch.backends
+    return tf32_note(
+        device,
+        max(shapes, default=0) > 2
+        and _flag(lambda: backends.cudnn.allow_tf32, lambda: backends.cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
+        2 in shapes and _flag(lambda: backends.cuda.matmul.allow_tf32, lambda: backends.cuda.matmul.fp32_precision),
+    )
+
+
+def _flag(old: Callable[[], bool], new: Callable[[], str]) -> bool:
+    try:
+        return old()
+    except RuntimeError:  # somebody has set the newer flags, and the older one no longer says it
+        return new() == "tf32"

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from sensli.errors import one_of
 from sensli.modules import checks
-from sensli.modules.autocast import without_autocast
-from sensli.modules.precision import tf32_note_of
-from sensli.modules.running import device_of, to_device
+from sensli.modules.running import device_of, tf32_note_of, to_device, without_autocast
 from sensli.modules.wrappers import averages_in, bare
-from sensli.moves.choosing import Where, check_where, chosen
-from sensli.moves.kinds import asked_for
-from sensli.moves.naming import remember
+from sensli.moves.dead import NarrowKind, RecycleKind
+from sensli.moves.layers import LayerKind
 from sensli.moves.point import Ref
 from sensli.moves.search import Request, Search
-from sensli.moves.sites import Site, Sites, Skipped
+from sensli.moves.sites import Kind, Move, Site, Sites, Skipped, Where, check_where, chosen, remember
+from sensli.moves.stacking import StackKind
 from sensli.moves.trace.flow import check_values, record
 from sensli.moves.trace.stacks import parent_of
-from sensli.moves.trial import Trial
+from sensli.moves.trial import Rehearsal
+from sensli.moves.twin.finding import TwinKind
 from sensli.moves.twin.twins import INITS
-from sensli.moves.width.starts.registry import STARTS
-from sensli.text.names import FORMS, GROW
+from sensli.moves.width.finding import WidthKind
+from sensli.moves.width.starts import STARTS
+from sensli.text.commands import FORMS, GROW
+
+# ---- The registry of the ways to grow, in the order in which they are asked.
+
+
+# Twins before layers: between two blocks a copy of a block fits better than any layer.
+KINDS: list[Kind] = [TwinKind(), LayerKind(), WidthKind(), RecycleKind(), NarrowKind(), StackKind()]
+
+
+def move_from_dict(data: Mapping[str, Any]) -> Move:
+    """A move from its plain data, by its tag."""
+    known = {kind.move.tag: kind.move for kind in KINDS}
+    if not isinstance(data, Mapping):
+        raise TypeError(f"a move must be a mapping, got a {type(data).__name__}")
+    tag = data["tag"]
+    if tag not in known:
+        raise ValueError(one_of("tag", tag, tuple(known)))
+    move: Move = known[tag].from_dict({key: value for key, value in data.items() if key != "tag"})
+    return move
+
+
+def asked_for(grow: str) -> list[Kind]:
+    """The kinds that grow layers, units or both."""
+    return [kind for kind in KINDS if grow in ("both", kind.grows)]
+
 
 _LOOKED_FOR = {"twin": "no stack of blocks", "relu": "no ReLU"}
 
@@ -128,7 +154,7 @@ def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site
     flow = record(model, example)
     if (note := tf32_note_of(model)) is not None:
         flow.note(note)
-    trial = Trial(flow, example)
+    trial = Rehearsal(flow, example)
     kinds = asked_for(request.grow)
     search = Search(model, example, flow, request, kinds)
     sites, skipped = search.find(trial)

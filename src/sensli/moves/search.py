@@ -10,16 +10,13 @@ from torch import nn
 
 from sensli.errors import SensliError
 from sensli.moves.inserting import Inserts
-from sensli.moves.lists import ListPlace
-from sensli.moves.move import Kind
-from sensli.moves.point import Point, Ref
+from sensli.moves.point import ListPlace, Point, Ref
 from sensli.moves.roles import units_made
-from sensli.moves.sites import Site, Skipped
-from sensli.moves.trace.flow import Call, Flow, Seen
+from sensli.moves.sites import Kind, Site, Skipped
+from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
 from sensli.moves.trace.graph import is_weight, origin
-from sensli.moves.trace.stacks import find_stacks, parent_of
-from sensli.moves.trace.surroundings import LAYERS, Surroundings
-from sensli.moves.trial import Trial, Verdict
+from sensli.moves.trace.stacks import LAYERS, Surroundings, find_stacks, parent_of
+from sensli.moves.trial import Rehearsal, Verdict
 
 _ATTEMPTS = 24  # trials of one search: more would cost more than they find
 
@@ -44,7 +41,7 @@ class Request:
 class _Candidate:
     """A point of the data flow: what may be put there if the trial refuses what is there now."""
 
-    call: Call
+    call: ModuleCall
     moment: int  # in the run, to sort by the data flow
     site: Site
     others: Iterator[Site]
@@ -78,7 +75,7 @@ class Search:
         self.stacks = find_stacks(flow, added=added and request.layer != "residual") if blocks else []
         self.around = Surroundings(flow, self.stacks)
 
-    def find(self, trial: Trial) -> tuple[list[Site], list[Skipped]]:
+    def find(self, trial: Rehearsal) -> tuple[list[Site], list[Skipped]]:
         self._say_refused()
         for kind in self._kinds:
             kind.propose(self)
@@ -92,7 +89,9 @@ class Search:
 
     # --- for the kinds ---
 
-    def offer(self, call: Call, side: str, seen: Seen, sites: Iterator[Site], *, quiet: bool = False) -> None:
+    def offer(
+        self, call: ModuleCall, side: str, seen: SeenTensor, sites: Iterator[Site], *, quiet: bool = False
+    ) -> None:
         """A candidate at a point, the first of ``sites``; or the reason why there is none, unless it is to be kept ``quiet``."""
         try:
             site = next(sites)
@@ -108,16 +107,16 @@ class Search:
         moment = call.ended if side == "after" else call.began
         self.found.append(_Candidate(call, moment, site, sites))
 
-    def keep(self, call: Call, moment: int, site: Site) -> None:
+    def keep(self, call: ModuleCall, moment: int, site: Site) -> None:
         """A site that needs no trial any more: its kind has made one."""
         self.found.append(_Candidate(call, moment, site, iter(())))
 
-    def instead(self, kind: Kind, call: Call, side: str, seen: Seen) -> Iterator[Site]:
+    def instead(self, kind: Kind, call: ModuleCall, side: str, seen: SeenTensor) -> Iterator[Site]:
         """What the kinds after this one could do at the boundary of a block."""
         for other in self._kinds[self._kinds.index(kind) + 1 :]:
             yield from other.at(self, call, side, seen)
 
-    def check(self, call: Call, side: str, seen: Seen, *, block: bool) -> None:
+    def check(self, call: ModuleCall, side: str, seen: SeenTensor, *, block: bool) -> None:
         """Raise `Refused` where no module can go, whatever it is."""
         if not self.flow.reaches(seen):
             raise Refused(
@@ -134,9 +133,9 @@ class Search:
 
     def point(
         self,
-        call: Call,
+        call: ModuleCall,
         side: str,
-        seen: Seen,
+        seen: SeenTensor,
         *,
         block: bool = False,
         chained: bool | None = None,
@@ -159,7 +158,7 @@ class Search:
 
     # --- what holds ---
 
-    def _confirm(self, trial: Trial) -> None:
+    def _confirm(self, trial: Rehearsal) -> None:
         """Keep what holds in the model; what does not is replaced by the next best, or skipped with the reason."""
         self.found.sort(key=lambda candidate: candidate.moment)
         # A kind that changes the model in another way has tried its moves itself.
@@ -228,7 +227,7 @@ class Search:
                 )
 
 
-def _attempt(trial: Trial, group: list[_Candidate]) -> Verdict:
+def _attempt(trial: Rehearsal, group: list[_Candidate]) -> Verdict:
     """Try all places of a group at once, and of every family of them one twice: a second growth must work too."""
     sites = [each.site for each in group]
     first = {(_family(s), getattr(s.move, "form", None), s.side): i for i, s in reversed(list(enumerate(sites)))}

@@ -8,26 +8,232 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sensli.modules import random_state
-from sensli.modules.failing import brief_error, let_memory_through, note
-from sensli.modules.running import device_of, run, tensors, to_device, untouched
-from sensli.modules.samples import count_samples, first_samples, with_another
+from sensli.modules.running import (
+    brief_error,
+    count_samples,
+    device_of,
+    equal,
+    first_samples,
+    first_tensor,
+    let_memory_through,
+    moved,
+    note,
+    rounding,
+    run,
+    tensors,
+    to_device,
+    undrawn,
+    untouched,
+    value_at,
+    with_another,
+)
 from sensli.modules.wrappers import eager
-from sensli.moves.comparing import alike, difference
+from sensli.moves.inserting import Cut, Inserts, apply_cut, plan_cut, take_out
+from sensli.moves.point import handed_on, tap
 from sensli.moves.sites import Site
-from sensli.moves.taps import handed_on, tap
-from sensli.moves.trace.flow import Flow, Seen, fresh
-from sensli.moves.trial_layers import Layers, New, locally_wrong, move_of, watched
+from sensli.moves.trace.flow import Flow, SeenTensor, fresh
+from sensli.moves.trace.stacks import manner
+
+if TYPE_CHECKING:
+    from sensli.moves.layers import Layer
+
+# ---- What takes the place of a new layer in a trial: it does what the layer does as long as it is an identity, at hardly
+# any cost.
+
+
+class IdentityStandIn(nn.Module):
+    """What a new layer does as long as it is an identity, at hardly any cost; on a small piece of the values the layer itself shows it."""
+
+    def __init__(self, plan: Layer, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._plan = plan
+        self._piece = tuple(slice(0, k + 1) for k in plan.kernel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        conv = self._plan.kind == "conv"
+        where = (slice(0, 2), slice(None), *self._piece) if conv else (slice(0, 2),) * (x.dim() - 1)
+        piece = x[where]
+        with torch.no_grad():
+            shown = self.layer(piece.detach())
+        result = x.relu() if self._plan.form == "relu" else x.clone()
+        return result if equal(shown, self._plan.gives(piece).detach()) else torch.full_like(result, torch.nan)
+
+
+# ---- The layers of a trial: put into the copy of a model at every site, watched while it runs, and taken out again.
+
+
+@dataclass
+class NewLayer:
+    """A layer in the copy, and what was seen of it in one run."""
+
+    site: Site
+    layer: nn.Module
+    cut: Cut
+    calls: int = 0
+    same: bool = True
+    output: Tensor | None = None
+    given: GradientEdge | None = None  # where its input comes from in the graph
+
+
+class Layers:
+    """The layers for the sites of one copy, built once and used in every run. ``returns_tensor``: the modules that return one."""
+
+    def __init__(self, model: nn.Module, returns_tensor: Collection[str]) -> None:
+        self.model, self._returns_tensor = model, returns_tensor
+        self._layers: dict[tuple[Site, bool, int], nn.Module] = {}
+
+    @contextmanager
+    def inserted(self, sites: Sequence[Site], *, themselves: bool = False) -> Iterator[list[NewLayer]]:
+        """The copy with a layer at every site, in their order: with what stands in for it, or with the layers ``themselves``."""
+        bound = [replace(site, point=site.point.on(self.model)) for site in sites]
+        real = _shown(self.model, sites)
+        standing: Counter[Site] = Counter()
+        layers: list[nn.Module] = []
+        for index, site in enumerate(bound):  # before the first goes in: a block is copied as it is
+            layer = self._layer(site, site.find(self.model)[1], index in real, standing[site])
+            layers.append(layer.layer if themselves and isinstance(layer, IdentityStandIn) else layer)
+            standing[site] += 1
+        new: list[NewLayer] = []
+        try:
+            for site, layer in reversed(
+                list(zip(bound, layers, strict=True))
+            ):  # from the end: what comes before keeps its name
+                path, _ = site.find(self.model)
+                cut = plan_cut(self.model, site.point, path, takes_call=move_of(site).takes_call)
+                apply_cut(self.model, cut, layer)
+                new.append(NewLayer(site, layer, cut))
+            yield new[::-1]
+        finally:
+            for each in reversed(new):
+                take_out(self.model, each.cut.path, each.cut.place)
+
+    def _layer(self, site: Site, anchor: nn.Module, real: bool, number: int) -> nn.Module:
+        """The layer for a site, the first time built, then used again; ``number``: how many of them are there already."""
+        # Of equal twins in one container some will do: that the others are identities too follows, here it is about their places.
+        real = real or site.path not in self._returns_tensor
+        if (site, real, number) not in self._layers:
+            layer = move_of(site).stand_in(self.model, site, anchor, real=real)
+            for parameter in layer.parameters():
+                parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+            self._layers[site, real, number] = layer
+        return self._layers[site, real, number]
+
+
+def move_of(site: Site) -> Inserts:
+    """A trial puts modules in: it is for the moves that do so."""
+    assert isinstance(site.move, Inserts)
+    return site.move
+
+
+def _shown(model: nn.Module, sites: Sequence[Site]) -> set[int]:
+    """Of the equal copies of blocks in one container the first: it is really inserted, and represents the others."""
+    first: dict[object, int] = {}
+    for index, site in enumerate(sites):
+        if move_of(site).takes_call:
+            key = (site.path.rpartition(".")[0], site.move, manner(model.get_submodule(site.path)))
+            first.setdefault(key, index)
+    return set(first.values())
+
+
+def watched(each: NewLayer) -> list[Any]:
+    """Hooks that see whether a layer runs once and gives what it is given."""
+    each.calls, each.same, each.output, each.given = 0, True, None, None
+    given: list[Tensor] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        value = value_at(args, kwargs, each.site.point.slot if move_of(each.site).takes_call else 0)
+        given.append(value.detach().clone())
+        # The place in the graph, not the tensor, which somebody may work on in place.
+        each.given = get_gradient_edge(value) if value.requires_grad and torch.is_grad_enabled() else None
+        each.calls += 1
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        value, result = given.pop(), first_tensor(output)
+        each.output = result
+        each.same = each.same and result is not None and equal(result.detach(), move_of(each.site).gives(value))
+
+    layer = each.layer
+    return [
+        *undrawn(layer),
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def locally_wrong(new: list[NewLayer], mode: str) -> dict[int, str]:
+    wrong: dict[int, str] = {}
+    for index, each in enumerate(new):
+        if each.calls == 0:
+            wrong[index] = (
+                "a layer there did not run when it was tried: the forward pass uses the module under another name, without calling it, or "
+                "only for some inputs"
+            )
+        elif each.calls > 1:
+            wrong[index] = f"a layer there would run {each.calls} times in one forward pass"
+        elif not each.same:
+            wrong[index] = f"a layer there would change the values in {mode} mode"
+    return wrong
+
+
+# ---- How what a model returns, or a gradient, differs with new layers from what it was without them.
+
+
+def difference(before: Any, after: Any, in_list: bool) -> str:
+    """How two outputs differ; empty if they do not."""
+    old, new = list(_parts(before, in_list)), list(_parts(after, in_list))
+    if len(old) != len(new):
+        return f"the model returns {len(new)} values instead of {len(old)}"
+    for one, other in zip(old, new, strict=True):
+        if isinstance(one, Tensor) != isinstance(other, Tensor):
+            return "the model returns values of other types"
+        if not isinstance(one, Tensor):
+            if one != other and one == one:
+                return f"the model returns {other!r} instead of {one!r}"
+        elif one.shape != other.shape or one.dtype != other.dtype:
+            return f"the model's output changes from shape {tuple(one.shape)} to {tuple(other.shape)}"
+        else:
+            distance = moved(one.detach(), other.detach())
+            if distance:
+                return f"the model's output changes by {distance:.1e}"
+    return ""
+
+
+def _parts(value: Any, in_list: bool) -> Iterator[Any]:
+    """All tensors and plain values. Where a list of blocks has grown, not the lists with one entry per block in a record."""
+    if isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type)):
+        named = value.values() if isinstance(value, Mapping) else [getattr(value, f.name, None) for f in fields(value)]
+        for part in named:
+            if not (in_list and isinstance(part, (tuple, list))):
+                yield from _parts(part, in_list)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _parts(part, in_list)
+    elif isinstance(value, (Tensor, int, float, complex, str)):
+        yield value
+
+
+def alike(one: Tensor | None, other: Tensor | None, on: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    difference = one - other if on is None else (one - other) * on
+    distance = torch.linalg.vector_norm(difference.float() if difference.dtype.itemsize < 4 else difference).item()
+    size = torch.linalg.vector_norm(one.float() if one.dtype.itemsize < 4 else one).item()
+    return (
+        bool(distance <= 100 * rounding(one.dtype) * size) if one.dtype.itemsize > 2 else bool(distance <= 0.1 * size)
+    )
 
 
 @dataclass
@@ -42,7 +248,7 @@ class Verdict:
         return not self.wrong and self.together is None
 
 
-class Trial:
+class Rehearsal:
     """The copy of the model that the example ran through, to be grown and put back again and again."""
 
     def __init__(self, flow: Flow, example: Any) -> None:
@@ -53,7 +259,7 @@ class Trial:
         self._more: Any = with_another(whole)  # for a model that needs all of them, or one more than there is
         self._takes_gradients = flow.takes_gradients
         self._output = flow.output  # in eval mode, as it came out when the run was recorded
-        self._seen: dict[tuple[str, str], Seen | None] = {}
+        self._seen: dict[tuple[str, str], SeenTensor | None] = {}
         for call in flow.calls:
             self._seen[call.path, "after"] = call.result or call.output
             self._seen[call.path, "before"] = call.given or next(iter(call.inputs), None)
@@ -150,7 +356,7 @@ class Trial:
                 parameter.requires_grad_(True)
         return None
 
-    def _compared(self, training: bool, output: Any, new: list[New]) -> Verdict:
+    def _compared(self, training: bool, output: Any, new: list[NewLayer]) -> Verdict:
         """The output with the layers against the one without; they have been taken out again."""
         in_list = any(each.cut.way == "list" for each in new)
         if not training and not difference(self._output, output, in_list):
@@ -183,7 +389,7 @@ class Trial:
             self._random[training] = bool(difference(self._base[training], self._run(training, []), False))
         return self._random[training]
 
-    def _run(self, training: bool, new: list[New], *, graph: bool = False, nodes: bool = True) -> Any:
+    def _run(self, training: bool, new: list[NewLayer], *, graph: bool = False, nodes: bool = True) -> Any:
         model = self.model
         # Never chained: somebody's train() returns None.
         model.train(training)

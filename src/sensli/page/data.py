@@ -2,19 +2,189 @@
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from html import escape
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from sensli import __version__
 from sensli.errors import HistoryError
 from sensli.modules import checks
-from sensli.page.film import Film
-from sensli.page.growths import apart, growths_of
-from sensli.page.words import caption
-from sensli.surgery.history.history import History
-from sensli.surgery.history.record import Look
+from sensli.surgery.history import Growth, History
+from sensli.surgery.outline import Unit
+from sensli.surgery.record import Look
+from sensli.text.commands import PER, UNMEASURED
+from sensli.text.tables import html_table, short_number
+
+# ---- What a history says about the boxes of its record: units before and after, and growths that share a box.
+
+
+def growths_of(history: History) -> list[dict[str, Any]]:
+    """What a Grower made: number, call and site as text of each growth and, where a layer got more units, how many it had and has."""
+    return [
+        {"number": growth.number, "call": growth.call, "site": str(growth.site), "units": _units(growth)}
+        for growth in history
+        if growth.call is not None
+    ]
+
+
+def _units(growth: Growth) -> list[int] | None:
+    weight = next((each for each in growth.resized if each.name == f"{growth.name}.weight"), None)
+    shapes = zip(weight.old_shape, weight.new_shape, strict=True) if weight is not None else ()
+    return next(([old, new] for old, new in shapes if old != new), None)
+
+
+def apart(units: Sequence[Unit], call: int, history: History) -> list[Unit]:
+    """The boxes, with a separate one for every new layer: older records draw a layer that went into a new one as part of its box."""
+    boxes = list(units)
+    for growth in history:
+        known = {box.growth for box in boxes}
+        if growth.number in known or not growth.parameters or growth.call is None or growth.call > call:
+            continue
+        around = next(
+            (each for each in history if growth.name.startswith(f"{each.name}.") and each.number in known), None
+        )
+        place = next((i for i, box in enumerate(boxes) if around is not None and box.growth == around.number), None)
+        if place is None:
+            continue
+        parameters = growth.site.parameters
+        boxes[place] = replace(boxes[place], parameters=max(0, boxes[place].parameters - parameters))
+        new = Unit(growth.name, str(growth.site.move), parameters, growth.number)
+        boxes.insert(place + (growth.site.side == "after"), new)
+    return boxes
+
+
+# ---- The training in words: what the film shows, for readers who cannot see it, or without JavaScript.
+
+
+def words(data: dict[str, Any]) -> tuple[str, str]:
+    """The heading and the text of the page, as HTML."""
+    heading = f"<h1>{escape(data['title'])}</h1>"
+    if data["intro"]:
+        heading += f"<p>{escape(data['intro'])}</p>"
+    parts = [_summary(data)]
+    if data["results"]:
+        header = list(data["results"][0])
+        rows = [[str(row[name]) for name in header] for row in data["results"]]
+        parts.append(f'<h3>Result</h3><div class="wide">{html_table(header, rows)}</div>')
+    for look in data["looks"]:
+        parts.append(_look_in_words(look, data["unit"]))
+    return heading, "\n".join(parts)
+
+
+def _summary(data: dict[str, Any]) -> str:
+    looks = data["looks"]
+    text = f"{_count(data['calls'], data['unit'])}, {_count(len(looks), 'look')} at all sites, {_grown(looks)}."
+    for curve in data["curves"]:
+        known = [
+            (call, value) for call, value in zip(curve["calls"], curve["values"], strict=True) if value is not None
+        ]
+        if known:
+            (first, start), (last, end) = known[0], known[-1]
+            name = data["measure"] if curve["name"] == data["measure"] else f"{data['measure']} of {curve['name']}"
+            unit = data["unit"]
+            text += f" {caption(name)}: {start:.4g} at {unit} {first:,}, {end:.4g} at {unit} {last:,}."
+    return f"<p>{escape(text)}</p>"
+
+
+def caption(name: str) -> str:
+    """A name at the beginning of a line: words get a capital letter, a name as code has it ("eval_loss") stays what it is."""
+    return name.capitalize() if name.replace(" ", "").isalpha() and name.islower() else name
+
+
+def _look_in_words(look: dict[str, Any], unit: str) -> str:
+    title = f"{unit.capitalize()} {look['call']:,}: " + (_grown([look]) if look["inserted"] else "nothing inserted")
+    lines = "".join(f"<p class='line'>{escape(line)}</p>" for line in look["line"].splitlines())
+    undone = "<p>Undone later.</p>" if look["undone"] else ""
+    reason = f"<p>Why: {escape(look['reason'])}.</p>" if look["inserted"] else ""
+    per, measured = look["per"], look["norm"] != UNMEASURED
+    rows = [
+        [
+            merit["site"],
+            f"{merit['value']:.3e}" if measured else "",
+            "" if merit["ratio"] is None else f"{merit['ratio']:.2f}",
+            short_number(merit["parameters"]),
+            short_number(merit["flops"]),
+            *([f"{merit['value'] / max(merit[per], 1):.3e}"] if per else []),
+            "yes" if index in look["chosen"] else "",
+        ]
+        for index, merit in enumerate(look["merits"])
+    ]
+    table = (
+        html_table(["site", "merit", "ratio", "+parameters", "+FLOPs", *([PER[per]] if per else []), "chosen"], rows)
+        if rows
+        else ""
+    )
+    return f'<h3>{escape(title)}</h3>{lines}{reason}{undone}<div class="wide">{table}</div>'
+
+
+def _grown(looks: list[dict[str, Any]]) -> str:
+    """How often layers were inserted, and existing ones widened."""
+    kinds = [look["merits"][index]["kind"] for look in looks for index in look["chosen"]]
+    wider = kinds.count("units")
+    inserted = f"{_count(len(kinds) - wider, 'layer')} inserted"
+    widened = f"{_count(wider, 'layer')} widened"
+    return ", ".join([inserted] * (len(kinds) > wider or not wider) + [widened] * (wider > 0))
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}" + ("" if number == 1 else "s")
+
+
+# ---- Pictures of a small network while it learns on the plane: where it decides, and what its weights are.
+
+
+SIDE = 52  # pixels of a picture in each direction; the page smooths it
+EXTENT = 1.75  # of the plane shown, from -EXTENT to EXTENT
+
+
+class Film:
+    """Takes one picture per call of `take`; a byte per pixel and a few digits per weight, so that many fit into a page."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[int] = []
+        self._pictures: list[str] = []
+        self._weights: list[list[dict[str, Any]]] = []
+        ticks = torch.linspace(-EXTENT, EXTENT, SIDE, device="cpu")
+        rows, columns = torch.meshgrid(ticks.flip(0), ticks, indexing="ij")  # the first row of a picture is its top
+        self._grid = torch.stack([columns, rows], dim=-1).view(-1, 2)
+
+    @torch.no_grad()
+    def take(self, call: int, model: nn.Module) -> None:
+        """Keep the probability of class 1 over the plane, and the weights of all linear layers."""
+        share = model(self._grid).softmax(dim=1)[:, 1]
+        pixels = (share.clamp(0, 1) * 255).round().to(torch.uint8)
+        self.calls.append(call)
+        self._pictures.append(base64.b64encode(bytes(pixels.tolist())).decode())
+        self._weights.append([{"path": path, "weight": _digits(weight)} for path, weight in _weights(model)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "name": self.name,
+            "side": SIDE,
+            "extent": EXTENT,
+            "calls": self.calls,
+            "pictures": self._pictures,
+            "weights": self._weights,
+        }
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield path, module.weight
+
+
+def _digits(weight: Tensor) -> list[list[float]]:
+    return [[round(value, 2) for value in row] for row in weight.tolist()]
+
 
 FRAMES = 150  # positions of the slider, besides the decisions
 

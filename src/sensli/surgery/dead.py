@@ -9,24 +9,21 @@ from typing import Any
 from torch import nn
 
 from sensli.errors import MeasurementError
-from sensli.merits.backward import split
+from sensli.merits.catching import split
 from sensli.merits.measuring import EMPTY
 from sensli.modules import checks, random_state
-from sensli.modules.autocast import without_autocast, without_inference_mode
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together
-from sensli.modules.running import untouched
+from sensli.modules.running import untouched, without_autocast, without_inference_mode
 from sensli.modules.wrappers import bare
-from sensli.moves.dead.dead import Narrow, Recycle
-from sensli.moves.dead.spotting import Spotting
+from sensli.moves.dead import Narrow, Recycle, Spotting
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site
 from sensli.moves.width.confirming import in_order
 from sensli.moves.width.width import Width
-from sensli.surgery.history.growth import Growth
-from sensli.surgery.insertion import grow
-from sensli.surgery.state.optim import Optimizers, as_optimizers
-from sensli.surgery.undoing import undo
+from sensli.surgery.growth import grow, undo
+from sensli.surgery.history import Growth
+from sensli.surgery.optimizers import Optimizers, as_optimizers
 
 
 def recycle(

@@ -8,18 +8,16 @@ from typing import Any
 from torch import nn
 
 from sensli.errors import HistoryError
-from sensli.modules.autocast import without_inference_mode
 from sensli.modules.copies import copied_model
 from sensli.modules.engines.all_or_nothing import AllOrNothing
-from sensli.modules.marks import count_growths, grown, told
+from sensli.modules.grown import count_growths, grown, told
+from sensli.modules.running import without_inference_mode
 from sensli.modules.wrappers import bare
 from sensli.surgery.averaging import Averaged, check_alike, follow, kept_of, unfollow
-from sensli.surgery.history.growth import Growth
-from sensli.surgery.history.history import History
-from sensli.surgery.replaying import repeat
-from sensli.surgery.state.optim import Optimizers, as_optimizers
-from sensli.surgery.state.rates import Schedulers, as_schedulers
-from sensli.surgery.undoing import undo
+from sensli.surgery.growth import repeat, undo
+from sensli.surgery.history import Growth, History
+from sensli.surgery.optimizers import Optimizers, as_optimizers
+from sensli.surgery.rates import Schedulers, as_schedulers
 
 
 @without_inference_mode()

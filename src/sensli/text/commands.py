@@ -1,12 +1,16 @@
-"""Running a command: what goes wrong is one line on the standard error and an exit code, never a traceback."""
+"""What every command shares: the names that a person types, packages that may be missing, and errors as one line."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
+from typing import Any
 
-from sensli.errors import SensliError
+from sensli.errors import MissingExtra, SensliError
+
+# ---- Running a command: what goes wrong is one line on the standard error and an exit code, never a traceback.
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -40,3 +44,32 @@ def _failed(text: str, code: int) -> int:
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
+
+
+# ---- Packages that only some features need: imported when they are, with a clear word where they are missing.
+
+
+def imported(module: str, feature: str, *, extra: str | None = None) -> Any:
+    """A module of a package that may be missing; ``extra`` is the one of ours that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        wanted = package if extra is None else f"'sensli[{extra}]'"
+        raise MissingExtra(
+            f"{feature} needs {package}, which cannot be imported ({error}). Get it with: pip install {wanted}"
+        ) from error
+
+
+# ---- Names that a person types as arguments, and that the command line lists: here, so that its help needs nothing else.
+
+
+KINDS = ("conv", "linear", "block", "units")  # of sites
+FORMS = ("relu", "residual", "parametric")  # of new layers
+GROW = ("layers", "units", "both")  # what may grow
+PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
+TRAINER_FILE = "sensli.json"  # beside the weights in every folder that a growing Trainer of Hugging Face saves
+RESULTS = "results"  # the folder of the experiments
+DEVICES = ("auto", "cpu", "cuda", "mps")  # of the experiments
+TASKS = ("teacher", "spirals", "fashion", "vgg", "resnet", "text")  # of `sensli compare`
+UNMEASURED = "none"  # the norm where a strategy takes places without measuring them: its values are no merits

@@ -24,7 +24,7 @@ import ranks
 from parallel import TRAINED, compare, data, raised, result, steps_that_fail, train
 from sensli import Grower, Probe, find_sites, insert, load_checkpoint, measure, save_checkpoint, triggers, undo
 from sensli.errors import CheckpointError
-from sensli.page.reading import read_history
+from sensli.page.files import read_history
 
 
 class Block(nn.Module):

@@ -13,17 +13,28 @@ from torch import Tensor, nn
 
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules import random_state
-from sensli.modules.arguments import Slot, first_tensor, value_at, value_slot
 from sensli.modules.copies import copied_model, made_general
 from sensli.modules.engines.fsdp import is_sharded, unsharded
-from sensli.modules.failing import brief_error, let_memory_through
-from sensli.modules.running import describe, device_of, mapped, run, tensors, to_device
+from sensli.modules.running import (
+    Slot,
+    brief_error,
+    describe,
+    device_of,
+    first_tensor,
+    let_memory_through,
+    mapped,
+    run,
+    tensors,
+    to_device,
+    value_at,
+    value_slot,
+)
 from sensli.modules.wrappers import eager
 from sensli.moves.trace.graph import all_before
 
 
 @dataclass
-class Seen:
+class SeenTensor:
     """A tensor as it was when it passed: later in-place operations move its graph node and its version."""
 
     tensor: Tensor
@@ -32,7 +43,7 @@ class Seen:
     negative: bool  # whether any of its values was below zero
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Seen:
+    def of(cls, tensor: Tensor) -> SeenTensor:
         known = tensor.is_floating_point() and tensor.numel() > 0 and tensor.device.type != "meta"
         return cls(tensor, tensor.grad_fn, tensor._version, known and bool(tensor.detach().amin() < 0))
 
@@ -43,23 +54,23 @@ class Seen:
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of one module: its inputs and outputs, and when it began and ended among all calls."""
 
     path: str
     module: nn.Module
     began: int
-    inputs: list[Seen]
+    inputs: list[SeenTensor]
     positional: bool  # the first of the inputs is the first argument itself, so that a layer can go before the module
     ended: int = -1
-    output: Seen | None = None  # None if it did not return a single tensor
+    output: SeenTensor | None = None  # None if it did not return a single tensor
     returned: Any = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     # For a module that maps a space into itself, possibly as the first part of a tuple: where the value came in, and both its ends.
     slot: Slot | None = None
-    given: Seen | None = None
-    result: Seen | None = None
+    given: SeenTensor | None = None
+    result: SeenTensor | None = None
     hidden: bool = False  # its output is a view that nobody else sees
 
 
@@ -68,7 +79,7 @@ class Flow:
     """All calls of a run in the order of their beginning, on a copy of the model whose parameters all take gradients."""
 
     model: nn.Module
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     parameter_names: dict[int, str] = field(default_factory=dict)
     opaque: list[str] = field(default_factory=list)
     nodes: set[Any] = field(default_factory=set)  # all graph nodes that the model's output depends on
@@ -93,12 +104,12 @@ class Flow:
         )
 
     def __post_init__(self) -> None:
-        self._by_path: dict[str, list[Call]] = {}
+        self._by_path: dict[str, list[ModuleCall]] = {}
 
-    def calls_of(self, path: str) -> list[Call]:
+    def calls_of(self, path: str) -> list[ModuleCall]:
         return self._by_path.get(path, [])
 
-    def reaches(self, seen: Seen) -> bool:
+    def reaches(self, seen: SeenTensor) -> bool:
         """Whether a gradient of the model's output comes back to these values."""
         return seen.node is not None and seen.node in self.nodes
 
@@ -199,7 +210,7 @@ def _run(flow: Flow, given: Any, nodes: bool) -> Any:
 def _watched(flow: Flow) -> Iterator[None]:
     """Every call of every module is noted as long as the context lasts."""
     clock = count()
-    open_calls: list[Call] = []
+    open_calls: list[ModuleCall] = []
 
     def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -208,9 +219,9 @@ def _watched(flow: Flow) -> Iterator[None]:
                     f"{type(flow.model).__name__} calls {path or 'itself'} inside torch.vmap, where the values of a sample cannot be "
                     "looked at, so no place can be tried. Call the module on the whole batch instead, as most of torch's layers can be."
                 )
-            seen = [Seen.of(t) for t in tensors((args, kwargs))]
+            seen = [SeenTensor.of(t) for t in tensors((args, kwargs))]
             first = bool(args) and isinstance(args[0], Tensor)
-            call = Call(path, module, next(clock), seen, first, args=args, kwargs=kwargs)
+            call = ModuleCall(path, module, next(clock), seen, first, args=args, kwargs=kwargs)
             flow.calls.append(call)
             open_calls.append(call)
 
@@ -254,7 +265,7 @@ def _is_batched(tensor: Tensor) -> bool:
     return False
 
 
-def _is_own_view(module: nn.Module, call: Call, output: Any) -> bool:
+def _is_own_view(module: nn.Module, call: ModuleCall, output: Any) -> bool:
     """Whether a layer gave a view of something that nobody else sees, as `nn.Linear` does for more than two dimensions."""
     if not isinstance(output, Tensor) or output._base is None or not module._parameters or module._modules:
         return False
@@ -264,16 +275,16 @@ def _is_own_view(module: nn.Module, call: Call, output: Any) -> bool:
     return all(tensor.untyped_storage().data_ptr() != memory for tensor in (*given, *held))
 
 
-def _note_output(call: Call, output: Any) -> None:
+def _note_output(call: ModuleCall, output: Any) -> None:
     call.returned = type(output).__name__
     if isinstance(output, Tensor):
-        call.output = Seen.of(output)
+        call.output = SeenTensor.of(output)
     value = first_tensor(output)
     call.slot = None if value is None else value_slot(call.args, call.kwargs, value)
     if value is not None and call.slot is not None:
         given = value_at(call.args, call.kwargs, call.slot)
         call.given = next(seen for seen in call.inputs if seen.tensor is given)
-        call.result = call.output or Seen.of(value)
+        call.result = call.output or SeenTensor.of(value)
 
 
 def fresh(example: Any, *, nodes: bool = False) -> Any:

@@ -2,17 +2,92 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
 
-from sensli.modules.chain import Chain
-from sensli.moves.trace.activations import functional
-from sensli.moves.trace.flow import Call, Flow, Seen
-from sensli.moves.trace.graph import operation, reaches
+from sensli.modules.grown import Chain
+from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
+from sensli.moves.trace.graph import nearest_parameters, operation, origin, reaches
+
+# ---- The activations that can be told from others, as modules and as nodes of the autograd graph, and the layers with
+# weights around them.
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+# Elementwise activations of torch and the constructor arguments that shape them (a copy must be the same function).
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "ReLU": (),
+    "ReLU6": (),
+    "LeakyReLU": ("negative_slope",),
+    "ELU": ("alpha",),
+    "CELU": ("alpha",),
+    "SELU": (),
+    "GELU": ("approximate",),
+    "SiLU": (),
+    "Mish": (),
+    "Tanh": (),
+    "Sigmoid": (),
+    "LogSigmoid": (),
+    "Softplus": ("beta", "threshold"),
+    "Softsign": (),
+    "Softshrink": ("lambd",),
+    "Hardshrink": ("lambd",),
+    "Tanhshrink": (),
+    "Hardtanh": ("min_val", "max_val"),
+    "Hardsigmoid": (),
+    "Hardswish": (),
+    "Threshold": ("threshold", "value"),
+    "RReLU": ("lower", "upper"),
+    "PReLU": ("num_parameters",),
+}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise activation by name and arguments, so that it can be written to JSON and built again."""
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Activation | None:
+        """The activation that a module is, or None if it is not one we know."""
+        name = type(module).__name__
+        if type(module) is not getattr(nn, name, None) or name not in ACTIVATIONS:
+            return None
+        return cls(name, tuple((key, getattr(module, key)) for key in ACTIVATIONS[name]))
+
+    def build(self) -> nn.Module:
+        """A fresh module; never in place, because the residual form still needs its input."""
+        module: nn.Module = getattr(nn, self.name)(**dict(self.arguments))
+        return module
+
+
+TANH = Activation("Tanh")
+RELU = Activation("ReLU")
+
+
+# Graph nodes of functional activations, and the module that is the same function.
+_FUNCTIONAL = {
+    "Relu": "ReLU", "Tanh": "Tanh", "Sigmoid": "Sigmoid", "Gelu": "GELU", "Silu": "SiLU", "Mish": "Mish", "Softplus": "Softplus",
+    "LeakyRelu": "LeakyReLU", "Elu": "ELU", "Hardswish": "Hardswish", "Hardsigmoid": "Hardsigmoid", "Hardtanh": "Hardtanh",
+    "LogSigmoid": "LogSigmoid",
+}  # fmt: skip
+
+
+def functional(node: Any) -> Activation | None:
+    """The activation that a graph node is, if it is one."""
+    name = operation(node) if node is not None else ""
+    return Activation(_FUNCTIONAL[name]) if name in _FUNCTIONAL else None
+
 
 # A path along these operations alone, from a block's output to its input, is a skip connection.
 _SKIP = frozenset({
@@ -43,12 +118,12 @@ class Stack:
     """Blocks of one container in the order of the data flow, the output of each the input of the next."""
 
     container: str
-    blocks: tuple[Call, ...]
+    blocks: tuple[ModuleCall, ...]
     residual: bool  # the blocks have skip connections
     row: int  # how many blocks of the same class are in a row there, equal or not
     added: bool = False  # not the blocks but the loop around them adds what came in: x = x + block(x)
 
-    def boundaries(self) -> Iterator[tuple[Call, str, Seen]]:
+    def boundaries(self) -> Iterator[tuple[ModuleCall, str, SeenTensor]]:
         """The points before the first block and after each, in the order of the data flow."""
         first = self.blocks[0]
         assert first.given is not None
@@ -98,7 +173,7 @@ def _find_added(flow: Flow) -> list[Stack]:
     for path, container in flow.model.named_modules():
         if not (isinstance(container, nn.Sequential) or is_list(container)) or flow.calls_of(path):
             continue
-        run: list[Call] = []
+        run: list[ModuleCall] = []
         for name, child in container.named_children():
             calls = flow.calls_of(f"{path}.{name}" if path else name)
             equal = not run or signature(child) == signature(run[0].module)
@@ -124,7 +199,7 @@ class Sums:
                     bypass = _passed(node.next_functions[one][0])
                     self._ends.setdefault(bypass, []).append(node.next_functions[other][0])
 
-    def adds(self, call: Call) -> bool:
+    def adds(self, call: ModuleCall) -> bool:
         assert call.given is not None and call.result is not None
         given = _passed(call.given.node)
         return given is not None and any(_follows_by_itself(end, call.result.node) for end in self._ends.get(given, []))
@@ -220,10 +295,10 @@ def members(path: str, container: nn.Module) -> Iterator[str]:
             yield member
 
 
-def _runs(calls: Sequence[Call | None], kind: Callable[[nn.Module], object]) -> list[list[Call]]:
+def _runs(calls: Sequence[ModuleCall | None], kind: Callable[[nn.Module], object]) -> list[list[ModuleCall]]:
     """Blocks of one kind in a row, the output of each the input of the next."""
-    runs: list[list[Call]] = []
-    last: Call | None = None
+    runs: list[list[ModuleCall]] = []
+    last: ModuleCall | None = None
     for call in calls:
         if call is not None:
             if last is not None and _follows(last, call) and kind(last.module) == kind(call.module):
@@ -234,7 +309,7 @@ def _runs(calls: Sequence[Call | None], kind: Callable[[nn.Module], object]) -> 
     return runs
 
 
-def _as_block(flow: Flow, path: str) -> Call | None:
+def _as_block(flow: Flow, path: str) -> ModuleCall | None:
     """The call of a child that could be a block: called once, with parameters, from a value to one of the same shape."""
     calls = flow.calls_of(path)
     if len(calls) != 1 or calls[0].result is None:
@@ -246,7 +321,7 @@ def _as_block(flow: Flow, path: str) -> Call | None:
     return calls[0]
 
 
-def _follows(last: Call, call: Call) -> bool:
+def _follows(last: ModuleCall, call: ModuleCall) -> bool:
     assert last.result is not None and call.given is not None
     same_node = call.given.node is not None and call.given.node is last.result.node
     return same_node or call.given.tensor is last.result.tensor
@@ -263,7 +338,7 @@ def likeness(module: nn.Module) -> tuple[object, ...]:
     return (parts, tuple(name for name, _ in module.named_parameters()))
 
 
-def _has_skip(call: Call) -> bool:
+def _has_skip(call: ModuleCall) -> bool:
     assert call.result is not None and call.given is not None
     return call.given.node is not None and reaches(call.result.node, call.given.node, _SKIP, "Add")
 
@@ -277,3 +352,93 @@ def manner(module: nn.Module) -> tuple[object, ...]:
         for name, value in vars(part).items()
         if name != "training" and isinstance(value, plain)
     )
+
+
+# ---- What is around a place in the data flow: its neighbours, the activation it comes from, who else works on its values.
+
+
+LAYERS = (nn.Linear, *CONVOLUTIONS)
+
+
+class Surroundings:
+    """The run of an example, and the blocks in it that are units of their own."""
+
+    def __init__(self, flow: Flow, stacks: list[Stack]) -> None:
+        self.flow = flow
+        self.blocks = Paths(block.path for stack in stacks for block in stack.blocks)
+        # What is among blocks is a block too, if not an equal one: a stage begins with one that changes the size.
+        for stack in stacks:
+            container = flow.model.get_submodule(stack.container)
+            if stack.residual and stack.container and (isinstance(container, nn.Sequential) or is_list(container)):
+                for name, child in container.named_children():
+                    path = f"{stack.container}.{name}"
+                    if len(list(child.children())) > 1 and not self.blocks.below(path):
+                        self.blocks.add(path)
+        self._names = Counter(id(module) for _, module in flow.model.named_modules(remove_duplicate=False))
+        owners = [call.began for call in flow.calls if any(True for _ in call.module.parameters(recurse=False))]
+        self._last_weights = max(owners, default=-1)
+        # Memory that a module with ``inplace=True`` gets, and when it last does.
+        self._written: dict[int, int] = {}
+        for call in flow.calls:
+            if getattr(call.module, "inplace", False) is True:
+                self._written.update({_memory(given): call.began for given in call.inputs})
+
+    def in_block(self, path: str) -> bool:
+        return self.blocks.around(path)
+
+    def has_other_names(self, call: ModuleCall) -> bool:
+        return self._names[id(call.module)] > 1
+
+    def in_encoder_layer(self, path: str) -> bool:
+        return any(isinstance(self.flow.model.get_submodule(p), nn.TransformerEncoderLayer) for p in ancestors(path))
+
+    def weights_follow(self, call: ModuleCall) -> bool:
+        return self._last_weights > call.ended
+
+    def chained(self, path: str) -> bool:
+        """Whether the anchor's container is an nn.Sequential that passes the data through its children itself."""
+        parent = self.flow.model.get_submodule(path.rpartition(".")[0])
+        own_forward = isinstance(parent, nn.Sequential) and type(parent).forward is nn.Sequential.forward
+        return path != "" and own_forward and len(self.flow.calls_of(path.rpartition(".")[0])) == 1
+
+    def neighbours(self, call: ModuleCall, seen: SeenTensor) -> list[str]:
+        """Paths of the modules that own the nearest parameters: those the values come from, else the anchor's own."""
+        near = nearest_parameters(self.flow.parameter_names, seen.node)
+        own = (name for name, _ in call.module.named_parameters(prefix=call.path))
+        owners: list[str] = []
+        for name in chain(near, own):
+            if len(owners) == 4:
+                break
+            if parent_of(name) not in owners:
+                owners.append(parent_of(name))
+        return owners
+
+    def overwritten_in_training(self, seen: SeenTensor, since: int) -> bool:
+        """Whether a module that rests in eval mode (a dropout with ``inplace=True``) will work in place on these values."""
+        return self._written.get(_memory(seen), -1) > since
+
+    def activation_in(self, call: ModuleCall) -> Activation | None:
+        """The first activation inside a block, module or functional: what the block's author would use."""
+        for module in call.module.modules():
+            known = Activation.of(module)
+            if known is not None:
+                return known
+        first = bisect(self.flow.calls, call.began, key=lambda other: other.began)
+        for inner in self.flow.calls[first:]:
+            if inner.began > call.ended:
+                break
+            if isinstance(inner.module, LAYERS) and inner.inputs:
+                known = functional(origin(inner.inputs[0].node))
+                if known is not None:
+                    return known
+        return None
+
+
+def _memory(seen: SeenTensor) -> int:
+    return seen.tensor.untyped_storage().data_ptr()
+
+
+def never_negative(seen: SeenTensor) -> bool:
+    """Whether it is proven that values are never below zero: they come from a ReLU. Only they tell what a padding was filled with."""
+    source = origin(seen.node) if seen.node is not None else None
+    return source is not None and operation(source) == "Relu" and not seen.negative

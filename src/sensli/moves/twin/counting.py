@@ -12,23 +12,494 @@ Configurations do not say it by one name: of the models of transformers in our t
 from __future__ import annotations
 
 import copy
-from typing import Any
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from sensli.modules import random_state
-from sensli.modules.chain import Chain
-from sensli.modules.failing import note
-from sensli.modules.running import device_of, run, to_device
-from sensli.moves.lists import ListPlace, grown_list, unwrapped
+from sensli.modules.grown import Chain
+from sensli.modules.running import (
+    count_samples,
+    device_of,
+    first_samples,
+    let_memory_through,
+    moved,
+    note,
+    run,
+    tensors,
+    to_device,
+)
+from sensli.moves.point import Fact, Index, ListPlace, grown_list, unwrapped
 from sensli.moves.trace.flow import Flow
-from sensli.moves.twin.around import numbers
-from sensli.moves.twin.configured import Rebuilt, configured
-from sensli.moves.twin.known import Known
-from sensli.moves.twin.numbering import find_indices, own_numbers
-from sensli.moves.twin.rebuilding import COUNTS
-from sensli.moves.twin.twins import Twin
+from sensli.moves.twin.twins import Bypass, Twin
+
+# ---- Numbers that blocks carry inside, such as ``layer_idx``: by them a cache, a table or a schedule tells the blocks
+# apart.
+
+
+# How people call such a number; needed where the values alone do not tell.
+_NAMES = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
+
+
+def find_indices(blocks: Sequence[nn.Module]) -> tuple[Index, ...]:
+    """Attributes that are the block's position, plus the same offset, in all blocks that have them.
+
+    An attribute that some blocks lack (a model of attention and recurrent blocks numbers both) or that is alone must have a telling name.
+    """
+    found: list[Index] = []
+    for (path, name), values in _numbers(blocks).items():
+        offsets = {value - position for position, value in values.items()}
+        if len(offsets) == 1 and (_is_telling(name) or 1 < len(values) == len(blocks)):
+            found.append(Index(path, name, offsets.pop()))
+    return tuple(found)
+
+
+def own_numbers(blocks: Sequence[nn.Module]) -> list[list[tuple[str, str]]]:
+    """For each block the numbers that tell it from the others, so that no copy of it may have the same: path within the block, name."""
+    # Without an offset, which a key into a list of all blocks' states would not have: dilations of 1, 2, 3 are not numbers of blocks.
+    counted = {(index.module, index.name) for index in find_indices(blocks) if index.offset == 0}
+    found: list[list[tuple[str, str]]] = [[] for _ in blocks]
+    for key, values in _numbers(blocks).items():
+        if key in counted or (_is_telling(key[1]) and len(set(values.values())) == len(values)):
+            for position in values:
+                found[position].append(key)
+    return found
+
+
+def equal_blocks(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """For each block the first and the last that are built like it: classes, shapes, numbers and words inside but for their own number."""
+    indices = {(index.module, index.name) for index in find_indices(blocks)}
+    looks = [_looks(unwrapped(block), indices) for block in blocks]
+    first = {look: position for position, look in reversed(list(enumerate(looks)))}
+    last = {look: position for position, look in enumerate(looks)}
+    return [(first[look], last[look]) for look in looks]
+
+
+def _looks(block: nn.Module, indices: set[tuple[str, str]]) -> tuple[object, ...]:
+    found: list[object] = [(name, tuple(p.shape)) for name, p in block.named_parameters()]
+    for path, module in block.named_modules():
+        plain = ((k, v) for k, v in vars(module).items() if isinstance(v, (int, str)) and not k.startswith("sensli_"))
+        found.append((path, type(module), *sorted(pair for pair in plain if (path, pair[0]) not in indices)))
+    return tuple(found)
+
+
+def is_number(value: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _numbers(blocks: Sequence[nn.Module]) -> dict[tuple[str, str], dict[int, int]]:
+    """Path within the block and name of every whole number in any of the blocks, with its value by the block's position."""
+    found: dict[tuple[str, str], dict[int, int]] = {}
+    for position, block in enumerate(blocks):
+        for path, module in unwrapped(block).named_modules():
+            if type(module).__module__.startswith("torch."):
+                continue  # sizes, and the padding_idx of a table
+            for name, value in vars(module).items():
+                if is_number(value) and not name.startswith("sensli_"):
+                    found.setdefault((path, name), {})[position] = value
+    return found
+
+
+def _is_telling(name: str) -> bool:
+    return name.endswith(_NAMES)
+
+
+# ---- Numbers around a list of blocks that may count them: in the modules that contain it and in the objects that these
+# hold.
+
+
+def held_objects(model: nn.Module, path: str, module: nn.Module) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Configuration-like objects that a module holds, and those that they hold."""
+    for name, value in vars(module).items():
+        if is_object(value):
+            yield path, (name,), value
+            for inner, part in vars(value).items():
+                if is_object(part):
+                    yield path, (name, inner), part
+
+
+def is_object(value: Any) -> bool:
+    skipped = (nn.Module, Tensor, type, dict, list, tuple, set, torch.device, torch.dtype, torch.Generator)
+    return hasattr(value, "__dict__") and not isinstance(value, skipped) and not callable(value)
+
+
+def ancestors(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]:
+    parts = container.split(".")
+    for length in range(len(parts)):
+        path = ".".join(parts[:length])
+        yield path, model.get_submodule(path)
+
+
+def numbers(model: nn.Module, container: str, count: int) -> list[Fact]:
+    """Numbers around a list that equal its length: of the modules that contain it, and of objects that they hold."""
+    found: list[Fact] = []
+    seen: set[int] = set()
+    for path, module in ancestors(model, container):
+        for where, through, holder in [(path, (), module), *held_objects(model, path, module)]:
+            if id(holder) not in seen:
+                seen.add(id(holder))
+                found += counts(Fact(where, through, "", "count"), holder, count)
+    return found
+
+
+def counts(like: Fact, holder: Any, count: int) -> Iterator[Fact]:
+    for name, value in vars(holder).items():
+        if is_number(value) and value == count:
+            yield replace(like, name=name, kind="count")
+        elif isinstance(value, (list, tuple)):
+            for item, entry in enumerate(value):
+                if is_number(entry) and entry == count:
+                    yield replace(like, name=name, kind="item", item=item)
+
+
+# ---- Building a module again from the configuration that it holds, to compare: what saving and loading will do with it.
+
+
+# How people call a number of blocks.
+COUNTS = frozenset(
+    f"{prefix}{number}_{what}" for prefix in ("", "_") for number in ("num", "n") for what in ("layers", "layer", "blocks", "block")
+) | {"depth", "num_hidden_layers"}  # fmt: skip
+_DRAWS = frozenset(("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"))
+_SMALL = 200_000_000  # parameters: what may be built with values where the meta device does not do
+
+
+def build_again(like: nn.Module, configuration: Any, *, values: bool = False) -> nn.Module | None:
+    """A module of the same class from a copy of a configuration.
+
+    It has no values or, with ``values``, those that it computes while it is built, but for its weights, which are to be loaded.
+    """
+    for device in ("cpu",) if values else ("meta", "cpu"):
+        if device == "cpu" and is_large(like):
+            return None
+        try:
+            with warnings.catch_warnings(), random_state.kept(), torch.device(device), _Undrawn():
+                warnings.simplefilter("ignore")
+                built: nn.Module = type(like)(copy.deepcopy(configuration))
+        except Exception as error:
+            let_memory_through(error)
+            continue
+        return built
+    return None
+
+
+class _Undrawn(TorchFunctionMode):
+    """Parameters are not filled with random numbers, which is most of the time that building a model takes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _DRAWS:
+            target = args[0] if args else kwargs.get("tensor")
+            if isinstance(target, nn.Parameter):
+                return target
+        return func(*args, **kwargs)
+
+
+def is_large(module: nn.Module) -> bool:
+    """Whether one more copy with values might not fit."""
+    return sum(p.numel() for p in module.parameters()) > _SMALL
+
+
+def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all that is saved."""
+    return {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def differences(module: nn.Module, built: nn.Module | None) -> set[tuple[str, str]]:
+    """Where two models differ: in what they save, and in the numbers and words inside (block numbers, kinds of attention).
+
+    Told without places in lists: a difference that is there anyway (an adapter in every block) is the same with one block more.
+    """
+    if built is None:
+        return set()
+    ours, theirs = shapes(module), shapes(built)
+    names = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+    there = dict(built.named_modules())
+    inside = {
+        (type(part).__name__, name)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if (is_number(value) or isinstance(value, str))
+        and name != "sensli_growth"
+        and name not in COUNTS
+        and (vars(there[path]) if path in there else {}).get(name) != value
+    }
+    return {("", re.sub(r"\d+", "#", name)) for name in names} | inside
+
+
+@contextmanager
+def grown_alike(built: nn.Module, like: nn.Module) -> Iterator[None]:
+    """What no configuration says, as long as the context lasts: chains around modules, and what a twin lacks of its block."""
+    changed: list[tuple[nn.Module, str, nn.Module]] = []
+    for path, module in like.named_modules():
+        if not path or not isinstance(module, (Chain, Bypass)):
+            continue
+        parent, _, key = path.rpartition(".")
+        try:
+            holder, inside = built.get_submodule(parent), built.get_submodule(path)
+        except AttributeError:
+            continue  # built from another number of blocks, which a comparison of the names will tell
+        changed.append((holder, key, inside))
+        if isinstance(module, Chain):
+            chain = copy.copy(module)
+            chain._modules = {**module._modules, "anchor": inside}
+            holder._modules[key] = chain
+        else:
+            holder._modules[key] = Bypass()
+    try:
+        yield
+    finally:
+        for holder, key, inside in reversed(changed):
+            holder._modules[key] = inside
+
+
+# ---- What a model with one more block in a list should give on the example, and whether another one gives it.
+
+
+class Known:
+    """The example, and the outputs that a list with one more block should give on it."""
+
+    def __init__(self, example: Any, trial: nn.Module, output: Any) -> None:
+        self._example = to_device(example, device_of(trial))
+        self._count = count_samples(self._example)
+        self._outputs = [t.detach() for t in _comparable(output)]
+
+    def is_given_by(self, model: nn.Module, watched: nn.Module | None = None) -> bool:
+        """Whether a model gives these outputs too and calls the watched module once; one sample that shows it is enough."""
+        if not self._outputs:
+            return False
+        return (self._count > 1 and self._is_given(model, watched, 1)) or self._is_given(model, watched, self._count)
+
+    def _is_given(self, model: nn.Module, watched: nn.Module | None, few: int) -> bool:
+        calls: list[None] = []
+        handle = watched.register_forward_pre_hook(lambda *_: calls.append(None)) if watched is not None else None
+        try:
+            with random_state.kept(), torch.no_grad():
+                given = copy.deepcopy(first_samples(self._example, few, self._count))
+                after = list(_comparable(run(model, given)))
+        except Exception as error:
+            note(error)
+            return False
+        finally:
+            if handle is not None:
+                handle.remove()
+        before = first_samples(self._outputs, few, self._count)
+        same = [one.shape == other.shape and not moved(one, other) for one, other in zip(before, after, strict=False)]
+        return len(after) == len(before) and all(same) and (watched is None or len(calls) == 1)
+
+
+def _comparable(output: Any) -> Iterator[Tensor]:
+    """The parts of an output that do not grow with the number of blocks: a record without its lists of all blocks' states."""
+    if isinstance(output, dict):
+        output = [value for value in output.values() if isinstance(value, Tensor)]
+    return (tensor for tensor in tensors(output) if tensor.dim() > 0)
+
+
+# ---- Models that are built from a configuration: rebuilt from a changed one, they tell what a list with one more block
+# must look like.
+
+
+def configured(model: nn.Module, container: str) -> Iterator[tuple[str, str]]:
+    """Modules around the list that hold an object with the number of its blocks, the outermost first: the path, the object's name."""
+    count = len(list(model.get_submodule(container).children()))
+    for path, module in ancestors(model, container):
+        for name, value in vars(module).items():
+            held = [value, *(part for part in vars(value).values() if is_object(part))] if is_object(value) else []
+            if any(True for holder in held for _ in counts(Fact(path, (name,), "", "count"), holder, count)):
+                yield path, name
+
+
+def _within(owner: str, path: str) -> str:
+    """A path as seen from a module that contains it."""
+    return path[len(owner) + 1 :] if owner else path
+
+
+class Rebuilt:
+    """A module around the list that its class may build again from its configuration, to be compared with what the list becomes."""
+
+    def __init__(self, trial: nn.Module, owner: str, name: str, container: str, indices: tuple[Index, ...]) -> None:
+        self._trial, self._owner, self._name, self._container = trial, owner, name, container
+        self._module = trial.get_submodule(owner)
+        self._configuration = getattr(self._module, name)
+        self._place = ListPlace((), indices)
+        self._count = len(list(trial.get_submodule(container).children()))
+        self._with_values = not is_large(self._module)
+        self._built: dict[object, nn.Module | None] = {}  # by what was changed in the configuration
+
+    @cached_property
+    def _as_it_is(self) -> nn.Module | None:
+        return build_again(self._module, self._configuration)
+
+    @property
+    def is_faithful(self) -> bool:
+        """Whether the class builds the list as it is.
+
+        What is built may differ where somebody has put other modules in (adapters, another head), but for the number of blocks.
+        """
+        return self._as_it_is is not None and self._blocks_in(self._as_it_is) == self._count
+
+    @cached_property
+    def _quiet(self) -> set[tuple[str, str]]:
+        """Differences that are there anyway."""
+        if self._as_it_is is None:
+            return set()
+        with grown_alike(self._as_it_is, self._module):
+            return differences(self._module, self._as_it_is)
+
+    def matches(self, facts: Iterable[Fact], position: int, source: int, layer: nn.Module) -> nn.Module | None:
+        """What the class builds from the configuration with these changes, if it is what the list has become."""
+        changed = copy.deepcopy(self._configuration)
+        values: list[object] = []
+        for fact in facts:
+            if fact.module == self._owner and fact.through[:1] == (self._name,):
+                holder = changed
+                for step in fact.through[1:]:
+                    holder = getattr(holder, step)
+                fact.inserted(holder, position, source)
+                values.append((fact, repr(getattr(holder, fact.name))))
+        built = self._build(tuple(values), changed)
+        if built is None or self._blocks_in(built) != self._count + 1:
+            return None
+        with (
+            grown_list(self._trial, self._container, self._place, position, source, layer),
+            grown_alike(built, self._module),
+        ):
+            found = differences(self._module, built)
+        # Without any, those that are there anyway need not be known.
+        return built if not found or found <= self._quiet else None
+
+    def _build(self, key: object, configuration: Any) -> nn.Module | None:
+        if key not in self._built:
+            built = build_again(self._module, configuration, values=True) if self._with_values else None
+            self._built[key] = built if built is not None else build_again(self._module, configuration)
+        return self._built[key]
+
+    def _blocks_in(self, module: nn.Module) -> int:
+        try:
+            return len(list(module.get_submodule(_within(self._owner, self._container)).children()))
+        except AttributeError:
+            return 0
+
+    def runs_alike(self, built: nn.Module, known: Known) -> bool | None:
+        """Whether what was built, loaded with the weights of the grown list, gives the same output: what saving relies on.
+
+        None where that cannot be told: another copy might not fit, or the module holds others that the configuration knows nothing of, so
+        that nobody can load it from there.
+        """
+        module = self._module
+        if not self._with_values:
+            return None
+        parent, _, key = self._owner.rpartition(".")
+        like = next(module.parameters())
+        with grown_alike(built, module):
+            if shapes(built) != shapes(module):
+                return None
+            try:
+                _cast_alike(built, module, like.device)
+                built.load_state_dict(module.state_dict(), assign=True)
+                built.eval()
+                if self._owner:
+                    self._trial.get_submodule(parent)._modules[key] = built
+                return known.is_given_by(self._trial if self._owner else built)
+            except Exception as error:
+                note(error)
+                return False
+            finally:
+                if self._owner:
+                    self._trial.get_submodule(parent)._modules[key] = module
+
+    def plans(self, position: int, source: int, layer: nn.Module) -> Iterator[tuple[tuple[Fact, ...], nn.Module]]:
+        """Changes of the configuration from which the class builds what the list becomes, the simplest that do; and what it builds."""
+
+        def matches(facts: Iterable[Fact]) -> nn.Module | None:
+            return self.matches(facts, position, source, layer)
+
+        objects = held_objects(self._trial, self._owner, self._module)
+        holders = [(through, holder) for _, through, holder in objects if through[0] == self._name]
+        for through, holder in holders:
+            counted_by = counts(Fact(self._owner, through, "", "count"), holder, self._count)
+            for counted in sorted(counted_by, key=lambda fact: fact.name not in COUNTS):
+                lists = [f for f in _per_block(self._owner, through, holder, self._count) if f.name != counted.name]
+                facts: list[Fact] = [counted, *lists]
+                built = matches(facts)
+                if built is None and lists:
+                    facts = [counted]
+                    built = matches(facts)
+                if built is None:
+                    continue
+                # A list that is as long by chance should stay as it is. One that is named after the blocks is not: a cache may read it.
+                needed = [
+                    fact
+                    for fact in facts
+                    if fact is counted
+                    or any(word in fact.name for word in ("layer", "block"))
+                    or matches([other for other in facts if other is not fact]) is None
+                ]
+                fewer = matches(needed) if len(needed) < len(facts) else None
+                for guess, found in ((needed, fewer), (facts, built)):
+                    if found is not None:
+                        known = {id(holder) for _, holder in holders}
+                        copies = _copies(self._trial, self._owner, self._module, found, self._container, known)
+                        yield (*guess, *copies), found
+
+
+def _cast_alike(built: nn.Module, like: nn.Module, device: torch.device) -> None:
+    """Buffers that are not saved as the other module has them: a table of frequencies may be more precise than the weights."""
+    built.to(device)
+    kept = dict(like.named_buffers())
+    for path, part in built.named_modules():
+        for name, buffer in part._buffers.items():
+            other = kept.get(f"{path}.{name}" if path else name)
+            if buffer is not None and other is not None:
+                part._buffers[name] = buffer.to(other.dtype)
+
+
+def _per_block(owner: str, through: tuple[str, ...], holder: Any, count: int) -> Iterator[Fact]:
+    for name, value in vars(holder).items():
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            yield Fact(owner, through, name, "list")
+
+
+def _copies(
+    trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, container: str, known: set[int]
+) -> Iterator[Fact]:
+    """Further configuration objects and counts inside the model, as the newly built one has them; each once, if all blocks have it."""
+    there = dict(built.named_modules())
+    said: set[Fact] = set()
+    for path, part in module.named_modules():
+        full = f"{owner}.{path}" if owner and path else owner or path
+        if path not in there:
+            continue
+        if full.startswith(f"{container}."):
+            inner = _within(container, full).partition(".")[2]
+            full = f"{container}.*.{inner}" if inner else f"{container}.*"
+        own = [((), part), *((through, holder) for _, through, holder in held_objects(trial, path, part))]
+        for through, holder in own:
+            if id(holder) in known:
+                continue
+            known.add(id(holder))
+            other: Any = there[path]
+            for step in through:
+                other = getattr(other, step, None)
+            for name, value in vars(holder).items():
+                target = getattr(other, name, None)
+                if is_number(value) and is_number(target) and target == value + 1 and (through or name in COUNTS):
+                    said.add(Fact(full, tuple(through), name, "count"))
+                elif through and _is_list(value) and _is_list(target) and len(target) == len(value) + 1:
+                    said.add(Fact(full, tuple(through), name, "list"))
+    yield from sorted(said, key=str)
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, (list, tuple))
 
 
 def plan_list(flow: Flow, example: Any, container: str, sources: tuple[int, int], twin: Twin) -> ListPlace | None:

@@ -6,28 +6,63 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from sensli.modules.attention import holder_of
 from sensli.modules.engines.fsdp import is_sharded
+from sensli.modules.grown import holder_of
 from sensli.modules.running import widened
-from sensli.moves.factors import Factored, Outer
-from sensli.moves.geometry import Geometry
-from sensli.moves.move import Caught, Gauge
+from sensli.moves.factors import Factored, Outer, Rows, Windows, of_channels, of_features, of_windows, sums_of
 from sensli.moves.point import Point, Ref
-from sensli.moves.width.entries import Entries, by_unit
-from sensli.moves.width.layers import column_gradient
-from sensli.moves.width.moments import chosen_part, moments
+from sensli.moves.roles import Geometry, column_gradient
+from sensli.moves.sites import Caught, Gauge
 from sensli.moves.width.replica import Replica
-from sensli.moves.width.width import Axis, Width
+from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
+
+# ---- What the natural merit of new units needs: moments of what a reader would read from them, and of what comes back to
+# its output.
+
+
+def moments(index: int, reader: nn.Module, read: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+    """Of one pass, for all candidates; their gradients are summed elsewhere."""
+    inputs, outputs = _sides(reader, read.to(cotangent.dtype), cotangent)
+    sums = sums_of(index, cotangent.new_empty(0), inputs, outputs, len(cotangent))
+    return {name: value for name, value in sums.items() if not name.startswith("map")}
+
+
+def _sides(reader: nn.Module, read: Tensor, cotangent: Tensor) -> tuple[Rows, Rows]:
+    if not isinstance(reader, nn.modules.conv._ConvNd):
+        return of_features(read), of_features(cotangent)
+    none = (0,) * (read.dim() - 2)
+    if isinstance(reader, nn.modules.conv._ConvTransposeNd):
+        padding = [int(side) for side in reader.padding]
+        windows = Windows(reader.kernel_size, reader.stride, padding, reader.dilation)
+        return of_channels(read), of_windows(cotangent, windows, read.shape[2:])
+    mode = "constant" if reader.padding_mode == "zeros" else reader.padding_mode
+    windows = Windows(reader.kernel_size, reader.stride, none, reader.dilation)
+    read = pad(read, reader._reversed_padding_repeated_twice, mode=mode)
+    return of_windows(read, windows, cotangent.shape[2:]), of_channels(cotangent)
+
+
+def chosen_part(sums: Mapping[str, Tensor], index: int, chosen: list[int], axis: Axis) -> Factored:
+    """The gradient and the moments of the candidates that were chosen, for one reader."""
+    columns, inputs, outputs, counts = (sums[f"{name}{index}"] for name in ("columns", "inputs", "outputs", "counts"))
+    per_unit, rows = axis.outer * axis.inner, outputs.shape[-1]
+    taps = inputs.shape[-1] // (len(columns) * per_unit)
+    # along the reader's axis: [outer, candidates, inner], and its taps for each entry
+    places = torch.arange(inputs.shape[-1], device=inputs.device).view(axis.outer, len(columns), axis.inner * taps)
+    kept = places[:, chosen].transpose(0, 1).flatten()
+    gradient = columns[chosen].view(len(chosen) * per_unit, rows, taps).transpose(0, 1).reshape(1, rows, -1)
+    return Factored(gradient, inputs[:, kept][:, :, kept], outputs, counts)
+
 
 _ROUNDS = 8  # in which candidates are chosen
 _SAMPLES = 8  # values of each candidate, for each candidate: more do not tell better how alike two of them are
@@ -218,3 +253,160 @@ def _after(axis: Axis, model: nn.Module) -> tuple[Point, nn.Module]:
     path, module = (axis.module.path, axis.module.find_module()) if held is None else held
     copied = axis.overwritten or is_sharded(model)  # fully_shard warns of views that a sharded module returns
     return Point(Ref.to(path, module), "after", (), first_part=held is not None, overwritten=copied), module
+
+
+# ---- Rows of new units that are made for the data: units as large as those that are there, in the directions that the
+# loss asks for.
+
+
+_LEAST = 4  # places: fewer do not tell how large a unit is
+_MOST = 32  # directions: what is beyond them is noise
+_CUT = 0.05  # of the squares of what is read, below zero: GELU and SiLU leave less than that, tanh as much as is above
+_SMALLEST = 1e-3  # of the largest, where the gradient of a bypass has fewer directions than were asked for
+_EXACT = 64  # entries of a cotangent: of so many the leading directions are found exactly
+_DIRECTION_ROUNDS = 2  # of more, in so many rounds
+
+
+@dataclass(frozen=True)
+class Making:
+    """The weights and biases of one layer that make units: the numbers of their axes in the width."""
+
+    axis: Axis
+    weight: int
+    bias: int | None
+
+
+def makings(width: Width) -> Iterator[Making]:
+    """What makes units, layer by layer."""
+    rows = [(index, axis) for index, axis in enumerate(width.axes) if axis.fill == "row"]
+    biases = {(axis.module.path, axis.start): index for index, axis in rows if axis.name == "bias"}
+    for index, axis in rows:
+        if axis.name == "weight":
+            # a bias lies along its layer's units as the weights do
+            yield Making(axis, index, biases.get((axis.module.path, axis.start)))
+
+
+def calibrated(width: Width, entries: Entries, inputs: Mapping[str, Tensor], *, cut: bool) -> Entries:
+    """The same with other lengths and biases: what each row makes of the inputs has the mean zero and is as large as what is there.
+
+    ``inputs``: of each layer that is known what its weights are multiplied with, [places, inputs]. Without a bias the mean stays. ``cut``:
+    whether what is below zero hardly arrives at the readers, as with ReLU.
+    """
+    values = list(entries.values)
+    for making in makings(width):
+        rows, axis = values[making.weight], making.axis
+        if axis.module.path not in inputs or rows is None:
+            continue
+        given = inputs[axis.module.path].to(rows)
+        if len(given) < _LEAST:
+            continue
+        bias = None if making.bias is None else values[making.bias]
+        old_bias = None if making.bias is None else existing(width, width.axes[making.bias])
+        made = _made(given, rows, bias, axis)  # [places, outer, units, inner]
+        mean = made.mean(0, keepdim=True) if bias is not None else torch.zeros_like(made[:1])
+        there = _made(given, existing(width, axis), old_bias, axis)
+        centred = there - there.mean(0, keepdim=True) if bias is not None else there
+        wanted = centred.square().mean(0, keepdim=True)
+        if cut:
+            # A unit that is nearly always off varies far more than what its readers get of it; of one with the mean zero they get half.
+            wanted = torch.minimum(wanted, 2 * there.relu().square().mean(0, keepdim=True))
+        size = (made - mean).square().mean(0, keepdim=True)
+        factor = (wanted.mean((2, 3), keepdim=True) / size).sqrt()
+        # nothing to compare with where all that is there is dead, or a unit that does not move on these samples, which stays as it was
+        factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0).flatten()
+        mean = torch.where((size > 0) & size.isfinite(), mean, 0.0).flatten()
+        values[making.weight] = _scaled(rows, factor, axis)
+        if making.bias is not None and bias is not None:
+            values[making.bias] = (bias - mean) * factor
+    return Entries(tuple(values))
+
+
+def is_cut(read: Tensor) -> bool:
+    """Whether of what a layer reads nearly all is above zero."""
+    return bool((-read).relu().square().sum() < _CUT * read.square().sum())
+
+
+def directions(given: Tensor, back: Tensor, count: int) -> Tensor:
+    """Up to ``count`` rows that follow the cotangent: [rows, inputs].
+
+    ``given`` is [places, inputs], ``back`` the cotangents of all readers, [places, outputs]. Rows are the left singular vectors of the
+    gradient of a bypass between them, the largest first, each with the sign for which what is above zero is worth more. They are not
+    divided by the spread of the inputs: that points to where inputs hardly move, and units overfit. There are none where values are so
+    large that their products overflow.
+    """
+    if not bool((given.square().sum() * back.square().sum()).square().isfinite()):  # no product here is larger
+        return given.new_zeros(0, given.shape[1])
+    given = given - given.mean(0)
+    lead = _leading(given, back, min(count, _MOST, *back.shape, given.shape[1]))
+    rows = (given.T @ (back @ lead)).T
+    sizes = rows.norm(dim=1)
+    rows = rows[sizes > _SMALLEST * sizes.max()]  # the others are rounding errors
+    made = given @ rows.T
+    above, below = (part.T @ back for part in (made.relu(), (-made).relu()))
+    turned = above.square().sum(1) < below.square().sum(1)
+    return torch.where(turned[:, None], -rows, rows)
+
+
+def _leading(given: Tensor, back: Tensor, count: int) -> Tensor:
+    """The leading right singular vectors of the gradient of a bypass, [outputs, count]."""
+    if back.shape[1] <= _EXACT:
+        bypass = given.T @ back
+        vectors: Tensor = torch.linalg.eigh(bypass.T @ bypass).eigenvectors  # the smallest first
+        return vectors.flip(1)[:, :count]
+    drawn = torch.randn(back.shape[1], count, generator=torch.Generator().manual_seed(count), device="cpu").to(back)
+    for _ in range(_DIRECTION_ROUNDS):
+        drawn = torch.linalg.qr(back.T @ (given @ (given.T @ (back @ drawn)))).Q
+    return drawn
+
+
+def _made(given: Tensor, rows: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    """What rows make of inputs: [places, outer, units, inner]."""
+    made = given @ rows.movedim(axis.dim, 0).flatten(1).T.to(given)
+    made = made if bias is None else made + bias.to(made)
+    parts: Tensor = made.unflatten(1, (axis.outer, -1, axis.inner))
+    return parts
+
+
+def _scaled(rows: Tensor, factor: Tensor, axis: Axis) -> Tensor:
+    shape = [1] * rows.dim()
+    shape[axis.dim] = -1
+    return rows * factor.view(shape)
+
+
+# ---- Rows that a measurement tries where no data were seen before it: random ones, and those that are there, perturbed.
+#
+# Their spread is that of the rows that are there, so that their activations are about as large as those of the other
+# units.
+
+
+MANY = 64  # new units: among so many random directions hardly one lacks something like its opposite
+
+
+def candidates(width: Width) -> Entries:
+    """Entries of all axes that make a unit, for more units than will be taken.
+
+    For each that would come: a random direction, unless there are many its opposite, and a unit that is there, perturbed.
+    """
+    generator = torch.Generator().manual_seed(width.units)
+    near = torch.randint(width.units, (width.more,), generator=generator, device=generator.device)
+    return Entries(tuple(_rows(axis, width, near, generator) if axis.fill == "row" else None for axis in width.axes))
+
+
+def _rows(axis: Axis, width: Width, near: Tensor, generator: torch.Generator) -> Tensor:
+    own = existing(width, axis)
+    units, dim = width.units, axis.dim + 1
+    old = own.unflatten(axis.dim, (axis.outer, units, axis.inner))
+    moved = old.index_select(dim, near.to(own.device))
+    if own.dim() < 2:  # a bias is that of some unit that is there
+        picked = torch.randint(units, (width.more,), generator=generator, device=generator.device)
+        drawn = opposite = old.index_select(dim, picked.to(own.device))
+    else:
+        shape = list(old.shape)
+        shape[dim] = width.more
+        spread = own.std(correction=0)
+        drawn = torch.randn(shape, generator=generator, device=generator.device).to(own) * spread
+        opposite = -drawn  # after a ReLU the one may be dead where the other is alive
+        moved = moved + torch.randn(moved.shape, generator=generator, device=generator.device).to(own) * (0.5 * spread)
+    tried = [drawn, moved] if width.more >= MANY else [drawn, opposite, moved]
+    rows: Tensor = torch.cat(tried, dim=dim).flatten(axis.dim, axis.dim + 2)
+    return rows

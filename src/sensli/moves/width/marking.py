@@ -1,24 +1,29 @@
-"""Who reads a unit: it is marked, and the marks are looked for.
-
-A mark is NaN, which passes everything that works on each unit alone (activations, norms over the batch, pooling, flattening, gates) and
-spreads over all units where they are mixed. Every sample of one batch carries the mark of another unit, so that a single run tells of all
-layers at once. A layer that reads is given clean values, so that a mark goes no further.
-"""
+"""Who makes and who reads the units of a width: marks pass through a copy of the model, and are looked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sensli.modules.arguments import first_tensor
-from sensli.modules.running import mapped, run, tensors, untouched
+from sensli.modules.grown import holder_of
+from sensli.modules.running import brief_error, first_tensor, mapped, note, run, tensors, untouched
 from sensli.modules.wrappers import eager
 from sensli.moves.roles import Role, role_of, why_unknown
+from sensli.moves.search import Search
+
+# ---- Who reads a unit: it is marked, and the marks are looked for.
+#
+# A mark is NaN, which passes everything that works on each unit alone (activations, norms over the batch, pooling,
+# flattening, gates) and spreads over all units where they are mixed. Every sample of one batch carries the mark of
+# another unit, so that a single run tells of all layers at once. A layer that reads is given clean values, so that a
+# mark goes no further.
+
 
 _SAMPLES = 48  # marked at once: bounds the memory
 
@@ -33,7 +38,7 @@ class Layout:
 
 
 @dataclass
-class Seen:
+class SeenMarks:
     """Where the marks of one layer were seen, by the unit that was marked."""
 
     path: str
@@ -49,15 +54,15 @@ class Seen:
         return min(places), max(places) + 1
 
 
-def watch(model: nn.Module, example: Any, makers: Sequence[tuple[str, nn.Module]]) -> dict[str, Seen]:
+def watch(model: nn.Module, example: Any, makers: Sequence[tuple[str, nn.Module]]) -> dict[str, SeenMarks]:
     """Mark units of all makers, and tell where they are read. The model is a copy in eval mode."""
-    seen = {path: Seen(path, _rows(module)) for path, module in makers}
+    seen = {path: SeenMarks(path, _rows(module)) for path, module in makers}
     # Enough to tell how units are laid out, in one group or, as fused gates are, in two.
     _mark(model, example, seen, [(path, unit) for path, each in seen.items() for unit in _at_ends(each.units, 2)])
     return seen
 
 
-def watch_fused(model: nn.Module, example: Any, seen: Sequence[Seen]) -> None:
+def watch_fused(model: nn.Module, example: Any, seen: Sequence[SeenMarks]) -> None:
     """Mark also the units where queries, keys and values may meet that lie in a layer one after the other.
 
     They meet at the thirds of the layer or, where several queries share keys and values, after as many queries as there are columns.
@@ -69,7 +74,7 @@ def watch_fused(model: nn.Module, example: Any, seen: Sequence[Seen]) -> None:
     _mark(model, example, {each.path: each for each in seen}, marks)
 
 
-def _mark(model: nn.Module, example: Any, seen: dict[str, Seen], marks: list[tuple[str, int]]) -> None:
+def _mark(model: nn.Module, example: Any, seen: dict[str, SeenMarks], marks: list[tuple[str, int]]) -> None:
     for start in range(0, len(marks), _SAMPLES):
         _Run(model, marks[start : start + _SAMPLES], seen).of(example)
 
@@ -102,7 +107,7 @@ def columns(where: Layout, units: int, unit: int) -> frozenset[int]:
 class _Run:
     """One run with a mark in every sample."""
 
-    def __init__(self, model: nn.Module, marks: list[tuple[str, int]], seen: dict[str, Seen]) -> None:
+    def __init__(self, model: nn.Module, marks: list[tuple[str, int]], seen: dict[str, SeenMarks]) -> None:
         self.model, self.marks, self.seen = model, marks, seen
 
     def of(self, example: Any) -> None:
@@ -229,3 +234,385 @@ def _repeated(example: Any, samples: int) -> Any:
         return tensor[:1].expand(samples, *tensor.shape[1:]).clone()
 
     return mapped(example, each)
+
+
+# ---- A group: the layers that make the same units, and all that reads or passes them on the way.
+
+
+@dataclass
+class Group:
+    """Layers that make the same units, with the layout of the units in each of them and in all that reads or passes them."""
+
+    units: int
+    makers: dict[str, tuple[Layout, ...]] = field(
+        default_factory=dict
+    )  # several where keys and values are fewer than the queries before them
+    reads: dict[str, Layout] = field(default_factory=dict)
+    passes: dict[str, Layout] = field(default_factory=dict)
+    heads: int = (
+        0  # of an attention that make one unit: several queries' where they share keys and values; 0: single units
+    )
+    other: Group | None = None  # what it may be instead, if the trial refuses it
+
+    def touches(self, other: Group) -> bool:
+        """Whether two groups have entries of some axis in common."""
+        return any(overlap for overlap, _ in self._common(other))
+
+    def agrees(self, other: Group) -> bool:
+        """Whether the units of two groups are the same units."""
+        same = all(equal for overlap, equal in self._common(other) if overlap)
+        return self.units == other.units and self.heads == other.heads and same
+
+    def take(self, other: Group) -> None:
+        """Become one group with another one."""
+        self.makers.update(other.makers)
+        self.reads.update(other.reads)
+        self.passes.update(other.passes)
+
+    def _common(self, other: Group) -> list[tuple[bool, bool]]:
+        """Of every axis that both groups have: whether they share entries, and whether the units lie alike."""
+        found = []
+        for these, those in ((self.reads, other.reads), (self.passes, other.passes)):
+            for path in these.keys() & those.keys():
+                overlap = bool(_all(these[path], self.units) & _all(those[path], other.units))
+                found.append((overlap, these[path] == those[path]))
+        return found
+
+
+def _all(where: Layout, units: int) -> set[int]:
+    return {place for unit in range(units) for place in columns(where, units, unit)}
+
+
+# ---- Attention heads as units: a mark in a row of the queries or keys fills all columns of its head, one of the values
+# stays in it.
+#
+# So layers that are read together have heads if every mark lies in the block of columns of one unit. The unit is the
+# smallest that does: a head, or where queries share keys and values, a whole group of them.
+
+
+_FUSED = (1, 2, 3)  # maps that may lie one after the other in one layer: queries, keys, values
+
+
+def heads_of(seen: Sequence[SeenMarks]) -> Group | None:
+    """The heads that layers make together; None where marks leave the block of one unit."""
+    spans = {path: _span(path, seen) for each in seen for path in each.reads}
+    longest = max((end - start for start, end in spans.values()), default=0)
+    filled = min((len(p) for each in seen for m in each.reads.values() for p in m.values() if _is_run(p)), default=0)
+    if not filled or any(each.leaves or not each.reads for each in seen):
+        return None
+    for units in range(longest // filled, 0, -1):
+        if any((end - start) % units for start, end in spans.values()):
+            continue
+        reads = {path: Layout(start, 1, (end - start) // units) for path, (start, end) in spans.items()}
+        makers = {each.path: _layouts(each, units, reads) for each in seen}
+        if all(makers.values()) and all(map(_passes_rows, seen)):
+            found = None
+            # One head fills everything, whatever the order in a fused layer: a trial will tell.
+            for layouts in reversed(list(zip(*makers.values(), strict=False))):
+                chosen = dict(zip(makers, layouts, strict=True))
+                passes = {path: chosen[each.path][0] for each in seen for path in each.passes}
+                found = Group(units, chosen, reads, passes, max(1, longest // units // filled), found)
+            return found
+    return None
+
+
+def may_be_fused(seen: SeenMarks) -> bool:
+    """Whether a layer that nothing else is read with may have queries, keys and values one after the other."""
+    places = [each for marks in seen.reads.values() for each in marks.values()]
+    return any(_is_run(each) for each in places) and len(set(places)) > 1
+
+
+def _span(reader: str, seen: Sequence[SeenMarks]) -> tuple[int, int]:
+    """The columns of a reader that the marks of all layers fill; first and last rows were marked."""
+    spans = [each.span(reader) for each in seen if each.reads.get(reader)]
+    return min(start for start, _ in spans), max(end for _, end in spans)
+
+
+def _is_run(places: frozenset[int]) -> bool:
+    return len(places) > 1 and max(places) - min(places) + 1 == len(places)
+
+
+def _layouts(seen: SeenMarks, units: int, reads: dict[str, Layout]) -> list[tuple[Layout, ...]]:
+    """How the rows of a layer may lie, so that every mark stays in the block of its unit."""
+    found = []
+    for parts in _orders(seen, units, reads):
+        unit_of = {row: unit for part in parts for unit in range(units) for row in columns(part, units, unit)}
+        if all(
+            (place - reads[path].start) // reads[path].inner == unit_of[row]
+            for path, marks in seen.reads.items()
+            for row, places in marks.items()
+            for place in (min(places), max(places))
+        ):
+            found.append(parts)
+    return found
+
+
+def _orders(seen: SeenMarks, units: int, reads: dict[str, Layout]) -> Iterator[tuple[Layout, ...]]:
+    """Maps of one size, one after the other; or queries, of which several share keys and values, before those."""
+    for outer in _FUSED:
+        inner, rest = divmod(seen.units, outer * units)
+        if inner and not rest:
+            yield (Layout(0, outer, inner),)
+    queries = max((reads[path].inner for path in seen.reads), default=0)
+    others, rest = divmod(seen.units - units * queries, 2 * units)
+    if 0 < others < queries and not rest and not seen.passes:
+        yield Layout(0, 1, queries), Layout(units * queries, 2, others)
+
+
+def _passes_rows(seen: SeenMarks) -> bool:
+    """Whether what the rows pass on their way (a depthwise convolution) has them in their order."""
+    return all(places == {row} for marks in seen.passes.values() for row, places in marks.items())
+
+
+# --- what counts heads ---
+
+
+@dataclass(frozen=True)
+class Count:
+    """A whole number in or around an attention that may count its heads: of a module, or of an object that it holds."""
+
+    path: str
+    through: tuple[str, ...]
+    name: str
+    per_unit: int
+    likely: bool  # by its name
+
+
+def counts(model: nn.Module, group: Group) -> list[Count]:
+    """Numbers of the smallest module around a group, and of those inside, that are a multiple of its units as heads are."""
+    around = common_path([*group.makers, *group.reads])
+    block = model.get_submodule(around)
+    inside = {id(module) for module in block.modules()}
+    shared = {id(held) for module in model.modules() if id(module) not in inside for _, held in held_objects(module)}
+    width = max(where.inner for where in group.reads.values())
+    found: list[Count] = []
+    known: set[int] = set()
+    for path, module in block.named_modules():
+        if role_of(module) is not None:
+            continue  # its own sizes are known
+        full = ".".join(part for part in (around, path) if part)
+        for through, holder in (((), module), *(((name,), held) for name, held in held_objects(module))):
+            if id(holder) not in known:
+                known.add(id(holder))
+                found += _counting(full, through, holder, group, width, own=id(holder) not in shared)
+    return found
+
+
+def _counting(
+    path: str, through: tuple[str, ...], holder: Any, group: Group, width: int, *, own: bool
+) -> Iterator[Count]:
+    allowed = {
+        1,
+        group.heads,
+        width,
+        *(n for parts in group.makers.values() for where in parts for n in (where.inner, where.inner * where.outer)),
+        *(sum(where.inner * where.outer for where in parts) for parts in group.makers.values()),
+    }
+    for name, value in vars(holder).items():
+        if type(value) is not int or value % group.units or value // group.units not in allowed:
+            continue
+        per_unit = value // group.units
+        size = any(word in name for word in ("dim", "size"))
+        all_of_them = size and per_unit == width and group.units > 1
+        likely = own and "head" in name and (all_of_them or (not size and per_unit in (1, group.heads)))
+        yield Count(path, through, name, per_unit, likely)
+
+
+def guesses(found: Sequence[Count], limit: int) -> Iterator[tuple[Count, ...]]:
+    """Which of the numbers follow, the likeliest first: those named after heads, with as few others as possible."""
+    likely = tuple(count for count in found if count.likely)
+    others = [count for count in found if not count.likely]
+    several = [
+        (*start, *some) for start in dict.fromkeys((likely, ())) for n in range(4) for some in combinations(others, n)
+    ]
+    yield from several[:limit]
+
+
+def held_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Configuration-like objects that a module holds, by name."""
+    skipped = (nn.Module, Tensor, type, dict, list, tuple, set, torch.device, torch.dtype, torch.Generator)
+    for name, value in vars(module).items():
+        if hasattr(value, "__dict__") and not isinstance(value, skipped) and not callable(value):
+            yield name, value
+
+
+def common_path(paths: Sequence[str]) -> str:
+    """The path of the smallest module that holds all of these."""
+    parts = [path.split(".")[:-1] for path in paths]
+    same = 0
+    while all(len(each) > same and each[same] == parts[0][same] for each in parts):
+        same += 1
+    return ".".join(parts[0][:same])
+
+
+# ---- Who makes the units of a width and who reads them: found by marks that pass through a copy of the model.
+
+
+class NoWidth(Exception):
+    """Why a layer gets no more units."""
+
+
+class Grouping:
+    """The layers of a search in groups that make the same units; those that stay as they are, and why."""
+
+    def __init__(self, search: Search) -> None:
+        self.search, self.model, self.copy = search, search.model, search.flow.model
+        self.refused: dict[str, str] = {}  # every layer that stays as it is, and why
+        self.mixed: dict[str, str] = {}  # layers whose units a module mixes, as it seems without looking for heads
+
+    def refuse(self, paths: Iterable[str], reason: str, what: str = "units") -> None:
+        self.refused.update(dict.fromkeys(paths, f"no more {what}: {reason}"))
+
+    def give_up(self, group: Group, reason: str) -> None:
+        """Refuse all that make a group, which looked like units or heads and is not known to be."""
+        # A single layer whose units are mixed may look like an attention; unless something counts heads, that is a guess.
+        guess = len(group.makers) == 1 and not any(count.likely for count in counts(self.model, group))
+        if group.heads and group.makers.keys() <= self.mixed.keys():  # a norm over channels looks like one head
+            for path in group.makers:
+                self.refuse([path], self.mixed[path])
+        elif group.heads and guess:
+            self.refuse(group.makers, "its units are mixed with each other before they are read")
+        else:
+            self.refuse(group.makers, reason, "heads" if group.heads else "units")
+
+    def groups(self) -> list[Group]:
+        makers = []
+        for path, module in self.copy.named_modules():
+            role = role_of(module)
+            if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+                self.refuse([path], "a recurrent layer keeps its units in one call, where none can be added alone")
+            if why_unknown(module):
+                self.refuse([path], why_unknown(module))
+            if role is None or not role.makes:
+                continue
+            if holder_of(self.copy, path) is not None:
+                self.refuse([path], "nn.MultiheadAttention reads its weights without calling it")
+            elif self.called_once(path):
+                makers.append((path, module))
+        if not makers:
+            return []
+        try:
+            seen = watch(self.copy, self.search.example, makers)
+        except Exception as error:
+            note(error)
+            self.refuse((path for path, _ in makers), f"the model fails on marked values ({brief_error(error)})")
+            return []
+        plain: dict[str, Group] = {}
+        reasons: dict[str, str] = {}
+        for each in seen.values():
+            try:
+                plain[each.path] = self._of(each)
+            except NoWidth as reason:
+                reasons[each.path] = str(reason)
+                if each.mixed_by:
+                    self.mixed[each.path] = str(reason)
+        heads = []
+        clusters = [each for each in _read_together(list(seen.values())) if not _is_plain(each, plain)]
+        fused = [cluster[0] for cluster in clusters if len(cluster) == 1 and may_be_fused(cluster[0])]
+        try:
+            watch_fused(self.copy, self.search.example, fused)
+        except Exception as error:
+            note(error)  # what marks do not tell the trial will
+        for cluster in clusters:
+            group = self._heads(cluster)
+            if group is not None:
+                heads.append(group)
+                for path in group.makers:
+                    plain.pop(path, None)
+                    reasons.pop(path, None)
+        for path, why in reasons.items():
+            self.refuse([path], why)
+        return [*heads, *self._joined(list(plain.values()))]
+
+    def called_once(self, path: str, what: str = "units") -> bool:
+        calls = len(self.search.flow.calls_of(path))
+        if calls != 1:
+            times = f"is called {calls} times in one forward pass" if calls else "the forward pass does not call it"
+            self.refuse([path], times, what)
+        return calls == 1
+
+    def _heads(self, cluster: list[SeenMarks]) -> Group | None:
+        """The heads of an attention, if the layers that are read together are one."""
+        group = heads_of(cluster)
+        if group is None:
+            return None
+        mixed = any(each.mixed_by for each in cluster)
+        alone = len(cluster) == 1 and sum(where.outer for where in group.makers[cluster[0].path]) == 1
+        if group.heads > 1 or (group.units > 1 and not (alone and mixed)):
+            return group
+        # A norm over channels leaves the same marks, but nothing around it is called a number of heads.
+        named = any(count.likely for count in counts(self.model, group))
+        return group if named and (group.units > 1 or not mixed) else None
+
+    def _of(self, seen: SeenMarks) -> Group:
+        if not seen.reads:
+            if seen.mixed_by:
+                raise NoWidth(f"its units go into {seen.mixed_by}, which cannot take more of them")
+            raise NoWidth(
+                "its output is what the model returns" if seen.leaves else "nothing that is known reads its units"
+            )
+        if seen.leaves:
+            raise NoWidth("its units are part of what the model returns")
+        for groups in (1, 2):
+            if seen.units % groups or seen.units // groups < 2:
+                continue
+            units = seen.units // groups
+            reads = {path: layout(units, _by_unit(marks, units)) for path, marks in seen.reads.items()}
+            passes = {path: layout(units, _by_unit(marks, units)) for path, marks in seen.passes.items()}
+            if all(reads.values()) and all(passes.values()):
+                known = Group(units, {seen.path: (Layout(0, groups, 1),)})
+                known.reads = {path: where for path, where in reads.items() if where}
+                known.passes = {path: where for path, where in passes.items() if where}
+                return known
+        by = f" by {seen.mixed_by}" if seen.mixed_by else ""
+        raise NoWidth(f"its units are mixed with each other{by} before they are read")
+
+    def _joined(self, groups: list[Group]) -> list[Group]:
+        """Layers whose units are added to or multiplied with each other are one width."""
+        joined: list[Group] = []
+        for group in groups:
+            others = [other for other in joined if group.touches(other)]
+            if any(not group.agrees(other) for other in others):
+                self.refuse(group.makers, "its units are read together with others in a different order")
+                for other in others:
+                    self.refuse(other.makers, "its units are read together with others in a different order")
+                    joined.remove(other)
+                continue
+            for other in others:
+                joined.remove(other)
+                group.take(other)
+            joined.append(group)
+        return joined
+
+
+def _by_unit(marks: dict[int, frozenset[int]], units: int) -> dict[int, frozenset[int]]:
+    """Marks by unit, where several rows of a layer make one; rows that disagree leave no unit at all."""
+    found: dict[int, frozenset[int]] = {}
+    for row, places in marks.items():
+        if found.setdefault(row % units, places) != places:
+            return {}
+    return found
+
+
+def _is_plain(cluster: list[SeenMarks], plain: dict[str, Group]) -> bool:
+    """Whether layers that are read together make the same single units."""
+    groups = [plain[each.path] for each in cluster if each.path in plain]
+    return len(groups) == len(cluster) and all(groups[0].agrees(other) for other in groups)
+
+
+def _read_together(seen: list[SeenMarks]) -> list[list[SeenMarks]]:
+    """Layers in clusters whose marks arrive at the same columns."""
+    clusters: list[list[SeenMarks]] = []
+    for each in seen:
+        with_it = [cluster for cluster in clusters if any(_meet(each, other) for other in cluster)]
+        clusters = [cluster for cluster in clusters if cluster not in with_it]
+        clusters.append([member for cluster in with_it for member in cluster] + [each])
+    return clusters
+
+
+def _meet(one: SeenMarks, other: SeenMarks) -> bool:
+    return any(
+        max(min(here), min(there)) <= min(max(here), max(there))
+        for path in one.reads.keys() & other.reads.keys()
+        if (here := set().union(*one.reads[path].values())) and (there := set().union(*other.reads[path].values()))
+    )

@@ -7,35 +7,135 @@ the model does between two layers is done to the candidates too, and hardly anyt
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
-from sensli.modules.arguments import first_tensor
-from sensli.modules.attention import WideAttention, holder_of
-from sensli.modules.copies import copied_block
+from sensli.modules.copies import copied_block, made_by
 from sensli.modules.engines.fsdp import is_sharded, unsharded, whole
-from sensli.modules.failing import let_memory_through
-from sensli.moves.roles import Role, role_of
+from sensli.modules.grown import WideAttention, holder_of
+from sensli.modules.running import first_tensor, let_memory_through, mapped, tensors
+from sensli.moves.point import is_transformed
+from sensli.moves.roles import Role, applied, inputs_per_unit, role_of, unfolded
 from sensli.moves.stretching import Stretch, like_layout
-from sensli.moves.taps import is_transformed
-from sensli.moves.width.entries import Entries, filled
-from sensli.moves.width.layers import applied, inputs_per_unit, unfolded
-from sensli.moves.width.user_hooks import UserHooks
-from sensli.moves.width.width import Axis, Size, Width
+from sensli.moves.width.width import Axis, Entries, Size, Width, filled
+
+# ---- Hooks of the user that change what passes a module: they change what candidates for new units give, too.
+#
+# Which hooks do is seen in the pass itself. Only those run on the copy as well: the others record, count or print,
+# and what they see there would not be what the model did.
+
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks")
+_GLOBAL = "of all modules"
+_KNOWN = ("torch", "sensli", "transformers")  # parts of how modules work, or of a measurement
+
+Key = tuple[int, str, int]  # the id of a module, the kind of a hook, its number there
+
+
+class UserHooks:
+    """The hooks of one model, while it is measured."""
+
+    def __init__(self) -> None:
+        self.changing: set[Key] = set()  # those that have changed something in the pass
+        self._lent: list[tuple[nn.Module, weakref.ref[Tensor]]] = []  # what such hooks were given of the copy
+
+    @contextmanager
+    def seen(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """See which hooks change something as long as the context lasts."""
+        put_back: list[tuple[Any, int, Any, Any]] = []
+        tables = [(getattr(module, kind), kind) for module in modules for kind in _KINDS]
+        for hooks, kind in (*tables, (torch.nn.modules.module._global_forward_hooks, _GLOBAL)):
+            for key, hook in list(hooks.items()) if hooks else ():
+                if made_by(hook) not in _KNOWN:
+                    hooks[key] = seeing = _Seeing(hook, kind, key, self.changing)
+                    put_back.append((hooks, key, hook, seeing))
+        try:
+            yield
+        finally:
+            for hooks, key, hook, seeing in put_back:
+                if hooks.get(key) is seeing:  # nobody has removed it
+                    hooks[key] = hook
+
+    def install(self, mine: nn.Module, its: nn.Module, *, after: bool) -> None:
+        """Have a part of the copy run the hooks of its original that change something; ``after``: those on what it gives, too."""
+        for kind in _KINDS if after else _KINDS[:1]:
+            own, hooks = getattr(mine, kind), getattr(its, kind)
+            if not any(isinstance(hook, _Seeing) for hook in hooks.values()):
+                continue
+            kept = dict(own)
+            own.clear()
+            for key, hook in hooks.items():  # in their order
+                if isinstance(hook, _Seeing):
+                    own[key] = self._lending(hook.hook, (id(its), kind, key), its)
+                    if key in getattr(its, f"{kind}_with_kwargs"):
+                        getattr(mine, f"{kind}_with_kwargs")[key] = True
+                elif key in kept:
+                    own[key] = kept[key]
+
+    def changes_all(self, module: nn.Module) -> bool:
+        """Whether a hook of all modules has changed what this one gave."""
+        return any(number == id(module) and kind == _GLOBAL for number, kind, _ in self.changing)
+
+    def check(self) -> None:
+        """Refuse a hook that has kept what it was given of the copy: the loss may read it, and takes it for what the model did."""
+        lent, self._lent = self._lent, []
+        for module, value in lent:
+            if value() is not None:
+                raise MeasurementError(
+                    f"a forward hook on a {type(module).__name__} changes values and keeps them, so it cannot run with candidates for new "
+                    "units. Keep them in a hook that returns None, or measure only layers (grow='layers')."
+                )
+
+    def _lending(self, hook: Callable[..., Any], key: Key, its: nn.Module) -> Callable[..., Any]:
+        def lent(value: Tensor) -> Tensor:
+            alias = value.view_as(value)
+            self._lent.append((its, weakref.ref(alias)))
+            return alias
+
+        def run(module: nn.Module, *given: Any) -> Any:
+            return hook(module, *(mapped(each, lent) for each in given)) if key in self.changing else None
+
+        return run
+
+
+class _Seeing:
+    """A hook of the user, called as it was; remembered if it changes what passes."""
+
+    def __init__(self, hook: Callable[..., Any], kind: str, key: int, changing: set[Key]) -> None:
+        self.hook, self._kind, self._key, self._changing = hook, kind, key, changing
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        before = _versions(given)
+        result = self.hook(module, *given)
+        known = {number for number, _ in before}
+        if _versions(given) != before or (
+            result is not None and any(id(each) not in known for each in tensors(result))
+        ):
+            self._changing.add((id(module), self._kind, self._key))
+        return result
+
+
+def _versions(given: Any) -> list[tuple[int, int]]:
+    return [(id(each), 0 if torch.is_inference(each) else each._version) for each in tensors(given)]
+
 
 _WAITING = 16  # calls without gradients that a checkpoint may make once more: others would keep all of them
 
 
-class Pass:
+class ModelPass:
     """One pass of the model: by the asker's id and the reader, what candidates gave it in each of its calls."""
 
     def __init__(self) -> None:
@@ -43,11 +143,11 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Call:
+class ReaderCall:
     """One call of a reader in a pass; without a pass where something else than the model has called it."""
 
     path: str
-    pass_: Pass | None
+    pass_: ModelPass | None
     number: int
 
     def read_by(self, asker: Any) -> Tensor:
@@ -84,12 +184,12 @@ class Replica:
         self._zeros: dict[str, tuple[Tensor, Tensor]] = {}
         self._hooks = UserHooks()
         self._depth = 0  # of calls of the model in progress: what stands in for its forward may call the model itself
-        self.last = Pass()  # the one in progress, or the last one
+        self.last = ModelPass()  # the one in progress, or the last one
         self._began = -1  # the backward pass in which that began; -1 is none
         # Calls that were made without gradients, with what they gave: all of one pass, and of readers. A checkpoint makes them once more in
         # the backward pass.
-        self._blind: list[tuple[Call, Tensor]] = []
-        self._unwatched: deque[tuple[Call, Tensor]] = deque(maxlen=_WAITING)
+        self._blind: list[tuple[ReaderCall, Tensor]] = []
+        self._unwatched: deque[tuple[ReaderCall, Tensor]] = deque(maxlen=_WAITING)
 
     def ask(self, asker: Any, width: Width, candidates: Entries | float) -> None:
         """Run these candidates too.
@@ -99,14 +199,14 @@ class Replica:
         """
         self._widths.append((asker, width, candidates))
 
-    def call(self, path: str, made: Tensor) -> Call:
+    def call(self, path: str, made: Tensor) -> ReaderCall:
         """The call of a reader that is being made, and gives ``made``."""
         if self._is_direct():
-            return Call(path, self.last if self._random else None, len(self._calls.get(path, ())))
+            return ReaderCall(path, self.last if self._random else None, len(self._calls.get(path, ())))
         for call, before in reversed(self._unwatched):
             if call.path == path and torch.equal(before, made):
                 return call
-        return Call(path, None, 0)
+        return ReaderCall(path, None, 0)
 
     def _is_direct(self) -> bool:
         """Whether a call is made by the pass itself: in a backward pass since, a checkpoint makes some once more."""
@@ -134,7 +234,7 @@ class Replica:
         finally:
             for handle in handles:
                 handle.remove()
-            self._copy, self._made, self.last, self._given_back = None, False, Pass(), []
+            self._copy, self._made, self.last, self._given_back = None, False, ModelPass(), []
             for held in (self._modules, self._givers, self._pairs, self._calls, self._random, self._unwatched):
                 held.clear()
 
@@ -154,7 +254,7 @@ class Replica:
                 made = made.detach().clone() if apart else made.detach()
                 calls = self._calls.setdefault(path, [])
                 if not torch.is_grad_enabled():
-                    self._blind.append((Call(path, self.last, len(calls)), made))
+                    self._blind.append((ReaderCall(path, self.last, len(calls)), made))
                 calls.append((given.detach(), made, made._version))
 
         return hook
@@ -166,7 +266,7 @@ class Replica:
             self._hooks.changing.clear()
             # A pass without gradients is not measured, but a part of one that is may be without.
             self._random = random_state.capture() if torch.is_grad_enabled() and not is_transformed() else {}
-            self.last, self._began = Pass(), torch._C._current_graph_task_id()
+            self.last, self._began = ModelPass(), torch._C._current_graph_task_id()
             if self._sharded:
                 self._gather()
         self._depth += 1
@@ -382,3 +482,59 @@ def _resize(module: nn.Module, axis: Axis, width: Width, count: int, new: Tensor
         module._buffers[axis.name] = value
     else:
         module._parameters[axis.name] = nn.Parameter(value, requires_grad=False)
+
+
+# ---- A few places of a pass: what a layer that makes units is given there, and what comes back nearby to those that read
+# them.
+
+
+_MOST = 128  # more tell hardly better how large units are and which way they should point, and cost more
+
+
+@dataclass(frozen=True)
+class Places:
+    """Some samples and positions of what a layer makes: an index for each of its axes but that of the units."""
+
+    shape: tuple[int, ...]
+    at: tuple[Tensor, ...]
+
+    @classmethod
+    def among(cls, shape: tuple[int, ...], device: torch.device) -> Places:
+        """All of them, or as many as are needed."""
+        count = math.prod(shape)
+        flat = torch.arange(count, device="cpu")
+        if count > _MOST:  # at random: steps of equal length would stay in one column of a picture
+            flat = torch.randint(count, (_MOST,), generator=torch.Generator().manual_seed(count), device="cpu")
+        return cls(shape, torch.unravel_index(flat.to(device), shape))
+
+    def nearby(self, values: Tensor) -> Tensor:
+        """Of another map, whose channels come last, what lies at about the same places: [places, channels]."""
+        shape = values.shape[:-1]
+        index = [
+            self.at[axis].to(values.device) * size // self.shape[axis] if axis < len(self.shape) else size // 2
+            for axis, size in enumerate(shape)
+        ]
+        rows: Tensor = values[tuple(index)] if index else values[None]
+        return rows
+
+
+def inputs_of(module: nn.Module, x: Tensor) -> tuple[Places, Tensor] | None:
+    """Places of what a layer makes of ``x``, and what each weight of a unit is multiplied with there; None if it is not known."""
+    if not isinstance(module, nn.modules.conv._ConvNd):
+        places = Places.among(tuple(x.shape[:-1]), x.device)
+        return places, x[places.at] if places.at else x[None]
+    if isinstance(module, nn.modules.conv._ConvTransposeNd) or x.dim() != module.weight.dim():
+        return None
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+    spans = [(size - 1) * step + 1 for size, step in zip(module.kernel_size, module.dilation, strict=True)]
+    space = [(length - span) // step + 1 for length, span, step in zip(x.shape[2:], spans, module.stride, strict=True)]
+    places = Places.among((len(x), *space), x.device)
+    x = x.movedim(1, -1)
+    taps = []
+    for tap in product(*(range(size) for size in module.kernel_size)):
+        geometry = zip(places.at[1:], module.stride, tap, module.dilation, strict=True)
+        at = tuple(place * step + offset * apart for place, step, offset, apart in geometry)
+        index = (places.at[0], *at)
+        taps.append(x[index])
+    return places, torch.stack(taps, -1).flatten(1)

@@ -8,6 +8,7 @@ remembered for the way back.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,24 +18,75 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli.errors import MovedSite, UnknownSite, UnsupportedSite
-from sensli.modules.attention import fit_class
 from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.engines.fsdp import check_resized, follow_shapes, put, sharded_like, whole
-from sensli.modules.marks import new_in
+from sensli.modules.grown import fit_class, new_in
 from sensli.modules.wrappers import own_modules
-from sensli.moves.copying import Copied, given_back, is_copied, is_shared
-from sensli.moves.memory import forget, recall, remember
-from sensli.moves.move import Edit
+from sensli.moves.inserting import forget, recall, remember
 from sensli.moves.point import Ref
-from sensli.moves.stretching import Exchange, Resize, Stretch, like_layout
-from sensli.moves.width.entries import Entries, filled
-from sensli.moves.width.since import followed, note
-from sensli.moves.width.since import forget as unnote
-from sensli.moves.width.starts.registry import STARTS
-from sensli.moves.width.width import Axis, Size, Width, family, found
+from sensli.moves.sites import Edit
+from sensli.moves.stretching import Copied, Exchange, Resize, Stretch, given_back, is_copied, is_shared, like_layout
+from sensli.moves.width.starts import STARTS
+from sensli.moves.width.width import Axis, Entries, Size, Width, family, filled, found
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
+
+# ---- How layers have become wider since something was measured for them: measured entries follow with zeros, which change
+# nothing.
+#
+# At one look two neighbouring widths may grow. The second one's rows were measured for fewer inputs, and the new ones
+# are nothing to them. Where the new ones are copies, entries follow as the layer's own did: copied, or shared.
+
+
+_DEEP = 64  # growths of one layer: nobody measures longer in advance
+
+_MADE: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, int, Stretch], ...]] = weakref.WeakKeyDictionary()
+
+
+def note_widening(width: Width) -> None:
+    """Before the axes of a width, bound to its modules, get longer."""
+    about_to_change(_MADE)
+    for axis in width.axes:
+        module = axis.module.find_module()
+        length = getattr(module, axis.name).shape[axis.dim]
+        _MADE[module] = (*_MADE.get(module, ()), (axis.name, length, width.stretch(axis)))[-_DEEP:]
+
+
+def forget_widening(width: Width) -> None:
+    """After they have become as before."""
+    about_to_change(_MADE)
+    for axis in reversed(width.axes):
+        module = axis.module.find_module()
+        made = _MADE.get(module)
+        if made and made[-1][0] == axis.name and made[-1][2] == width.stretch(axis):
+            _MADE[module] = made[:-1]
+
+
+def carried(entries: Tensor, stretch: Stretch) -> Tensor:
+    """Entries along one axis after another axis of their tensor has become longer."""
+    return stretch.copied(entries) if isinstance(stretch, Copied) else stretch.applied(entries)
+
+
+def followed(entries: Tensor, axis: Axis, shape: Sequence[int]) -> Tensor | None:
+    """Entries that were measured along an axis with the shape that its layer has now; None if they do not fit, whatever was made since."""
+    if list(entries.shape) == list(shape):
+        return entries
+    made = [
+        (length, stretch)
+        for name, length, stretch in _MADE.get(axis.module.find_module(), ())
+        if name == axis.name and stretch.dim != axis.dim
+    ]
+    for first in reversed(range(len(made))):  # the fewest growths that explain the difference
+        value = entries
+        for length, stretch in made[first:]:
+            if value.shape[stretch.dim] != length:
+                break
+            value = carried(value, stretch)
+        if list(value.shape) == list(shape):
+            return value
+    return None
+
 
 _VALUE = "value"  # what a tensor calls its own old entries
 
@@ -82,7 +134,7 @@ class Widening(Edit):
 
     def apply(self) -> None:
         change_sizes(self._move, self._move.more)
-        note(self._move)
+        note_widening(self._move)
         self._old = [each.tensor.data for each in self.resized]  # they get other memory now, so nobody changes these
         for each, old, value in zip(self.resized, self._old, self._new, strict=True):
             if self._moves_old or is_shared(each):
@@ -103,7 +155,7 @@ class Widening(Edit):
         for each, value in zip(self.resized, self._old, strict=True):
             put(each.tensor, value)
         follow_shapes(self._model)
-        unnote(self._move)
+        forget_widening(self._move)
         change_sizes(self._move, -self._move.more)
 
 
@@ -139,7 +191,7 @@ class Widened(Edit):
         for each in self.resized:
             put(each.tensor, sharded_like(like_layout(_before(each, self._move), each.tensor), each.tensor))
         follow_shapes(self._model)
-        unnote(self._move)
+        forget_widening(self._move)
         change_sizes(self._move, -self._move.more)
 
 

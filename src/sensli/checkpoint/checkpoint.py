@@ -1,0 +1,297 @@
+"""`save_checkpoint` and `load_checkpoint`: a grown network comes back from the user's own factory, and training continues to the bit.
+
+The file (of a sharded model: the folder) holds no code and no module: the factory builds the small network, the history is replayed on
+it, then the tensors go in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from sensli.checkpoint import storage
+from sensli.checkpoint.states import (
+    follow_groups,
+    frozen_in,
+    load_each,
+    load_model,
+    load_optimizer,
+    load_scheduler,
+    loading,
+    saved_optimizer,
+    with_shards,
+)
+from sensli.checkpoint.storage import check_plain
+from sensli.errors import CheckpointError, WrongType, brief
+from sensli.growing.grower import Grower
+from sensli.modules import checks, random_state
+from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.fsdp import is_sharded, reshard, whole
+from sensli.modules.grown import count_growths
+from sensli.modules.running import mapped, tensors
+from sensli.modules.wrappers import bare
+from sensli.surgery.growth import replay
+from sensli.surgery.history import History, as_growths
+from sensli.surgery.optimizers import as_list, as_optimizers
+
+# ---- What a checkpoint holds: its parts as they are saved, and as they must look when they are read.
+
+
+def content_of(
+    model: nn.Module, optimizer: Any, scheduler: Any, grower: Grower | None, history: History | None, extra: Any
+) -> dict[str, Any]:
+    """All parts but the random states, which are each process's own."""
+    network = bare(model)
+    reshard(network)
+    history = _history_of(network, grower, history)
+    return {
+        "history": history.to_dict(),
+        "model": dict(network.state_dict()),
+        "evaluating": [name for name, module in network.named_modules() if not module.training],
+        "frozen": frozen_in(network),
+        "optimizers": [saved_optimizer(each, network) for each in as_list(optimizer)],
+        "schedulers": [each.state_dict() for each in as_list(scheduler)],
+        "grower": None if grower is None else grower.state_dict(),
+        "extra": check_plain(extra, "extra"),  # before anything else goes through it
+    }
+
+
+def _history_of(network: nn.Module, grower: Grower | None, history: History | None) -> History:
+    if grower is not None and history is not None and grower.history != history:
+        raise CheckpointError("the grower has its own history. Give grower= or history=, not both.")
+    found = grower.history if grower is not None else history if history is not None else History()
+    grown = count_growths(network)
+    if grown != len(found):
+        raise CheckpointError(
+            f"this {type(network).__name__} has grown {grown} times, but the history tells of {len(found)}: it could not be rebuilt. "
+            "Give grower=, or history= with every Growth that insert returned."
+        )
+    return found
+
+
+def check_schedulers(given: Any) -> None:
+    """Whatever has a state and a step may be saved, including schedulers that are not torch's."""
+    for each in as_list(given):
+        able = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
+        if not able or isinstance(each, (type, Optimizer)):
+            checks.refuse("scheduler", "a scheduler or a list of them", each, WrongType)
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
+
+
+def _is_optimizer(saved: Mapping[str, Any]) -> bool:
+    names: Any = saved.get("names")
+    if "state" not in saved or not _are(list, names) or not all(_are(str, group) for group in names):
+        return False
+    flat = [name for group in names for name in group]
+    return len(set(flat)) == len(flat)
+
+
+_PARTS: dict[str, Callable[[Any], bool]] = {  # of a checkpoint, and what each must look like
+    "history": lambda part: isinstance(part, dict),
+    "model": lambda part: isinstance(part, dict) and _are(str, list(part)),
+    "evaluating": lambda part: _are(str, part),
+    "frozen": lambda part: _are(str, part),
+    "optimizers": lambda part: _are(dict, part) and all(_is_optimizer(saved) for saved in part),
+    "schedulers": lambda part: _are(dict, part),
+    "grower": lambda part: part is None or isinstance(part, dict),
+    "extra": lambda part: True,
+    "random": lambda part: _are(dict, part) and bool(part),
+}
+
+
+def checked(content: dict[str, Any], path: Any) -> dict[str, Any]:
+    """The parts of a checkpoint, or an error that names the one that is missing or of another kind."""
+    for name, fine in _PARTS.items():
+        if name not in content or not fine(content[name]):
+            what = f"was altered: it is {brief(content[name])}" if name in content else "is missing"
+            raise CheckpointError(f"the part {name!r} of {path} {what}. Use an intact copy, or an earlier checkpoint.")
+    if "shards" not in content and any(map(storage.is_missing, tensors(content))):
+        raise CheckpointError(f"the part 'shards' of {path} is missing. Use an intact copy, or an earlier checkpoint.")
+    return content
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load_checkpoint` restored; None where no factory was given or nothing was saved.
+
+    Attributes:
+        model: The grown network, wrapped if ``wrap`` was given.
+        optimizer: What ``make_optimizer`` returned, with its state.
+        scheduler: What ``make_scheduler`` returned, with its state.
+        grower: What ``make_grower`` returned, with its state.
+        history: The growths of the model.
+        extra: What was saved as ``extra``.
+    """
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    grower: Grower | None = None
+    history: History = field(default_factory=History)
+    extra: Any = None
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    grower: Grower | None = None,
+    history: History | None = None,
+    extra: Any = None,
+) -> None:
+    """Write all that is needed to resume training to one file, which is replaced only when the new one is complete.
+
+    A model sharded by ``fully_shard`` becomes a folder instead, to which each process writes its own shards; none gathers the model.
+    The random states of torch, Python and numpy are included; gradients are not, so call it between two steps. With several
+    processes call it on all of them; rank 0 writes.
+
+    Args:
+        path: The file to write; for a sharded model the folder.
+        model: The network, or its wrapper.
+        optimizer: The optimizer or optimizers.
+        scheduler: The scheduler or schedulers.
+        grower: The `Grower` of the model, if there is one.
+        history: The growths of a model that was grown by `insert` without a `Grower`.
+        extra: Anything of your own: numbers, strings and tensors, nested in lists and dicts. Tensors come back on the CPU.
+
+    Raises:
+        CheckpointError: If the checkpoint cannot be written. An earlier file is left as it was.
+    """
+    together = Together(model, "save a checkpoint")
+    with together:
+        bare(model)
+        path = checks.path("path", path)
+        if grower is not None:
+            checks.instance("grower", grower, Grower, "a Grower")
+        if history is not None and not isinstance(history, History):
+            history = History(as_growths("history", history))
+        check_schedulers(scheduler)
+        content = content_of(model, optimizer, scheduler, grower, history, extra)
+        together.agree_on({"the number of tensors": sum(1 for _ in tensors(content))}, last=False)
+        if not is_sharded(bare(model)):
+            content.update({part: mapped(content[part], whole) for part in ("model", "optimizers")})
+        content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
+    with Together(model, "write a checkpoint") as together:
+        if is_sharded(bare(model)):
+            storage.write_shards(path, content, together)
+        elif together.rank == 0:
+            storage.write(path, content)
+        together.agree()
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[Any], Any] | None = None,
+    *,
+    make_scheduler: Callable[[Any], Any] | None = None,
+    make_grower: Callable[[Any, Any, Any], Grower] | None = None,
+    wrap: Callable[[nn.Module], Any] | None = None,
+    random: bool = True,
+) -> Checkpoint:
+    """Rebuild what `save_checkpoint` saved, using the factories that a training script has anyway.
+
+    With several processes and ``wrap``, call it on all of them: a failure on one is raised on all. A file that cannot be used
+    is refused with the reason, and the random states stay as they were.
+
+    Args:
+        path: The file or folder that `save_checkpoint` wrote.
+        make_model: ``make_model()`` builds the network as it was before its first growth.
+        make_optimizer: ``make_optimizer(model)``, called with the grown model.
+        make_scheduler: ``make_scheduler(optimizer)``.
+        make_grower: ``make_grower(model, optimizer, scheduler)``.
+        wrap: ``wrap(model)``, such as ``DistributedDataParallel`` or a function that calls ``fully_shard``; called before the
+            optimizer is made. The weights are in the model by then, unless they come from a folder of shards, which go straight into
+            the sharded model.
+        random: Whether to restore the random states (default: True).
+
+    Returns:
+        The model and everything that a factory was given for.
+
+    Raises:
+        CheckpointError: If the file cannot be used, or does not fit what the factories make.
+    """
+    what = "load a checkpoint"
+    before = random_state.capture()
+    try:
+        with Together.of_the_job(what) if wrap is not None else Together(None, what) as together:
+            path = checks.path("path", path)
+            factories = _Factories(make_model, make_optimizer, make_scheduler, make_grower, wrap)
+            checks.flag("random", random)
+            return _load(path, together, factories, random)
+    except BaseException:
+        random_state.restore(before)  # the factories have drawn from it
+        raise
+
+
+@dataclass(frozen=True)
+class _Factories:
+    """The functions of a training script, under the names of the arguments."""
+
+    make_model: Callable[[], nn.Module]
+    make_optimizer: Callable[[Any], Any] | None
+    make_scheduler: Callable[[Any], Any] | None
+    make_grower: Callable[[Any, Any, Any], Grower] | None
+    wrap: Callable[[nn.Module], Any] | None
+
+    def __post_init__(self) -> None:
+        checks.factory("make_model", self.make_model, "the model that growing began with")
+        for name, returns in (
+            ("make_optimizer", "an optimizer, given the model"),
+            ("make_scheduler", "a scheduler, given the optimizer"),
+            ("make_grower", "a Grower, given model, optimizer and scheduler"),
+            ("wrap", "the wrapped model, given the model"),
+        ):
+            if getattr(self, name) is not None:
+                checks.factory(name, getattr(self, name), returns)
+
+
+def _load(path: Path, together: Together, make: _Factories, random: bool) -> Checkpoint:
+    content = checked(storage.read(path), path)
+    storage.check_files(path, content, together)
+    history = History.from_dict(content["history"])
+    model: Any = checks.model("what make_model() returns", make.make_model())
+    network = bare(replay(model, history))
+    load_model(network, content, path)
+    together.agree_on(numbered("growth", (growth.name for growth in history)), last=False)
+    if make.wrap is not None:
+        model = make.wrap(model)
+        network = bare(model)
+    optimizer = make.make_optimizer(model) if make.make_optimizer is not None else None
+    scheduler = make.make_scheduler(optimizer) if make.make_scheduler is not None else None
+    names = [saved["names"] for saved in content["optimizers"]]
+    follow_groups(history, optimizer, scheduler, names, network)
+    with loading("what lies in shards"):
+        content = with_shards(path, content, network, as_optimizers(optimizer))
+    together.agree(last=False)  # before the states are dealt out to the shards
+    # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
+    load_each(
+        "optimizer", as_list(optimizer), content["optimizers"],
+        lambda o, saved: load_optimizer(o, saved, network, content["model"]),
+    )  # fmt: skip
+    load_each("scheduler", as_list(scheduler), content["schedulers"], load_scheduler)
+    grower = make.make_grower(model, optimizer, scheduler) if make.make_grower is not None else None
+    if grower is not None:
+        checks.instance("what make_grower(...) returns", grower, Grower, "a Grower")
+        if content["grower"] is None:
+            raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to restore.")
+        with loading("the grower"):
+            grower.load_state_dict(content["grower"])
+    together.agree()
+    if random:
+        states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        with loading("the random states"):
+            random_state.restore(states[rank] if rank < len(states) else states[0])
+    return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])

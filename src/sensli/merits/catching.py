@@ -1,0 +1,716 @@
+"""How sums are caught: in one ordinary pass of the unmodified model, at every site and every existing weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from sensli.errors import MeasurementError
+from sensli.merits.norms import NATURAL, Metric, natural_merit, squared_norm
+from sensli.modules.running import describe, device_of, run, taken_by, tensors, to_device, widened
+from sensli.modules.wrappers import eager, own_modules
+from sensli.moves.factors import Outer, Use, factored, is_moment, mirrored, watch_uses
+from sensli.moves.point import Point, Watch, handed_on, is_transformed, is_transformed_from, tap
+from sensli.moves.roles import Geometry
+from sensli.moves.sites import Gauge, Site, always, as_it_is
+from sensli.moves.trace.graph import leaves
+from sensli.moves.trace.stacks import CONVOLUTIONS
+
+# ---- What is summed over batches: gradients, and the moments that the natural merit measures them by.
+
+
+class Sum:
+    """A gradient summed over batches: of all of them, and of groups of batches where an estimate of its noise is wanted."""
+
+    def __init__(self, groups: int = 1) -> None:
+        # The last one is the sum over all, in the order of the batches: the same bits with groups and without.
+        self.groups: list[Tensor | None] = [None] * (groups + 1 if groups > 1 else 1)
+        self._owned = [False] * len(self.groups)
+
+    def __len__(self) -> int:
+        """How many groups there are."""
+        return max(len(self.groups) - 1, 1)
+
+    def add(self, gradient: Tensor, group: int) -> None:
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        if gradient.dtype in (torch.float16, torch.bfloat16):
+            gradient = gradient.float()
+        for j in {group % len(self), len(self.groups) - 1}:
+            held = self.groups[j]
+            if held is None:
+                self.groups[j] = gradient
+            elif self._owned[j]:
+                held.add_(gradient)
+            else:  # the first one came from autograd: it may be expanded, or the gradient of another weight as well
+                self.groups[j], self._owned[j] = held + gradient, True
+
+    def like(self) -> Sum:
+        """An empty one with as many groups."""
+        return Sum(len(self))
+
+    def total(self, without: int | None = None) -> Tensor | None:
+        """The sum over all groups, or over all but one."""
+        if without is None or len(self.groups) == 1:
+            return self.groups[-1]
+        whole, part = self.groups[-1], self.groups[without]
+        return whole if whole is None or part is None else whole - part
+
+
+class MomentSum:
+    """A moment summed over batches, in place: of a symmetric matrix one half, and the other when it is read."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._whole = True
+
+    def add(self, value: Outer) -> None:
+        self._total, self._whole = value.added_to(self._total), False
+
+    def total(self, without: int | None = None) -> Tensor | None:
+        """The sum over all batches: gradients without a group of batches are measured by it too."""
+        if self._total is not None and not self._whole:
+            self._total, self._whole = mirrored(self._total), True
+        return self._total
+
+    @property
+    def groups(self) -> list[Tensor | None]:
+        """The one group that all batches are in."""
+        return [self.total()]
+
+
+# ---- What was caught in a measurement: sums of each site and of each existing weight, and the merits that follow from
+# them.
+
+
+class SiteCatch:
+    """What was caught at one site: sums, as its move wants them."""
+
+    def __init__(
+        self, site: Site, groups: int, model: nn.Module, natural: bool = False, gauge: Gauge | None = None
+    ) -> None:
+        self.site = site
+        self.sums: dict[str, Sum | MomentSum] = {}
+        self.gauge = site.move.gauge(site, model) if gauge is None else gauge
+        if natural and not self.gauge.factors:
+            raise MeasurementError(
+                f"norm='natural' is not known for '{site}': its gradient has no moments to compare with. Use another norm, for example "
+                "norm='frobenius'."
+            )
+        self.gauge.natural = natural
+        self._metrics: list[Metric] = []
+        self.shape = self.gauge.shape
+        self._groups = groups
+
+    def add(self, values: Mapping[str, Tensor | Outer], group: int) -> None:
+        """One pass."""
+        _add(self.sums, values, group, self._groups)
+        self.shape = self.gauge.shape
+
+    @property
+    def dead(self) -> float | None:
+        """The share of units that were zero on all the data."""
+        totals = self._totals()
+        return self.gauge.dead(totals) if totals else None
+
+    def settled(self, site: Site) -> Site:
+        """The site as it was measured."""
+        return self.gauge.settled(site, self._totals())
+
+    def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
+        """The squared norm of the mean gradient; ``whole``: the number of samples with the group that is left out."""
+        if norm == NATURAL:
+            return natural_merit(
+                self.gauge.factored(self._totals(without)), samples / (whole or samples), self._metrics
+            )
+        return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
+
+    def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
+        """The summed gradients of all measured weights, and how each acts."""
+        totals = self._totals(without)
+        return self.gauge.gradients(totals, self.shape) if totals else ()
+
+    def _totals(self, without: int | None = None) -> dict[str, Tensor]:
+        return _totals(self.sums, without)
+
+
+class WeightCatch:
+    """The gradient of one existing weight."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, owner: nn.Module, groups: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.owner = owner
+        self.sums: dict[str, Sum | MomentSum] = {}
+        self._groups = groups
+        self._metrics: list[Metric] = []
+        self._use: Use | None = None  # where the weight was met last, for the natural merit
+        self.shape: tuple[int, ...] = ()  # the spatial one of a convolution's input
+
+    @property
+    def geometry(self) -> Geometry:
+        if not isinstance(self.owner, CONVOLUTIONS) or not self.shape:
+            return Geometry()
+        conv = self.owner
+        return Geometry(self.shape, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
+
+    def add(self, gradient: Tensor, group: int) -> None:
+        """The gradient of one pass."""
+        name = "gradient"
+        if self._use is not None:
+            name, gradient = "map0", self._use.matrix(gradient)
+        _add(self.sums, {name: gradient}, group, self._groups)
+
+    def met(self, use: Use, cotangent: Tensor, samples: int, group: int) -> None:
+        """An operation with the weight in a backward pass; its gradient will follow."""
+        self._use = use
+        sums = use.sums(0, None, cotangent, samples)
+        _add(self.sums, sums, group, self._groups)
+
+    @property
+    def factored(self) -> bool:
+        """Whether it has a natural merit: an embedding, or a weight that its module uses in another way than as a map, has none."""
+        return "map0" in self.sums
+
+    def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
+        if norm == NATURAL:
+            return natural_merit(factored(_totals(self.sums, without)), samples / (whole or samples), self._metrics)
+        return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
+
+    def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
+        total = _totals(self.sums, without).get("gradient")
+        return () if total is None else [(total, self.geometry)]
+
+
+def _add(sums: dict[str, Sum | MomentSum], values: Mapping[str, Tensor | Outer], group: int, groups: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, Outer):
+            moment = sums.setdefault(name, MomentSum())
+            assert isinstance(moment, MomentSum)
+            moment.add(value)
+        else:  # gradients without one group of batches are measured by the moments of all
+            held = sums.setdefault(name, Sum(1 if is_moment(name) else groups))
+            assert isinstance(held, Sum)
+            held.add(value, group)
+
+
+def _totals(sums: dict[str, Sum | MomentSum], without: int | None) -> dict[str, Tensor]:
+    totals = {name: each.total(without) for name, each in sums.items()}
+    return {name: total for name, total in totals.items() if total is not None}
+
+
+# ---- Whose backward pass a hook is called in: the one that is measured, or another one that the user's code takes by
+# itself.
+#
+# A loss or a forward method may take a gradient (a gradient penalty, forces, an adversarial example). Its backward
+# pass calls the same hooks, and is not what a merit is made of. Where the loss depends on such a gradient, the
+# gradient of something new is more than one product of an activation and a cotangent: `marked` tells.
+
+
+NOWHERE = -1  # the number of the backward pass in progress where there is none
+
+
+def task() -> int:
+    """The number of the backward pass in progress."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+class Measured:
+    """Only the backward pass that the measurement itself takes counts."""
+
+    supersedes = False
+
+    def __init__(self) -> None:
+        self._own: int | None = None
+
+    @contextmanager
+    def of(self, loss: Tensor) -> Iterator[None]:
+        """The pass that begins at this loss, as long as the context lasts."""
+
+        def begins(cotangent: Tensor) -> None:
+            self._own = task()
+
+        loss.register_hook(begins)
+        try:
+            yield
+        finally:
+            self._own = None
+
+    def counts(self, near: Any, born: int = NOWHERE) -> bool:
+        """Whether the pass in progress does; ``born``: the one in which the forward pass was made once more, as for a checkpoint.
+
+        ``near``: an operation before the one that the hook belongs to, or None.
+        """
+        return self._own is not None and (born != NOWHERE or task() == self._own)
+
+
+class Stepped:
+    """The backward passes of the user's own step: what they add to ``.grad`` is what counts.
+
+    ``torch.autograd.grad`` counts where it is asked for gradients of the model's parameters and nobody calls ``backward()``. If somebody
+    does later, the pass in progress ``supersedes`` what was counted before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.supersedes = model, False
+        self._adds: dict[
+            int, bool | None
+        ] = {}  # by the number of a pass: whether it adds to .grad; None if it asks for nothing of ours
+        self._taken = self._asked = False
+
+    def counts(self, near: Any, born: int = NOWHERE) -> bool:
+        """As in `Measured`."""
+        number = task()
+        if number not in self._adds:
+            self._adds[number] = self._kind(near)
+        # What is computed once more inside of a backward pass, and goes back there, is part of that one.
+        adds = self._adds[number] or (self._adds[number] if born == NOWHERE else self._adds.get(born))
+        if adds and not self._taken:
+            self._taken, self.supersedes = True, self._asked
+        self._asked = self._asked or adds is False
+        return adds or (adds is False and not self._taken)
+
+    def _kind(self, near: Any) -> bool | None:
+        node = near
+        while node is not None and node.next_functions:
+            node = next((before for before, _ in node.next_functions if before is not None), None)
+        found = None if node is None else _asks(node)
+        if found:
+            return True
+        for parameter in self._model.parameters():
+            found = _asks(get_gradient_edge(parameter).node) if parameter.requires_grad else None
+            if found is not None:
+                return found
+        return None
+
+
+def _asks(leaf: Any) -> bool | None:
+    """Of the pass in progress whether it adds to the gradient of a leaf (True), only returns it (False), or does neither."""
+    try:
+        return True if torch._C._will_engine_execute_node(leaf) else None
+    except RuntimeError:  # torch's way to say that the leaf is one of the inputs of autograd.grad
+        return False
+
+
+class Mark:
+    """Tells whether a loss depends on a gradient that somebody took before."""
+
+    def __init__(self) -> None:
+        # To be asked for with the gradients of the loss: otherwise autograd leaves out the way to where nothing else is.
+        self.leaf = torch.zeros((), requires_grad=True, device="cpu")
+
+    def on(self, cotangent: Tensor, met: Callable[[Any], None]) -> Tensor:
+        """The same cotangent of a pass that builds a graph; ``met`` is called, with a node near by, when a later one comes back to it."""
+        marked: Tensor = _Marked.apply(cotangent, self.leaf, met)  # type: ignore[no-untyped-call]
+        return marked
+
+
+class _Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cotangent: Tensor, leaf: Tensor, met: Callable[[Any], None]) -> Tensor:
+        ctx.leaf, ctx.met = leaf, met
+        return cotangent.view_as(cotangent)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        (cotangent,) = cotangents
+        ctx.met(get_gradient_edge(ctx.leaf).node)
+        if torch.is_grad_enabled():  # second derivatives, which a loss may depend on too
+            cotangent = _Marked.apply(cotangent, ctx.leaf, ctx.met)  # type: ignore[no-untyped-call]
+        return cotangent, None, None
+
+
+# ---- Catching what a virtual layer needs, in an ordinary pass of the unmodified model.
+#
+# Identity layers change neither activations nor gradients. So the gradient of a layer that is not there follows from
+# the activation x at its place and the cotangent g that comes back to it: a forward hook catches x, a hook on the
+# tensor itself catches g. (`register_full_backward_hook` would raise where the next module works in place.)
+
+
+class Catch:
+    """All that one measurement catches. Hooks live in `hooked` only, and none survives it, whatever happens inside."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        *,
+        weights: bool,
+        groups: int = 1,
+        natural: bool = False,
+        gauges: Sequence[Gauge] | None = None,
+    ) -> None:
+        self.model = model
+        self.groups = groups
+        self.natural = natural  # the moments of the natural merit are caught too
+        self.sites = (
+            [SiteCatch(site, groups, model, natural) for site in sites]
+            if gauges is None
+            else [SiteCatch(site, groups, model, natural, gauge) for site, gauge in zip(sites, gauges, strict=True)]
+        )
+        # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
+        self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
+        self.group = 0
+        self.keeps_activations = False
+        self.watched: list[Tensor] = []  # activations at the sites in the current pass, if they are kept
+        self.leaves: list[Tensor] = []  # those after frozen layers, made to ask for a gradient
+        self.others = False  # whether tensors that are not parameters ask for a gradient
+        self.caught = 0
+        self.active = False
+        self.around: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # the user's code: autocast, where it is on
+        )
+        self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
+        self.whose: Measured | Stepped = Stepped(model)  # which backward passes count
+        self.mark = Mark()
+        self._refused: dict[str, str] = {}  # sites that a derivative passed which the loss depends on, and in which way
+        # Activations whose gradient has not come back yet, and their versions.
+        self._waiting: dict[int, tuple[Site, Tensor, int]] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[Catch]:
+        handles: list[Any] = []
+        try:
+            for catch in self.sites:
+                catch.gauge.counts, catch.gauge.marked = self.counts, self._marker(catch.site)
+                for index, (point, module) in enumerate(catch.gauge.points):
+                    handles.append(tap(point, module, self._watcher(catch, index, point), raw=catch.gauge.raw))
+                handles += catch.gauge.hooks(self._arrived(catch), self.unscaled)
+            for weight in self.weights:
+                if isinstance(weight.owner, CONVOLUTIONS):
+                    handles.append(weight.owner.register_forward_pre_hook(_shape_for(weight)))
+            if self.natural and self.weights:
+                handles.append(self.model.register_forward_hook(self._watch_weights, with_kwargs=True))
+            self.active = True
+            with ExitStack() as stack:
+                stack.enter_context(eager())
+                # From the end, so that what comes before keeps its number in a list; and after those that take the model as it is.
+                gauges = [catch.gauge for catch in reversed(self.sites)]
+                for gauge in (*(one for one in gauges if not one.enters), *(one for one in gauges if one.enters)):
+                    stack.enter_context(gauge.inside(self.model))
+                yield self
+        except BaseException:
+            # Hooks in a graph hold this object, and what it kept of a pass that ended early would hold the graph.
+            self._waiting.clear()
+            self.leaves.clear()
+            self.watched.clear()
+            raise
+        finally:
+            self.active = False
+            for handle in handles:
+                handle.remove()
+            for catch in self.sites:  # no circles: what was caught is let go of at once
+                catch.gauge.counts, catch.gauge.marked = always, as_it_is
+
+    def _watcher(self, catch: SiteCatch, index: int, point: Point) -> Watch:
+        def watch(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            if is_transformed(value):
+                if is_transformed_from(self.model):
+                    self._refused[str(catch.site)] = "may depend on a derivative by torch.func or forward mode"
+                return value
+            asking, watched = handed_on(value, point)
+            if asking is not value:  # after frozen layers
+                self.leaves.append(asking)
+            self._watch(catch, index, value.detach(), watched, args, kwargs)
+            if self.keeps_activations:
+                # What is overwritten stands for its new value afterwards, and a gradient of that comes from after the point.
+                self.watched.append(asking if point.overwritten else watched)
+            return watched
+
+        return watch
+
+    def _arrived(self, catch: SiteCatch) -> Callable[[Mapping[str, Tensor | Outer]], None]:
+        def add(values: Mapping[str, Tensor | Outer]) -> None:
+            if self.counts():
+                with torch.no_grad():
+                    catch.add(values, self.group)
+                self.caught += 1
+
+        return add
+
+    def counts(self, near: Any = None, born: int = NOWHERE) -> bool:
+        """Whether the backward pass in progress is one that is measured; the arguments are those of `Measured.counts`."""
+        found = self.active and self.whose.counts(near, born)
+        if self.whose.supersedes:
+            self.whose.supersedes = False
+            self._forget()
+        return found
+
+    def _watch_weights(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Have what the natural merits of the existing weights need arrive with the backward pass."""
+        if not torch.is_grad_enabled() or is_transformed():
+            return
+        samples = next((len(tensor) for tensor in tensors((args, kwargs)) if tensor.dim()), 1)
+        catches = {id(weight.parameter): weight for weight in self.weights}
+
+        def arrived(key: int, use: Use, cotangent: Tensor) -> Tensor:
+            if self.counts():
+                with torch.no_grad():
+                    catches[key].met(use, self.unscaled(cotangent.detach()), samples, self.group)
+            return self._marker(catches[key].name)(cotangent)
+
+        nodes = [tensor.grad_fn for tensor in tensors(output)]
+        watch_uses(nodes, {key: weight.parameter for key, weight in catches.items()}, arrived)
+
+    @property
+    def virtual(self) -> list[Tensor]:
+        """Weights that are in the model for the time of the measurement."""
+        return [weight for catch in self.sites for weight in catch.gauge.weights]
+
+    def _watch(
+        self,
+        catch: SiteCatch,
+        index: int,
+        x: Tensor,
+        watched: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        version, key = x._version, id(watched)
+        self._waiting[key] = (catch.site, x, version)
+        born, caught = task(), catch.gauge.catching(index, x)
+        if born != NOWHERE:
+            self.counts()  # while that pass can still be asked what it is for
+        # What is before it, which does not hold the hook: a node that it held would keep itself alive.
+        assert watched.grad_fn is not None
+        near = watched.grad_fn.next_functions[0][0]
+
+        def back(cotangent: Tensor | None) -> None:
+            if cotangent is None:  # a part of a second derivative that is zero
+                self._waiting.pop(key, None)
+                return
+            if not self.counts(near, born):  # or a pass that began inside the context and ends outside
+                return
+            if x._version != version:
+                raise _overwritten(catch.site)
+            self._waiting.pop(key, None)
+            # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                catch.add(caught(x, self.unscaled(cotangent.detach()), args, kwargs), self.group)
+            self.caught += 1
+
+        watched.register_hook(back)
+        # Where a gradient leaves the place of the site.
+        marked = self._marker(catch.site)
+        watched.grad_fn.register_hook(lambda cotangents, _: None if cotangents[0] is None else (marked(cotangents[0]),))
+
+    def _marker(self, place: object) -> Callable[[Tensor], Tensor]:
+        """From a cotangent that passes a place to the same; if a loss turns out to depend on it, the place is refused."""
+
+        def met(near: Any) -> None:
+            if self.counts(near):
+                self._refused[str(place)] = "depends on a gradient that your code takes itself"
+
+        # Only with a graph can somebody differentiate it once more.
+        return lambda cotangent: self.mark.on(cotangent, met) if self.active and torch.is_grad_enabled() else cotangent
+
+    def check_order(self) -> None:
+        """Refuse merits of a loss that depends on a derivative through the sites: they are not products of what was caught."""
+        for site, how in self._refused.items():
+            raise MeasurementError(
+                f"the loss {how} (a gradient penalty, a PINN, forces), and that passes '{site}', so the merit there is not known. Measure "
+                "with a loss without that term, or leave out the sites that it passes."
+            )
+
+    def _forget(self) -> None:
+        """Begin once more: what was caught so far does not count."""
+        self.caught = 0
+        self._refused.clear()
+        for sums in (*(site.sums for site in self.sites), *(weight.sums for weight in self.weights)):
+            sums.clear()
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""
+        scale = self.scale()
+        wide: Tensor = widened(gradient)
+        return wide if scale == 1.0 else wide / scale
+
+    def forget_pass(self) -> None:
+        """Let go of the activations of a pass that is over."""
+        waiting, self._waiting = self._waiting, {}
+        self.leaves.clear()
+        self.watched.clear()
+        for site, x, version in waiting.values():  # written through in place, a view loses its gradient without a word
+            if x._version != version:
+                raise _overwritten(site)
+
+    def add_weight_gradients(self, gradients: Iterable[Tensor | None]) -> None:
+        """Gradients of the existing weights of one batch, in the order of `weights`."""
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            if gradient is not None:
+                weight.add(gradient, self.group)
+
+
+def _overwritten(site: Site) -> MeasurementError:
+    return MeasurementError(
+        f"the activation of '{site}' was overwritten in place before its gradient arrived, which find_sites did not "
+        "see with its example in eval mode. Find the sites with an example like the training data, or leave out inplace=True."
+    )
+
+
+def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:
+    """Weights that train: parameters with at least two dimensions; biases and scales are left out as in the merits."""
+    seen: set[int] = set()  # a tied weight is one weight
+    for path, module in own_modules(model):
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield WeightCatch(name, parameter, module, groups)
+
+
+def _shape_for(weight: WeightCatch) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            axes = weight.parameter.dim() - 2
+            weight.shape = tuple(args[0].shape[-axes:])  # from the end: a single sample may come without its batch
+
+    return hook
+
+
+# ---- One ordinary pass of the unmodified model for a measurement: a batch in, its loss back to everything that is
+# watched.
+
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def backward(
+    model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float
+) -> tuple[int, float]:
+    """One batch: its loss, weighted by its size, back through the model. Returns the size and the loss."""
+    given, target = split(batch, index, model if loss_fn is not None else None)
+    device = device_of(model)
+    if any(tensor.is_meta for tensor in tensors((given, target))):
+        raise MeasurementError(
+            f"batch {index} is on the meta device, where tensors have no values. Give data with values."
+        )
+    given, target = to_device(given, device), to_device(target, device)
+    size = _size(given, batch)
+    catch.whose = own_pass = Measured()  # not those that the loss or the model take themselves
+    # A dict is keyword arguments; a tuple inside a batch is several arguments.
+    with catch.around(), _of_inference(index):
+        output = run(model, given)
+        loss = _loss(output, target, loss_fn, index)
+    virtual = catch.virtual
+    own = {id(weight) for weight in virtual}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in own] if catch.weights else []
+    # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
+    wanted = [*virtual, catch.mark.leaf] + (trained + catch.leaves if catch.weights else list(catch.watched))
+    if catch.weights and loss.grad_fn is not None and (index == 0 or catch.others):
+        # A model or its input may hold tensors that require a gradient and are not parameters. Unless they are asked for too,
+        # autograd leaves out the way to them, and the sites on that way would seem worthless.
+        known = {id(tensor) for tensor in wanted}
+        others = [leaf for leaf in leaves(loss.grad_fn) if id(leaf) not in known]
+        catch.others, wanted = bool(others), wanted + others
+    if len(wanted) == 1 or not loss.requires_grad:
+        raise MeasurementError(
+            f"the loss of batch {index} does not depend on any site: no gradient arrives. Check that loss_fn uses the model's output "
+            "and that nothing detaches it."
+        )
+    try:
+        weighted = loss * (size / (unit or size))
+        with own_pass.of(weighted):
+            gradients = torch.autograd.grad(weighted, wanted, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise MeasurementError(
+            "the model checkpoints activations with use_reentrant=True, which allows gradients only through loss.backward(). Set "
+            "use_reentrant=False, or use Probe around your own step."
+        ) from error
+    catch.check_order()
+    by_parameter = {id(p): g for p, g in zip(wanted, gradients, strict=True)}
+    catch.add_weight_gradients(by_parameter[id(weight.parameter)] for weight in catch.weights)
+    catch.forget_pass()
+    return size, float(loss.detach())
+
+
+@contextmanager
+def _of_inference(index: int) -> Iterator[None]:
+    """What torch says of tensors that were made in inference mode, with the place and the remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "inference tensor" not in str(error).lower():
+            raise
+        raise MeasurementError(
+            f"batch {index} or the model has tensors that were made under torch.inference_mode(), and no gradient passes them. Make them "
+            "outside of it, or give copies: x.clone()."
+        ) from error
+
+
+def split(batch: Any, index: int, model: nn.Module | None) -> tuple[Any, Any]:
+    """What the model is called with, and the target: of a dict those keys that the model takes, and all of it.
+
+    Without a model, where nobody else has a use for the other keys, all of them go to it.
+    """
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        keys = dict(batch)
+        given = taken_by(model, keys) if model is not None else keys
+        if keys and not given:
+            raise MeasurementError(
+                f"batch {index} has the keys {', '.join(map(repr, keys))}, but forward of {type(model).__name__} takes none of them. "
+                "Name the keys like its arguments, or give (input, target) pairs."
+            )
+        return given, batch
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise MeasurementError(
+        f"batch {index} is {describe(batch)}, but batches must yield (input, target) pairs or dicts. To measure on a single batch "
+        "give [(x, y)]."
+    )
+
+
+def _size(given: Any, batch: Any) -> int:
+    for tensor in tensors((given, batch)):
+        if tensor.dim() > 0:
+            if tensor.shape[0] == 0:
+                break
+            return int(tensor.shape[0])
+    raise MeasurementError(
+        f"a batch ({describe(batch)}) contains no samples: its first tensor with a dimension is empty, or there is no such tensor. "
+        "Leave the batch out."
+    )
+
+
+def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:
+    """The mean loss of a batch, checked to be a finite scalar."""
+    loss = scalar_loss(output, target, loss_fn, index)
+    if not torch.isfinite(loss):
+        raise MeasurementError(
+            f"the loss of batch {index} is {loss.item()}: training has diverged or the batch contains bad values, "
+            "so merits would be meaningless. Lower the learning rate or check the data."
+        )
+    return loss
+
+
+def scalar_loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:
+    """The mean loss of a batch, checked to be a scalar. The target goes where the output is: a model may lie on several devices."""
+    made = next(tensors(output), None)
+    target = target if made is None else to_device(target, made.device)
+    loss = loss_fn(output, target) if loss_fn is not None else getattr(output, "loss", None)
+    if loss is None and loss_fn is None:
+        raise MeasurementError(
+            "loss_fn is missing, and the model's output has no .loss. Give loss_fn(output, target) -> mean loss."
+        )
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+        raise MeasurementError(
+            f"the loss of batch {index} has {what}, not a scalar tensor. loss_fn must return the mean over the batch "
+            "(for torch losses reduction='mean')."
+        )
+    if loss.is_complex():
+        raise MeasurementError(
+            f"the loss of batch {index} is a complex number ({loss.dtype}), which cannot be minimised. loss_fn must return a real one, for "
+            "example its .abs()."
+        )
+    return loss

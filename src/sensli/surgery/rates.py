@@ -1,0 +1,362 @@
+"""Learning rates at a growth: a factor for all, or a rate of its own for what is new; schedulers follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from sensli.errors import OptimizerError
+from sensli.modules import checks
+from sensli.surgery.optimizers import Group, Joining, Optimizers, as_list, as_optimizers, called, unwrapped
+
+# ---- A learning-rate factor at an insertion: optimizer and scheduler together, first checked, then applied.
+#
+# The factor scales all that is measured in units of a learning rate: the rates of the groups, the base and peak rates
+# of the schedulers, and their floors (`eta_min`, `min_lr`, and `eps`, the smallest change ReduceLROnPlateau makes).
+# From then on every schedule of torch is the factor times what it would have been; a floor left in place would bend
+# it. What a scheduler of one's own keeps under names that torch does not use is not known here and stays.
+
+
+Schedulers: TypeAlias = LRScheduler | Sequence[LRScheduler] | None
+
+GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three come from OneCycleLR and SWALR
+_SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
+
+
+@dataclass(frozen=True)
+class RateChange:
+    """One rate, where it is kept, before and after: plain data, so that another process can revert it."""
+
+    holder: str  # "optimizer" or "scheduler"
+    index: int  # which of them; schedulers are counted with those nested in them, the outer one first
+    key: str  # a key of the group, or an attribute of the scheduler
+    group: int | None  # None where the scheduler keeps one value for all groups
+    old: float
+    new: float
+
+
+@dataclass(frozen=True)
+class RateScaling:
+    """All learning rates times a factor; values and no references, so it can be stored as JSON and reverted later."""
+
+    factor: float
+    changes: tuple[RateChange, ...] = ()
+
+    def apply(self, optimizers: Optimizers, schedulers: Schedulers = None) -> None:
+        holders = self._holders(optimizers, schedulers)
+        for change in self.changes:
+            _write(holders, change, change.new)
+
+    def revert(self, optimizers: Optimizers, schedulers: Schedulers = None) -> None:
+        """Where a rate still is what `apply` set, the old value to the bit; where a schedule moved it, divided."""
+        holders = self._holders(optimizers, schedulers)
+        # All are read before the first is written: one tensor may be the rate of several groups.
+        now = [_number(_read(holders, change)) for change in self.changes]
+        for change, value in zip(self.changes, now, strict=True):
+            _write(holders, change, change.old if value == change.new else value / self.factor)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor, "changes": [asdict(change) for change in self.changes]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RateScaling:
+        return cls(data["factor"], tuple(RateChange(**change) for change in data["changes"]))
+
+    def _holders(self, optimizers: Optimizers, schedulers: Schedulers) -> Holders:
+        holders: Holders = {"optimizer": as_optimizers(optimizers), "scheduler": as_schedulers(schedulers)}
+        for change in self.changes:
+            try:
+                _read(holders, change)
+            except (AttributeError, IndexError, KeyError, TypeError):
+                raise OptimizerError(
+                    f"{change.key} of {change.holder} {change.index} is missing, but it was scaled by {self.factor} "
+                    "with the other learning rates. Pass the same optimizers and schedulers, in the same order."
+                ) from None
+        return holders
+
+
+Holders: TypeAlias = dict[str, tuple[Any, ...]]
+
+
+def check_factor(factor: float) -> float:
+    """The factor as a number; one that means nothing is refused."""
+    return checks.positive("lr_scale", factor, 0.5, error=OptimizerError)
+
+
+def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: float) -> RateScaling:
+    """Check that the factor reaches every rate, and list what it changes; nothing has changed before `apply`."""
+    factor = check_factor(factor)
+    known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+    driven = check_driven(known, drivers)
+    if factor == 1:
+        return RateScaling(1.0)
+    for optimizer in known:
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        if scheduled and not any(optimizer is each for each in driven):
+            raise OptimizerError(
+                f"the rates of {called(optimizer)} cannot be scaled by {factor} without its scheduler: its groups "
+                "carry initial_lr, so a scheduler drives them, and many recompute each rate from their own base "
+                "rates and would silently drop the factor. Pass scheduler=; if it is no longer used, delete "
+                "initial_lr from the groups."
+            )
+    return RateScaling(float(factor), tuple(_rate_changes(known, drivers, factor)))
+
+
+def check_driven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> list[Optimizer]:
+    """The optimizers that the schedulers drive; raises if they are others than those given."""
+    driven = [unwrapped(scheduler.optimizer) for scheduler in schedulers]
+    for scheduler, optimizer in zip(schedulers, driven, strict=True):
+        if not any(optimizer is each for each in optimizers):
+            raise OptimizerError(
+                f"the {called(scheduler)} drives an optimizer ({called(optimizer)}) other than those given, so it "
+                "could not follow. Pass the optimizer that the scheduler was made for."
+            )
+    return driven
+
+
+def _rate_changes(
+    optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], factor: float
+) -> Iterator[RateChange]:
+    def change(holder: str, index: int, key: str, group: int | None, value: Any) -> Iterator[RateChange]:
+        if value is not None:
+            new = _number(value) * factor
+            if isinstance(value, Tensor):  # what it will hold in its own precision: `revert` compares with that
+                new = _number(torch.tensor(new, dtype=value.dtype, device="cpu"))
+            yield RateChange(holder, index, key, group, _number(value), new)
+
+    for index, optimizer in enumerate(optimizers):
+        for i, group in enumerate(optimizer.param_groups):
+            for key in GROUP_RATES:
+                yield from change("optimizer", index, key, i, group.get(key))
+    for index, scheduler in enumerate(schedulers):
+        for key in (*_SCHEDULER_RATES, *(("eps",) if isinstance(scheduler, ReduceLROnPlateau) else ())):
+            value = getattr(scheduler, key, None)
+            if isinstance(value, list):
+                for i, each in enumerate(value):
+                    yield from change("scheduler", index, key, i, each)
+            else:
+                yield from change("scheduler", index, key, None, value)
+
+
+def as_schedulers(given: Schedulers) -> tuple[LRScheduler, ...]:
+    """One scheduler, several, or none, each followed by those nested in it (SequentialLR, ChainedScheduler)."""
+    flat: list[LRScheduler] = []
+    for each in as_list(given):
+        scheduler = each
+        while not isinstance(scheduler, LRScheduler):
+            if not hasattr(scheduler, "scheduler"):
+                what = "a scheduler of torch.optim.lr_scheduler or a list of them"
+                checks.refuse("scheduler", what, each, OptimizerError)
+            scheduler = scheduler.scheduler
+        flat += [scheduler, *as_schedulers(getattr(scheduler, "_schedulers", None))]
+    return tuple(flat)
+
+
+def _number(value: Any) -> float:
+    # An int stays one, so that what comes back is what was there.
+    return value if type(value) in (int, float) else float(value)
+
+
+def _read(holders: Holders, change: RateChange) -> Any:
+    holder = holders[change.holder][change.index]
+    if change.holder == "optimizer":
+        return holder.param_groups[change.group][change.key]
+    value = getattr(holder, change.key)
+    return value if change.group is None else value[change.group]
+
+
+def _write(holders: Holders, change: RateChange, number: float) -> None:
+    holder, before = holders[change.holder][change.index], _read(holders, change)
+    if change.holder == "optimizer" and isinstance(before, Tensor):
+        with torch.no_grad():
+            before.fill_(number)  # in place: a captured graph reads this very tensor
+        return
+    value = torch.full_like(before, number) if isinstance(before, Tensor) else number
+    if change.holder == "optimizer":
+        holder.param_groups[change.group][change.key] = value
+    elif change.group is None:
+        setattr(holder, change.key, value)
+    else:
+        # A new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
+        values = list(getattr(holder, change.key))
+        values[change.group] = value
+        setattr(holder, change.key, values)
+
+
+# ---- A separate learning rate for a new layer: a new group in the optimizer, and one more entry in everything a scheduler
+# keeps per group.
+#
+# The new group is its neighbour's, with all rates times a factor, so it follows the neighbour's schedule at its own
+# height. A floor that a scheduler keeps once for all groups (`eta_min`) stays the floor of all. First a plan that
+# checks everything, then the change.
+
+
+_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs")  # one per group, in units of a learning rate
+_OTHERS = ("lr_lambdas", "base_momentums", "max_momentums")  # one per group, in other units
+
+
+@dataclass(frozen=True)
+class OwnRate:
+    """The groups that a growth has added, by the number of their optimizer and their own; plain data, so that `undo` can follow."""
+
+    factor: float
+    groups: tuple[tuple[int, int], ...]
+    sources: tuple[int, ...]  # the neighbours' groups that these are like
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> OwnRate:
+        groups = tuple((pair[0], pair[1]) for pair in data["groups"])
+        return cls(data["factor"], groups, tuple(data.get("sources") or (0 for _ in groups)))
+
+    def check(self, optimizers: Optimizers, schedulers: Schedulers, own: list[Any]) -> None:
+        """Raise unless the groups are there and hold nothing but the growth's parameters."""
+        known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+        _refuse_undriven(known, drivers, "its separate group cannot be removed")
+        for number, index in self.groups:
+            groups = known[number].param_groups if number < len(known) else []
+            held = groups[index]["params"] if index < len(groups) else None
+            if held is None or any(all(p is not each for each in own) for p in held):
+                raise OptimizerError(
+                    f"group {index} of optimizer {number} is not the one that the growth added for its own learning rate, or other "
+                    "parameters joined it since. Pass the same optimizers, in the same order, and remove what was added later."
+                )
+
+    def add(self, optimizers: Optimizers, schedulers: Schedulers) -> None:
+        """Add the groups, empty, to rebuilt optimizers, and to their schedulers; where they are already, do nothing."""
+        known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+        for (number, index), source in zip(self.groups, self.sources, strict=True):
+            if number < len(known) and index == len(known[number].param_groups):
+                _add_group(known[number], drivers, source, self.factor)
+
+    def remove(self, optimizers: Optimizers, schedulers: Schedulers) -> None:
+        """Take the groups out again, and the schedulers' entries for them."""
+        known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+        for number, index in reversed(self.groups):
+            keep_groups(known[number], drivers, [i for i in range(len(known[number].param_groups)) if i != index])
+
+
+def keep_groups(optimizer: Optimizer, schedulers: Sequence[LRScheduler], order: Sequence[int]) -> None:
+    """Keep the groups of these numbers, in this order, and the schedulers' entries for them."""
+    groups = optimizer.param_groups
+    for scheduler in schedulers:
+        if unwrapped(scheduler.optimizer) is optimizer:
+            for name in (*_RATES, *_OTHERS):
+                values = getattr(scheduler, name, None)
+                if isinstance(values, list) and len(values) == len(groups):
+                    # A new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
+                    setattr(scheduler, name, [values[index] for index in order])
+    groups[:] = [groups[index] for index in order]  # the same list: a wrapper may hold it too
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRatePlan:
+    """New groups and what they are like; nothing has changed before `apply`."""
+
+    factor: float
+    joining: Joining  # into the groups of the neighbours, as it would be without
+    optimizers: tuple[Optimizer, ...]
+    schedulers: tuple[LRScheduler, ...]
+
+    def apply(self) -> OwnRate:
+        """Add the groups, let the newcomers join them, extend the schedulers."""
+        made: list[tuple[Group, Group]] = []  # the neighbours' group, the new one
+        added: list[tuple[int, int]] = []
+        sources: list[int] = []
+        for _, optimizer, source in self.joining.places:
+            if all(source is not known for known, _ in made):
+                index = next(i for i, group in enumerate(optimizer.param_groups) if group is source)
+                number = next(i for i, each in enumerate(self.optimizers) if each is optimizer)
+                added.append((number, len(optimizer.param_groups)))
+                sources.append(index)
+                made.append((source, _add_group(optimizer, self.schedulers, index, self.factor)))
+        places = tuple(
+            (newcomer, optimizer, next(new for known, new in made if known is source))
+            for newcomer, optimizer, source in self.joining.places
+        )
+        replace(self.joining, places=places).apply()
+        return OwnRate(self.factor, tuple(added), tuple(sources))
+
+
+def check_own_factor(factor: float) -> float:
+    """The factor as a number; one that means nothing is refused."""
+    return checks.positive("own_rate", factor, 0.1, error=OptimizerError)
+
+
+def check_own_rate(optimizers: Optimizers, factor: float) -> float:
+    """The factor as a number; one that means nothing, or that there is no rate for, is refused."""
+    factor = check_own_factor(factor)
+    if not as_optimizers(optimizers):
+        raise OptimizerError("own_rate= needs optimizer=: the rate belongs to the optimizer, and none was given.")
+    return factor
+
+
+def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joining, factor: float) -> OwnRatePlan:
+    """Check that every scheduler can follow a new group."""
+    factor = check_own_rate(optimizers, factor)
+    known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
+    _refuse_undriven(known, drivers, "the new layer cannot have a separate learning rate")
+    for scheduler in drivers:
+        groups = len(unwrapped(scheduler.optimizer).param_groups)
+        for name, value in vars(scheduler).items():
+            ours = type(scheduler).__module__.startswith("torch.")
+            if not ours and isinstance(value, list) and len(value) == groups and name not in (*_RATES, *_OTHERS):
+                raise OptimizerError(
+                    f"{called(scheduler)}.{name} is as long a list as the optimizer has groups ({groups}); if it holds one entry each, "
+                    "a new group would break it, and what the new entry should be is not known here. Leave out own_rate=, so that the new "
+                    "layer joins its neighbour's group, or use a scheduler of torch."
+                )
+    return OwnRatePlan(factor, joining, known, drivers)
+
+
+def _refuse_undriven(optimizers: tuple[Optimizer, ...], schedulers: tuple[LRScheduler, ...], what: str) -> None:
+    driven = [unwrapped(scheduler.optimizer) for scheduler in schedulers]
+    for optimizer in optimizers:
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        if scheduled and all(optimizer is not each for each in driven):
+            raise OptimizerError(
+                f"{what} without the scheduler of {called(optimizer)}: its groups carry initial_lr, so a scheduler drives them, and it "
+                "keeps one entry per group. Pass scheduler=; if it is no longer used, delete initial_lr from the groups."
+            )
+
+
+def _add_group(optimizer: Optimizer, schedulers: tuple[LRScheduler, ...], source: int, factor: float) -> Group:
+    """An empty group like the source, with all rates times a factor, and the schedulers' entries for it."""
+    new = _group_like(optimizer.param_groups[source], factor)
+    for scheduler in schedulers:
+        if unwrapped(scheduler.optimizer) is optimizer:
+            _extend(scheduler, source, factor)
+    optimizer.param_groups.append(new)
+    return new
+
+
+def _group_like(source: Group, factor: float) -> Group:
+    group = {key: value for key, value in source.items() if key not in ("params", "param_names")}
+    for key in GROUP_RATES:
+        if group.get(key) is not None:
+            group[key] = _times(group[key], factor)
+    group["params"] = []
+    if "param_names" in source:
+        group["param_names"] = []
+    return group
+
+
+def _extend(scheduler: LRScheduler, index: int, factor: float) -> None:
+    for name in (*_RATES, *_OTHERS):
+        values = getattr(scheduler, name, None)
+        if isinstance(values, list) and index < len(values):
+            entry = values[index] if name in _OTHERS else _times(values[index], factor)
+            # A new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
+            setattr(scheduler, name, [*values, entry])
+
+
+def _times(rate: Any, factor: float) -> Any:
+    return rate.detach() * factor if isinstance(rate, Tensor) else rate * factor

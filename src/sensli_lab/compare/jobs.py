@@ -1,0 +1,232 @@
+"""A job is one method on one task under one seed with one budget; its record, and the file that keeps it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sensli.text.files import check_writable
+from sensli.text.records import check_types, lenient, strict
+from sensli_lab.compare.methods import Method
+from sensli_lab.compare.task import Task
+from sensli_lab.errors import StoreError
+from sensli_lab.paper.store import Damaged, provenance, read_json, write_json
+
+# ---- A job: one method on one task under one seed with one budget, and the digest of all that decides its numbers.
+
+
+FORMAT = 1  # of the numbers: raised when the same job would give others
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train. ``budget`` is a factor on the task's own."""
+
+    task: Task
+    method: Method
+    seed: int
+    budget: float = 1.0
+
+    def __str__(self) -> str:
+        size = "" if self.budget == 1 else f" x {self.budget:g}"
+        return f"{self.task.name}{size}, {self.method.name}, seed {self.seed}"
+
+    @property
+    def digest(self) -> str:
+        """The same for all seeds."""
+        content = json.dumps({"format": FORMAT, **self.facts()}, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    def facts(self) -> dict[str, Any]:
+        """What decides the numbers, besides the seed and the code: plain data. Looks do not concern a fixed size."""
+        task = self.task
+        grows = {"looks": task.looks, "units": task.units, "looked_at": task.looked_at} if self.method.grows else {}
+        return {
+            "task": task.name,
+            "network": task.outlines[self.method.size],
+            "large": task.outlines["large"],
+            "optimizer": task.recipe,
+            "batch": task.batch,
+            "steps": task.steps,
+            "warmup": task.warmup,
+            "points": task.points,
+            "budget": self.budget,
+            # every strategy was given grow="both" once, whatever it grows: results of then stay valid
+            "options": {**({"grow": "both"} if "strategy" in self.method.options else {}), **self.method.options},
+            **grows,
+            # only where they differ from what all have in common: results of before they existed stay valid
+            **({"schedule": self.method.schedule.facts()} if self.method.schedule is not None else {}),
+            **({"full": True} if self.method.full else {}),
+            **({"trial": self.method.trial} if self.method.trial is not None else {}),
+            **({"waits": True} if self.method.waits else {}),
+            **({"pays": True} if self.method.pays else {}),
+            **({"source": self.method.source} if self.method.source else {}),
+            # new units of ours had other rows once
+            **({"rows": "made for the data"} if self.method.widens else {}),
+        }
+
+    def seconds(self) -> float:
+        """What it takes on one core of a small machine, roughly."""
+        task = self.task
+        batch = task.batch or task.looked_at
+        total = 3 * task.forward_flops["large"] * batch * task.steps * self.budget
+        ratio = task.forward_flops["large"] / task.forward_flops["small"]
+        steps = task.steps * self.budget * task.forward_flops["large"] / task.forward_flops[self.method.size]
+        total, steps = (total * ratio, steps * ratio) if self.method.full else (total, steps)
+        return total / 1.5e10 + steps * 5e-4
+
+
+# ---- The record of one run: a curve over FLOPs, what it grew, what its decisions cost, and how it ended.
+
+
+@dataclass(frozen=True)
+class RunLook:
+    """What one look cost: FLOPs as counted, seconds as timed under the counter, beside FLOPs of a plain pass of its samples.
+
+    Args:
+        flops: All that ran inside.
+        seconds: All that ran inside, by the clock, while it was counted.
+        sweep: FLOPs of a forward and a backward pass of the samples that the look was given, through the network as it was.
+        samples: How many samples these were.
+    """
+
+    flops: float
+    seconds: float
+    sweep: float
+    samples: int
+
+
+@dataclass
+class Run:
+    """One method on one task under one seed. Lists of a curve are equally long; FLOPs are those spent by then."""
+
+    flops: list[float] = field(default_factory=list)
+    train: list[float] = field(default_factory=list)  # mean loss of the steps since the point before
+    validation: list[float] = field(default_factory=list)
+    grown: list[tuple[float, str]] = field(default_factory=list)  # FLOPs, and what grew
+    decisions: float = 0.0  # FLOPs of all looks
+    looks: int = 0
+    costs: list[RunLook] = field(default_factory=list)  # of each look; records of older versions have none
+    uncounted: dict[str, int] = field(default_factory=dict)  # operations of looks that there is no rule for
+    budget: float = 0.0
+    steps: int = 0
+    parameters: int = 0  # at the end
+    forward: int = 0  # FLOPs of one sample, at the end
+    test_loss: float = 0.0
+    test_error: float | None = None
+    seconds: float = 0.0
+    step_seconds: float = 0.0  # of all steps of training, were each of them an ordinary one, without a replay
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = strict(asdict(self))
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Run:
+        """The inverse of `to_dict`; what is not such a record is Damaged."""
+        try:
+            run = cls(**lenient(data))
+            run.grown = [(flops, what) for flops, what in run.grown]
+            run.costs = [RunLook(**data) for data in lenient(data).get("costs", [])]
+            check_types(run, "run")
+            if not len(run.flops) == len(run.train) == len(run.validation):
+                raise ValueError("the curves are not equally long")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise Damaged(str(error)) from None
+        return run
+
+
+# ---- The results folder: `<root>/<task>-<budget>/<method>-<digest>/seed-0000.json`, each file one run with its checksum.
+
+
+class RunStore:
+    """Runs on disk. A run of a changed configuration has another digest, so old and new numbers never mix."""
+
+    def __init__(self, root: Path) -> None:
+        if root.exists() and not root.is_dir():
+            raise StoreError(f"{root} is a file, not a results folder. Choose a folder with --out.")
+        self.root = root
+
+    def check_writable(self) -> None:
+        """Find out before the work, not after it."""
+        check_writable(self.root / "results", StoreError)
+
+    def path(self, job: Job) -> Path:
+        budget = f"x{job.budget:g}"
+        method = job.method.name.replace(":", ".")  # which some systems do not allow in a path
+        return self.root / f"{job.task.name}-{budget}" / f"{method}-{job.digest}" / f"seed-{job.seed:04d}.json"
+
+    def state(self, job: Job) -> Path:
+        """Where an unfinished run keeps what it needs to resume."""
+        return self.path(job).with_name(f"unfinished-{job.seed:04d}.ckpt")
+
+    def load(self, job: Job) -> Run | None:
+        """The run, or None if it is not stored or its file is damaged: then it is computed again."""
+        try:
+            content = read_json(self.path(job))
+            return Run.from_dict(content["run"])
+        except (Damaged, KeyError):
+            return None
+
+    def save(self, job: Job, run: Run) -> None:
+        content = {"job": {**job.facts(), "method": job.method.name, "seed": job.seed}, "run": run.to_dict()}
+        write_json(self.path(job), {**content, **provenance()})
+        self.state(job).unlink(missing_ok=True)
+
+    def missing(self, jobs: Iterable[Job]) -> list[Job]:
+        return [job for job in jobs if self.load(job) is None]
+
+
+# ---- The size of a comparison: seeds, FLOPs and methods of each task, as asked for one by one or under one name.
+
+
+DEFAULT = ("fixed", "sensli", "control")  # methods; so many seeds and FLOPs are in `Size`
+_COMMON = (*DEFAULT, "rival")  # all under the common schedule that spend what the others spend
+
+
+@dataclass(frozen=True)
+class CompareSize:
+    """How much of one task is computed.
+
+    Args:
+        seeds: Seeds 0 to this minus 1.
+        budgets: Factors on the FLOPs of the task.
+        methods: Names or kinds.
+    """
+
+    seeds: int = 5
+    budgets: tuple[float, ...] = (1.0,)
+    methods: tuple[str, ...] = DEFAULT
+
+
+_SMALL, _LARGE = CompareSize(10, methods=(*_COMMON, "own")), CompareSize(1, (0.25,), _COMMON)
+PRESETS = {
+    "laptop": {
+        "teacher": _SMALL,
+        "spirals": _SMALL,
+        "fashion": CompareSize(3, methods=_COMMON),
+        "vgg": _LARGE,
+        "resnet": _LARGE,
+        "text": _LARGE,
+    }
+}
+
+
+def size_of(
+    task: str,
+    preset: str | None = None,
+    seeds: int | None = None,
+    budgets: Sequence[float] | None = None,
+    methods: Sequence[str] | None = None,
+) -> CompareSize:
+    """What a preset says of a task, or what holds without one; what is asked for expressly comes first."""
+    found = PRESETS[preset][task] if preset is not None else CompareSize()
+    return CompareSize(
+        found.seeds if seeds is None else seeds,
+        found.budgets if budgets is None else tuple(sorted(set(budgets))),
+        found.methods if methods is None else tuple(methods),
+    )

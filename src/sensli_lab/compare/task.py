@@ -1,0 +1,87 @@
+"""A task: data, a loss, networks of several sizes, and the schedule that all methods follow, stated in shares of the FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sensli.modules.flops import count_flops
+from sensli_lab.paper.settings import run_seed
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TaskPart:
+    """Samples: inputs and targets, the samples first."""
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """What is trained on, what decisions may look at, and what is looked at once, at the end."""
+
+    train: TaskPart
+    validation: TaskPart
+    test: TaskPart
+
+
+@dataclass(frozen=True)
+class Task:
+    """One comparison. ``sizes`` are networks by name, ``small`` first, which every growth begins with, and ``large`` last."""
+
+    name: str
+    title: str
+    sizes: Mapping[str, Callable[[], nn.Module]]
+    load: Callable[[Path | None, int], TaskData]  # the user's data folder, and the seed of the run
+    example: tuple[tuple[int, ...], torch.dtype]  # of one sample
+    loss: Loss
+    optimizer: Callable[..., torch.optim.Optimizer]  # of the parameters
+    recipe: str  # the optimizer in words, which also tells results of another one apart
+    batch: int | None  # None: all samples at once
+    steps: int  # of the large network: the budget is what these cost
+    looks: tuple[float, ...]  # shares of the budget
+    units: int | float  # of a layer that is widened
+    looked_at: int  # training samples that a look is given
+    counts_errors: bool = True
+    warmup: float = 0.0  # share of the budget
+    points: int = 60  # of a curve
+
+    def network(self, size: str, seed: int) -> nn.Module:
+        """The network of this size as it starts under a seed; the global random state is left alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(run_seed(seed, 0, "weights"))
+            return self.sizes[size]()
+
+    def sample(self, count: int = 1) -> Tensor:
+        """An example of the input."""
+        shape, kind = self.example
+        return torch.zeros(count, *shape, dtype=kind, device="cpu")
+
+    @cached_property
+    def outlines(self) -> dict[str, str]:
+        """The networks by size as they print: their layers and shapes."""
+        return {size: str(self.network(size, 0)) for size in self.sizes}
+
+    @cached_property
+    def forward_flops(self) -> dict[str, int]:
+        """FLOPs of a forward pass of one sample through the network of each size."""
+        return {size: int(count_flops(self.network(size, 0), self.sample())) for size in self.sizes}
+
+    def rate(self, share: float) -> float:
+        """The factor of the learning rate after this share of the FLOPs: constant to the half, then linear to 0."""
+        return min(self.warmed(share), max(2.0 * (1.0 - share), 0.0))
+
+    def warmed(self, share: float) -> float:
+        """The factor of the warm-up, 1 after it."""
+        return max(share / self.warmup, 0.02) if share < self.warmup else 1.0

@@ -1,0 +1,1 @@
+"""The tasks, one small file each; what is known of a task without its data is in its file."""

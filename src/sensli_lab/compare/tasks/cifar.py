@@ -1,0 +1,100 @@
+"""A part of CIFAR-10 with a VGG-like and a ResNet-20-like network: 20,000 images to train on, 2,000 to decide by, 4,000 to test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from sensli_lab.compare.task import Task, TaskData
+from sensli_lab.compare.tasks.networks import images
+
+PIXELS, CLASSES = 32, 10
+
+
+def vgg(channels: int, repeats: int) -> nn.Module:
+    """Three stages of 3 x 3 convolutions with ReLU, twice the channels in each, halved by pooling."""
+    layers: list[nn.Module] = []
+    before = 3
+    for stage in range(3):
+        for _ in range(repeats):
+            layers += [nn.Conv2d(before, channels << stage, 3, padding=1), nn.ReLU()]
+            before = channels << stage
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(before * (PIXELS // 8) ** 2, CLASSES))
+
+
+class ImageBlock(nn.Module):
+    """Two convolutions with BatchNorm, and the skip, which a 1 x 1 convolution carries where the shape changes."""
+
+    def __init__(self, before: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, channels, 3, stride, 1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels),
+        )  # fmt: skip
+        same = stride == 1 and before == channels
+        self.skip = nn.Identity() if same else nn.Conv2d(before, channels, 1, stride, bias=False)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.relu(self.skip(x) + self.body(x))
+        return y
+
+
+def resnet(channels: int, blocks: int) -> nn.Module:
+    """Three stages of blocks; with 16 channels and 3 blocks it is ResNet-20."""
+    first = [nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+    stages = [
+        nn.Sequential(
+            ImageBlock(channels << max(stage - 1, 0), channels << stage, 2 if stage else 1),
+            *(ImageBlock(channels << stage, channels << stage, 1) for _ in range(blocks - 1)),
+        )
+        for stage in range(3)
+    ]
+    return nn.Sequential(*first, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels * 4, CLASSES))
+
+
+def load(folder: Path | None, seed: int) -> TaskData:
+    return images("cifar10", folder, 20_000, 2_000, 4_000)
+
+
+VGG = Task(
+    name="vgg",
+    title="CIFAR-10, 20,000 images, VGG-like networks",
+    sizes={
+        "small": partial(vgg, 8, 1),
+        "middle": partial(vgg, 16, 1),
+        "deep": partial(vgg, 8, 3),
+        "wide": partial(vgg, 24, 1),
+        "large": partial(vgg, 16, 2),
+    },
+    load=load,
+    example=((3, PIXELS, PIXELS), torch.float32),
+    loss=cross_entropy,
+    optimizer=partial(torch.optim.Adam, lr=1e-3),
+    recipe="Adam 0.001",
+    batch=64,
+    steps=250,
+    looks=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4),
+    units=0.5,
+    looked_at=256,
+    points=25,
+)
+
+RESNET = replace(
+    VGG,
+    name="resnet",
+    title="CIFAR-10, 20,000 images, ResNets like ResNet-20",
+    sizes={
+        "small": partial(resnet, 8, 1),
+        "middle": partial(resnet, 12, 1),
+        "deep": partial(resnet, 8, 3),
+        "wide": partial(resnet, 16, 1),
+        "large": partial(resnet, 16, 2),
+    },
+)

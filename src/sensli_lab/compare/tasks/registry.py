@@ -1,0 +1,21 @@
+"""The tasks, one small file each; what is known of a task without its data is in its file."""
+
+from __future__ import annotations
+
+from sensli_lab.compare.task import Task
+from sensli_lab.compare.tasks.cifar import RESNET, VGG
+from sensli_lab.compare.tasks.fashion import FASHION
+from sensli_lab.compare.tasks.spirals import SPIRALS
+from sensli_lab.compare.tasks.teacher import TEACHER
+from sensli_lab.compare.tasks.text import TEXT
+from sensli_lab.errors import BadComparison
+from sensli_lab.paper.settings import unknown
+
+TASKS: dict[str, Task] = {task.name: task for task in (TEACHER, SPIRALS, FASHION, VGG, RESNET, TEXT)}
+
+
+def find(name: str) -> Task:
+    """A task by its name."""
+    if name not in TASKS:
+        raise BadComparison(f"TASK: {unknown('task', name, [*TASKS, 'all'])}")
+    return TASKS[name]

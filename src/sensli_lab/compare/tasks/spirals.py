@@ -1,0 +1,54 @@
+"""The paper's two spirals, with its network of 5 units a layer: 360 points to train on, 120 to decide by, 120 to test."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from sensli_lab.compare.task import Task, TaskData, TaskPart
+from sensli_lab.compare.tasks.networks import plain
+from sensli_lab.paper import datasets
+
+TRAIN, HELD = 360, 120
+
+
+def network(units: int, layers: int) -> nn.Module:
+    """A plain network on the two coordinates."""
+    return plain(datasets.FEATURES, units, layers, datasets.CLASSES)
+
+
+def load(folder: Path | None, seed: int) -> TaskData:
+    """The same points and the same split for all seeds."""
+    split = datasets.split_spirals(train=TRAIN)
+    return TaskData(
+        TaskPart(split.train_x, split.train_y),
+        TaskPart(split.test_x[:HELD], split.test_y[:HELD]),
+        TaskPart(split.test_x[HELD:], split.test_y[HELD:]),
+    )
+
+
+SPIRALS = Task(
+    name="spirals",
+    title="two spirals, ReLU networks of 5 units a layer",
+    sizes={
+        "small": partial(network, 5, 2),
+        "middle": partial(network, 6, 3),
+        "deep": partial(network, 5, 9),
+        "wide": partial(network, 13, 2),
+        "large": partial(network, 8, 4),
+    },
+    load=load,
+    example=((datasets.FEATURES,), torch.float32),
+    loss=cross_entropy,
+    optimizer=partial(torch.optim.Adam, lr=0.01),
+    recipe="Adam 0.01",
+    batch=None,
+    steps=600,
+    looks=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4),
+    units=2,
+    looked_at=TRAIN,
+)

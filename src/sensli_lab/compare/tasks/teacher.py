@@ -1,0 +1,61 @@
+"""GradMax's student and teacher: a network of one hidden layer learns from another one that has twice as many units.
+
+The teacher is 10-10-10 without biases, its weights uniform in [-1, 1]; the student begins with 5 units. Growth by one unit at a time. The
+publication's student has no biases either, and a ReLU with the slope 1 at 0. torch's has the slope 0 there, so GradMax, whose rows begin at
+zero, needs a bias of a rounding error: students have biases, for all methods.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from sensli_lab.compare.task import Task, TaskData, TaskPart
+from sensli_lab.compare.tasks.networks import plain
+from sensli_lab.paper.settings import generator
+
+FEATURES, HIDDEN, SAMPLES = 10, 10, 1000
+
+
+def student(units: int, layers: int = 1) -> nn.Module:
+    """A plain network on the inputs."""
+    return plain(FEATURES, units, layers, FEATURES)
+
+
+def load(folder: Path | None, seed: int) -> TaskData:
+    """Inputs of the normal distribution, and what the teacher of this seed makes of them."""
+    source = generator(seed, 0, "teacher")
+    first, last = (2 * torch.rand(FEATURES, HIDDEN, generator=source, device=source.device) - 1 for _ in range(2))
+
+    def part() -> TaskPart:
+        x = torch.randn(SAMPLES, FEATURES, generator=source, device=source.device)
+        return TaskPart(x, (x @ first).relu() @ last)
+
+    return TaskData(part(), part(), part())
+
+
+TEACHER = Task(
+    name="teacher",
+    title="student and teacher, 10 inputs, 10 outputs",
+    sizes={
+        "small": partial(student, 5),
+        "middle": partial(student, 7),
+        "deep": partial(student, 5, 3),
+        "large": partial(student, 10),
+    },
+    load=load,
+    example=((FEATURES,), torch.float32),
+    loss=mse_loss,
+    optimizer=partial(torch.optim.SGD, lr=0.1),
+    recipe="SGD 0.1",
+    batch=None,
+    steps=1500,
+    looks=(0.1, 0.2, 0.3, 0.4, 0.5),
+    units=1,
+    looked_at=SAMPLES,
+    counts_errors=False,
+)

@@ -1,0 +1,67 @@
+"""Controls: SensLI's own sites and starts with one of its choices left to chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from sensli.growing.looking import Sensli
+from sensli.growing.options import Options
+from sensli.growing.triggers import Moment
+from sensli.merits.catching import LossFunction
+from sensli.merits.merits import Merit, Merits
+from sensli.moves.sites import Site, Sites
+from sensli.text.commands import UNMEASURED
+from sensli_lab.methods.pairs import Rival
+
+# ---- A control: SensLI's own sites and starts, at a random one of them. What is measured decides whether to grow, not
+# where.
+#
+# It is `Grower(select="random")` under a name. The function is kept.
+
+
+class RandomPlace(Sensli):
+    """Chooses among the sites by lot."""
+
+    takes: ClassVar[frozenset[str]] = Sensli.takes - {"select"}
+
+    @classmethod
+    def made(cls, options: Options) -> Sensli:
+        return cls(replace(options, strategy="sensli", select="random"))
+
+
+# ---- A control: the place that SensLI chooses, and new units with random rows instead of those that were measured.
+
+
+class RandomStart(Sensli):
+    """Chooses by the merits of the best rows, and hands over the sites as they were before the measurement, whose rows are random."""
+
+    takes: ClassVar[frozenset[str]] = Sensli.takes - {"start"}
+
+    def score(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        return super().score(model, sites, batches, loss_fn).with_sites(sites)
+
+
+# ---- A control: a random width, with random rows and zero columns. The function is kept.
+
+
+class RandomUnits(Rival):
+    """Measures nothing."""
+
+    def propose(self, model: nn.Module, example: Any) -> Sites:
+        return self._search.sites(model, example)
+
+    def score(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
+
+    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+        drawn = torch.randperm(len(merits), generator=self.generator, device=self.generator.device).tolist()
+        return [merits[index].site for index in drawn]

@@ -1,0 +1,407 @@
+"""What the methods of other papers look at: of every width that one layer makes and one layer reads, the input of the one, the input
+and the cotangent of the other.
+
+All statistics are means over samples (and positions, where a layer has them), in float64. Kernels, strides and borders of convolutions
+are exact, since inputs are unfolded; pooling on the way is taken for a mean, and what else is on the way for the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sensli.errors import MeasurementError, ZeroMerits
+from sensli.growing.looking import RememberedSites
+from sensli.growing.strategy import Strategy, read_generator, save_generator
+from sensli.growing.triggers import Moment
+from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.merits.measuring import EMPTY
+from sensli.merits.merits import Merit, Merits
+from sensli.modules import checks
+from sensli.modules.running import device_of, first_tensor, run, to_device, untouched
+from sensli.modules.wrappers import bare
+from sensli.moves.finding import check_units
+from sensli.moves.roles import column_gradient, unfolded, unfolds
+from sensli.moves.sites import Site, Sites, Skipped
+from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, laid_out
+from sensli_lab.methods.searching import by_one
+
+if TYPE_CHECKING:
+    from sensli.growing.options import Options
+
+# ---- Second moments of features, and what the methods of other papers do with them.
+
+
+SMALLEST = 1e-6  # of the largest eigenvalue of a second moment: what is below is not a direction of the data
+
+
+def moment(x: Tensor) -> Tensor:
+    """The second moment of features: [samples, features] to [features, features]."""
+    return x.T @ x / len(x)
+
+
+def inverse_root(matrix: Tensor) -> Tensor:
+    """The inverse square root of a second moment, on the directions that the data have."""
+    return _by_eigenvalues(matrix, -0.5)
+
+
+def pseudo_inverse(matrix: Tensor) -> Tensor:
+    """The inverse of a second moment, on the directions that the data have."""
+    return _by_eigenvalues(matrix, -1.0)
+
+
+def mean_norm(vectors: Tensor) -> float:
+    """The mean length of rows or columns; 1 if all are zero."""
+    return float(vectors.norm(dim=1).mean()) or 1.0
+
+
+def _by_eigenvalues(matrix: Tensor, power: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    kept = values > SMALLEST * values.max().clamp_min(1e-300)
+    scaled = torch.where(kept, values.clamp_min(1e-300) ** power, values.new_zeros(()))
+    found: Tensor = (vectors * scaled) @ vectors.T
+    return found
+
+
+@dataclass
+class Pair:
+    """One layer that makes units and one that reads them, with what passed through them."""
+
+    site: Site
+    width: Width  # bound to its modules
+    maker: nn.Module
+    reader: nn.Module
+    column: Axis  # of the reader
+    inputs: list[Tensor] = field(default_factory=list)  # of the maker, one for each batch
+    reads: list[Tensor] = field(default_factory=list)  # inputs of the reader
+    cotangents: list[Tensor] = field(
+        default_factory=list
+    )  # of the reader's output: the gradient of each sample's own loss
+
+    @property
+    def meets(self) -> bool:
+        """Whether a reader of tokens has as many of them as the layer that makes its units, or their mean: others cannot be told apart."""
+        if not isinstance(self.maker, nn.Linear) or self.inputs[0].dim() > self.reads[0].dim():
+            return True
+        return all(x.shape[:-1] == read.shape[:-1] for x, read in zip(self.inputs, self.reads, strict=True))
+
+    # --- statistics ---
+
+    @cached_property
+    def h(self) -> Tensor:
+        """What the weights of a unit are multiplied with, a one for its bias last: [samples and positions, weights of a unit]."""
+        return torch.cat([features(self.maker, unfolded(self.maker, x)) for x in self.inputs])
+
+    @cached_property
+    def a(self) -> Tensor:
+        """What the reader's weights are multiplied with: [samples and positions, weights of one of its outputs]."""
+        return torch.cat([features(self.reader, unfolded(self.reader, x)) for x in self.reads])
+
+    @cached_property
+    def g(self) -> Tensor:
+        """Cotangents of the reader's output: [samples and positions, its outputs]."""
+        return torch.cat([features(self.reader, x) for x in self.cotangents])
+
+    @cached_property
+    def samples(self) -> int:
+        return sum(len(x) for x in self.inputs)
+
+    @cached_property
+    def explained(self) -> Tensor:
+        """R = A^+ G of the reader: its own least-squares step is -R."""
+        return pseudo_inverse(moment(self.a)) @ (self.a.T @ self.g) / len(self.a)
+
+    def bypass(self, *, residual: bool = False) -> Tensor:
+        """The gradient of a bypass from the maker's input to the reader's output: [weights of a unit, its columns].
+
+        ``residual``: of the part of the cotangents that the reader's own weights cannot serve.
+        """
+        left = self.g - self.a @ self.explained if residual else self.g
+        total, begin = torch.zeros((), dtype=torch.float64, device="cpu"), 0
+        for x, read, cotangent in zip(self.inputs, self.reads, self.cotangents, strict=True):
+            rows = cotangent.numel() // left.shape[1]
+            own = _unfeatured(self.reader, left[begin : begin + rows], cotangent)
+            begin += rows
+            moved = _carried(unfolded(self.maker, x), read, self.column, tokens=isinstance(self.maker, nn.Linear))
+            total = total + by_unit(column_gradient(self.reader, moved, own).flatten(1), self.column)
+        return total / self.samples
+
+    @cached_property
+    def activations(self) -> Tensor:
+        """The units as they are read: [samples and positions, units]."""
+        axis, units = self.column, self.width.units
+        length = axis.outer * units * axis.inner
+        parts = []
+        for read in self.reads:
+            x = read if isinstance(self.reader, nn.Linear) else read.movedim(1, -1)
+            own = x.narrow(-1, axis.start, length).unflatten(-1, (axis.outer, units, axis.inner))
+            parts.append(own.movedim(-2, -1).reshape(-1, units))
+        return torch.cat(parts)
+
+    def by_output(self, bypass: Tensor) -> Tensor:
+        """The columns of a bypass as [weights of a unit, positions, outputs of the reader]."""
+        outputs = self.g.shape[1]
+        if isinstance(self.reader, nn.Linear):
+            found: Tensor = bypass.unflatten(1, (-1, outputs))
+        else:
+            found = bypass.unflatten(1, (outputs, -1)).transpose(1, 2)
+        return found
+
+    # --- starts ---
+
+    def rows(self, vectors: Tensor) -> list[Tensor | None]:
+        """[units, weights of a unit] as entries of the maker: the weight, and the bias if there is one."""
+        found: list[Tensor | None] = []
+        for axis in self.width.axes:
+            like = existing(self.width, axis)
+            if axis.fill != "row":
+                found.append(None)
+            elif axis.name == "bias":
+                found.append(vectors[:, -1].to(like))
+            else:
+                weights = vectors[:, : like[0].numel()]
+                found.append(weights.reshape(len(vectors), *like.shape[1:]).to(like))
+        return found
+
+    def start(self, rows: Tensor, columns: Tensor | None = None) -> Site:
+        """The site with these rows, and these columns [units, columns of one] or zero ones."""
+        values = self.rows(rows)
+        if columns is not None:
+            index = self.width.axes.index(self.column)
+            like = existing(self.width, self.column)
+            values[index] = laid_out(columns.to(like), self.column, like)
+        move = self.site.move
+        assert isinstance(move, Width)
+        return replace(self.site, move=replace(move, more=len(rows), _entries=Entries(tuple(values))))
+
+    @property
+    def existing_rows(self) -> Tensor:
+        """[units, weights of one], with the bias last where there is one."""
+        parts = [existing(self.width, axis).flatten(1) if axis.name != "bias" else existing(self.width, axis)[:, None]
+                 for axis in self.width.axes if axis.fill == "row"]  # fmt: skip
+        return torch.cat(parts, 1).cpu().double()
+
+    @property
+    def existing_columns(self) -> Tensor:
+        """[units, columns of one]."""
+        own = existing(self.width, self.column)
+        return by_unit(own.movedim(self.column.dim, 0).flatten(1), self.column).cpu().double()
+
+
+def pair_of(site: Site, model: nn.Module) -> Pair | str:
+    """The pair of a site, or why it has none."""
+    width = site.move
+    if not isinstance(width, Width):
+        return "it is not a width"
+    width = width.on(model)
+    makers = {axis.module.path for axis in width.axes if axis.fill == "row"}
+    columns = [axis for axis in width.axes if axis.fill == "column"]
+    if len(makers) != 1 or len(columns) != 1 or width.heads or width.blocks:
+        return "it takes units that one layer makes and one layer reads"
+    maker, reader = (_module(width, fill) for fill in ("row", "column"))
+    known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    if not isinstance(maker, known) or not isinstance(reader, known) or not unfolds(maker) or not unfolds(reader):
+        return f"it does not know {type(maker).__name__} -> {type(reader).__name__}"
+    side = round(columns[0].inner ** 0.5)
+    if isinstance(reader, nn.Linear) and isinstance(maker, nn.Conv2d) and side * side != columns[0].inner:
+        return "the image that is flattened is not a square"
+    return Pair(site, width, maker, reader, columns[0])
+
+
+def pairs_of(network: nn.Module, sites: Iterable[Site]) -> list[Pair]:
+    """The pairs of the sites that have one, with nothing that passed through them yet."""
+    return [pair for site in sites if isinstance(pair := pair_of(site, network), Pair)]
+
+
+def look(
+    model: nn.Module,
+    sites: Iterable[Site],
+    batches: Iterable[Any],
+    loss_fn: LossFunction | None,
+    most: int | None = None,
+) -> list[Pair]:
+    """One ordinary pass over the batches, at most ``most`` of them: the pairs of the sites with all that passed through them."""
+    network = bare(model)
+    pairs = pairs_of(network, sites)
+    with ExitStack() as hooks, untouched(network), torch.inference_mode(False), torch.enable_grad():
+        for pair in pairs:
+            for handle in _watched(pair):
+                hooks.callback(handle.remove)
+        count = 0
+        for index, batch in enumerate(batches):
+            if most is not None and index >= most:
+                break
+            given, target = split(batch, index, network if loss_fn is not None else None)
+            device = device_of(network)
+            output = run(network, to_device(given, device))
+            loss = scalar_loss(output, to_device(target, device), loss_fn, index)
+            asked = [pair.cotangents[-1] for pair in pairs]  # outputs, until their gradients are here
+            gradients = torch.autograd.grad(loss, asked, allow_unused=True)
+            for pair, own, gradient in zip(pairs, asked, gradients, strict=True):
+                found = torch.zeros_like(own) if gradient is None else gradient
+                pair.cotangents[-1] = found.detach().cpu().double() * len(pair.inputs[-1])
+            count += 1
+    if not count:
+        raise MeasurementError(EMPTY)
+    return [pair for pair in pairs if pair.meets]
+
+
+def _module(width: Width, fill: str) -> nn.Module:
+    return next(axis.module.find_module() for axis in width.axes if axis.fill == fill)
+
+
+def _watched(pair: Pair) -> Iterator[Any]:
+    def before_maker(module: nn.Module, args: Any) -> None:
+        pair.inputs.append(_plain(args[0]))
+
+    def after_reader(module: nn.Module, args: Any, output: Any) -> Tensor:
+        pair.reads.append(_plain(args[0]))
+        kept = first_tensor(output)
+        assert kept is not None
+        kept = kept.clone()  # what comes next may overwrite it
+        pair.cotangents.append(kept)
+        return kept
+
+    yield pair.maker.register_forward_pre_hook(before_maker)
+    yield pair.reader.register_forward_hook(after_reader)
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.detach().cpu().double()
+
+
+def features(module: nn.Module, x: Tensor) -> Tensor:
+    """Features last, everything else first: [n, features]."""
+    return (x.movedim(1, -1) if not isinstance(module, nn.Linear) else x).reshape(-1, _width_of(module, x))
+
+
+def _unfeatured(module: nn.Module, flat: Tensor, like: Tensor) -> Tensor:
+    if isinstance(module, nn.Linear):
+        return flat.reshape(like.shape)
+    return flat.reshape(like.shape[0], *like.shape[2:], like.shape[1]).movedim(-1, 1)
+
+
+def _width_of(module: nn.Module, x: Tensor) -> int:
+    return x.shape[-1] if isinstance(module, nn.Linear) else x.shape[1]
+
+
+def _carried(x: Tensor, read: Tensor, column: Axis, *, tokens: bool) -> Tensor:
+    """What the maker is given as the reader would get it: a map is pooled by the mean, and flattened where the units are.
+
+    ``tokens``: of a linear layer, whose features come last; the reader has as many of them, or fewer dimensions for their mean.
+    """
+    if tokens:
+        return x.mean(tuple(range(1, 1 + x.dim() - read.dim()))) if x.dim() > read.dim() else x
+    if x.dim() == 2 or x.shape[2:] == read.shape[2:]:
+        return x
+    dims = x.dim() - 2
+    flat = read.dim() != x.dim()
+    size = (round(math.pow(column.inner, 1 / dims)),) * dims if flat else tuple(read.shape[2:])
+    pool: Any = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}[dims]
+    pooled: Tensor = pool(x, size)
+    return pooled.flatten(1) if flat else pooled
+
+
+def order(values: Sequence[float]) -> list[int]:
+    """Indices, the largest value first; of equal ones the first."""
+    return sorted(range(len(values)), key=lambda index: (-values[index], index))
+
+
+# ---- What the widening methods of other papers have in common: widths of one maker and one reader, scored by what passes
+# through them.
+
+
+class Rival(Strategy):
+    """A method that adds units: `start` says how they begin at one width, and what that is worth by the method's own score.
+
+    Args:
+        units: How many units a layer gets at once, as in `find_sites`.
+        where: Which sites to consider, as in `find_sites`.
+        seed: The random seed.
+    """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"units", "where"})
+    grows: ClassVar[tuple[str, ...]] = ("units",)
+    shares: ClassVar[bool] = False
+    start_of_sites: ClassVar[str] = "random"
+    keeps: ClassVar[bool] = True  # the function
+    batches: ClassVar[int | None] = None  # how many it looks at; None: all
+    in_turn: ClassVar[bool] = False  # takes one width after the other, whatever they are worth
+
+    def __init__(self, *, units: int | float = 0.25, where: Any = None, seed: int = 0) -> None:
+        units = check_units(units)
+        seed = checks.whole("seed", seed, 0, least=0, below=2**64)
+        self._search = RememberedSites(layer="auto", where=where, grow="units", units=units, start=self.start_of_sites)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.turn = 0
+
+    @classmethod
+    def made(cls, options: Options) -> Strategy:
+        return cls(units=options.units, where=options.where, seed=options.seed)
+
+    def propose(self, model: nn.Module, example: Any) -> Sites:
+        found = self._search.sites(model, example)
+        reasons = {site: pair_of(site, bare(model)) for site in found}
+        kept = [site for site, pair in reasons.items() if isinstance(pair, Pair)]
+        name = type(self).__name__
+        left = [
+            Skipped(site.path, f"{name} leaves it out: {why}") for site, why in reasons.items() if isinstance(why, str)
+        ]
+        return Sites(kept, [*found.skipped, *left], model_name=type(bare(model)).__name__)
+
+    def score(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        return by_one(self.score_alone, self, model, sites, batches, loss_fn)
+
+    def score_alone(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        """As `score`, in one process."""
+        batches = list(batches)
+        pairs = look(model, sites, batches, loss_fn, self.batches)
+        started = [self.start(pair, self._trying(model, batches, loss_fn)) for pair in pairs]
+        merits = [Merit(site, float(value)) for site, value in started]
+        used = len(pairs[0].inputs) if pairs else 0
+        if not any(merit.value > 0 for merit in merits):
+            raise ZeroMerits(f"{type(self).__name__} finds that no more units would help.")
+        return Merits(merits, norm=type(self).__name__, batches=used, samples=pairs[0].samples)
+
+    def start(self, pair: Pair, try_out: Callable[[Site], float]) -> tuple[Site, float]:
+        """The site with what its units begin with, and its score. ``try_out`` tells the mean loss of a copy that grew there."""
+        raise NotImplementedError
+
+    def keeps_function(self) -> bool:
+        return self.keeps
+
+    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+        worth = [merit for merit in merits if merit.value > 0]
+        if self.in_turn:
+            first = self.turn % len(worth)
+            self.turn += 1
+            return [merit.site for merit in (*worth[first:], *worth[:first])]
+        return [worth[index].site for index in order([merit.value for merit in worth])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turn": self.turn, "rival_generator": save_generator(self.generator)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        turn = state["turn"]
+        if type(turn) is not int or turn < 0:
+            raise ValueError(f"turn is {turn!r}")
+        self.generator.set_state(read_generator(state["rival_generator"]))
+        self.turn = turn
+
+    @staticmethod
+    def _trying(model: nn.Module, batches: Sequence[Any], loss_fn: LossFunction | None) -> Callable[[Site], float]:
+        from sensli_lab.methods.searching import loss_after
+
+        return lambda site: loss_after(bare(model), site, batches, loss_fn)

@@ -1,0 +1,236 @@
+"""The report: the claims one by one with verdicts, then every experiment with its tables and figures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sensli.text.files import write_bytes
+from sensli.text.records import dumps as strict_json
+from sensli_lab.errors import NoResults, StoreError
+from sensli_lab.paper import claims, figures, planning, statistics, tables
+from sensli_lab.paper.claims import Claim, Question
+from sensli_lab.paper.engine import engine
+from sensli_lab.paper.evidence import CNN, UNDECIDED, Evidence, Finding
+from sensli_lab.paper.planning import Plan, RunOptions
+from sensli_lab.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, Interval, interval, overall
+from sensli_lab.paper.store import Result, Store
+from sensli_lab.paper.tables import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
+
+TITLE = "Replicating the paper's claims"
+DRAWN = ("when-full", "when-mini")  # further experiments whose curves are worth a picture
+
+
+def write(store: Store, options: RunOptions, folder: Path) -> list[Path]:
+    """Write README.md with its figures, report.html and summary.json into `folder`."""
+    figures.check_available()
+    evidence = Evidence(store, options)
+    names = [*planning.paper_names(), *planning.further_names()]
+    stored = [(one, results) for name in names for one, results in evidence.each(name)]
+    for reason in evidence.left_out:
+        print(f"left out: {reason}")
+    if not stored:
+        raise NoResults(
+            f"{store.root}: no results are stored for these options. Compute them with: sensli paper run spirals further"
+            f"{options.typed}{store.typed}"
+        )
+    weighed = [(claim, _weigh(claim, evidence)) for claim in (*claims.CLAIMS, claims.WAKE, claims.RECYCLE)]
+    blocks = [
+        *_opening(stored),
+        *_summary(weighed, evidence),
+        *(block for claim, findings in weighed for block in _claim(claim, findings, evidence)),
+        *_experiments(stored, folder),
+        *_closing(stored),
+    ]
+    text, html = folder / "README.md", folder / "report.html"
+    write_bytes(text, markdown(blocks, folder).encode(), StoreError)
+    write_bytes(html, page(blocks, TITLE).encode(), StoreError)
+    summary = folder / "summary.json"
+    write_bytes(summary, (strict_json(_record(weighed, stored), indent=1) + "\n").encode(), StoreError)
+    return [text, html, summary]
+
+
+def _weigh(asked: Claim | Question, evidence: Evidence) -> list[Finding]:
+    return [finding for check in asked.checks for finding in check.weigh(evidence)]
+
+
+def verdict(findings: list[Finding]) -> str:
+    """One line for a claim: whether it holds, in how many comparisons, and what has not been computed yet."""
+    judged = [finding.verdict for finding in findings if finding.verdict not in UNDECIDED]
+    if not judged:
+        waits = any(finding.verdict == AWAITING for finding in findings)
+        return "awaiting results" if waits else "inconclusive (one run, or the network did not learn)"
+    text = f"{overall(judged)} ({judged.count(CONFIRMED)} of {len(judged)} comparisons)"
+    return text + ("; awaiting further results" if any(f.verdict == AWAITING for f in findings) else "")
+
+
+def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
+    return [
+        Heading(TITLE, 1),
+        Paragraph(
+            "Every comparison is over paired runs: run r of both arms starts from the same seed, on the same split, "
+            "and, with mini-batches, sees the samples in the same order. A difference is the first arm minus the "
+            "second, with its 95 % confidence interval (Student's t); smaller is better throughout. **Confirmed** "
+            "means that the whole interval is on the claimed side of zero, **opposite** that it is on the other "
+            "side, **not confirmed** that it contains zero. No correction is made for the number of "
+            "comparisons: of twenty without an effect, one will appear to have one."
+        ),
+        Paragraph(
+            "Recipes: `stated` is what the paper's appendix says, `run` what the authors' published scripts do "
+            "where that differs, `text` the paper's running text where it differs from the appendix, `many` the "
+            "stated recipe of a single-run experiment with 30 runs. All others are ours and named after what they "
+            "change. Of the CNN experiments `trains` is the stated recipe with one setting changed, so that the network "
+            "leaves chance level; their presets other than `paper` use fewer images and epochs, and every table and figure says so."
+        ),
+    ]
+
+
+def _summary(weighed: list[tuple[Claim, list[Finding]]], evidence: Evidence) -> list[Block]:
+    rows = []
+    for claim, findings in weighed:
+        words = claim.words.split(". ")[0].split(" (Not")[0]  # the first sentence; the rest is shown with the claim
+        rows.append((claim.name, words, f"**{verdict(findings)}**"))
+    asked = [
+        f"{claim.name}: {question.text} **{_answer(question, _weigh(question, evidence))}**"
+        for claim, _ in weighed
+        for question in claim.questions
+    ]
+    return [
+        Heading("In short"),
+        Table(("", "claim", "verdict"), tuple(rows)),
+        Paragraph("Where a claim did not hold everywhere, these further questions were asked:"),
+        Bullets(tuple(asked)),
+    ]
+
+
+def _claim(claim: Claim, findings: list[Finding], evidence: Evidence) -> list[Block]:
+    blocks: list[Block] = [Heading(claim.name), Paragraph(claim.words)]
+    blocks += [Paragraph(f"Verdict: **{verdict(findings)}**."), _evidence(findings)]
+    for question in claim.questions:
+        blocks += _question(question, evidence)
+    return blocks
+
+
+def _question(question: Question, evidence: Evidence) -> list[Block]:
+    findings = _weigh(question, evidence)
+    return [Heading(question.text, 3), Paragraph(_answer(question, findings)), _evidence(findings)]
+
+
+def _answer(question: Question, findings: list[Finding]) -> str:
+    """The sentence that goes with what was found."""
+    judged = [finding.verdict for finding in findings if finding.verdict not in UNDECIDED]
+    if not judged:
+        return "Not computed yet."
+    if all(verdict == CONFIRMED for verdict in judged):
+        return question.yes
+    if CONFIRMED in judged:
+        return question.partly
+    return question.opposite if question.opposite and set(judged) == {OPPOSITE} else question.no
+
+
+def _evidence(findings: list[Finding]) -> Table:
+    return Table(("comparison", "measured", "verdict"), tuple((f.setting, f.measured, f.verdict) for f in findings))
+
+
+def _experiments(stored: list[tuple[Plan, dict[str, Result]]], folder: Path) -> list[Block]:
+    blocks: list[Block] = [Heading("The experiments")]
+    for one, results in stored:
+        name = one.experiment.name
+        blocks.append(Heading(f"Experiment {name}, {one.words}: {one.experiment.title}", 3))
+        size = "" if one.preset == "paper" else f" --preset {one.preset}"
+        command = f"`sensli paper run {name} --as {one.recipe}{size}`"
+        blocks.append(Paragraph(" ".join(filter(None, (one.note, one.experiment.note, f"Command: {command}.")))))
+        blocks += [tables.counts(one), tables.measured(one, results)] if name in planning.PAPER else []
+        blocks += [Paragraph(line) for line in tables.remarks(one, results)]
+        if name not in planning.PAPER:
+            blocks.append(tables.measured(one, results))
+        if name in planning.PAPER or name in DRAWN:
+            for path in figures.draw(one, results, folder / "figures", ("png",)):
+                blocks.append(Picture(path, _caption(one, path)))
+    blocks += [Heading("Where the paper contradicts itself"), Bullets(tables.MISPRINTS)]
+    return blocks
+
+
+def _caption(one: Plan, path: Path) -> str:
+    kind = path.stem.rsplit("-", 1)[1]
+    words = {
+        "curves": (
+            "training loss and test error over iterations, mean over the runs with a 95 % band, dotted at insertions"
+        ),
+        "times": "training loss and test error over iterations for each insertion time, mean over the runs",
+        "gradients": "norm of each layer's weight gradient over iterations",
+        "heatmaps": "gradient of the new weights in the first three iterations after the insertion",
+        "cost": "training loss and test accuracy over time and over FLOPs, dots at insertions",
+        "norms": "the five squared norms of the new kernel's gradient at every place, a line per run",
+    }
+    return f"Experiment {one.experiment.name} ({one.words}): {words[kind]}."
+
+
+def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
+    facts = next(iter(stored[0][1].values())).facts
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    paper, further = (
+        sum(
+            r.seconds
+            for one, results in stored
+            for r in results.values()
+            if (one.experiment.name in planning.PAPER) is own
+        )
+        for own in (True, False)
+    )
+    commits = sorted({_commit(result.facts["commit"]) for _, results in stored for result in results.values()})
+    told = [str(r.facts["device"]) for _, results in stored for r in results.values() if "device" in r.facts]
+    devices = {re.sub(r"\b1 threads", "1 thread", text) for text in told}  # as older results spell it
+    cnns = f" (CNNs: {'; '.join(sorted(devices))})" if devices else ""
+    preset = next((f" --preset {one.preset}" for one, _ in stored if one.preset != "paper"), "")
+    cnn = f", `sensli paper run cnn{preset}`" if any(one.experiment.name in CNN for one, _ in stored) else ""
+    return [
+        Heading("How it was measured"),
+        Paragraph(
+            f"{versions}, {facts['machine']}, one thread{cnns}, seed {stored[0][0].seed}, commits {', '.join(commits)}. "
+            f"Training took {paper:.0f} s for the paper's experiments and {further:.0f} s for the further ones. To "
+            f"reproduce this page: `sensli paper run spirals further`{cnn}, then `sensli paper report{preset}`, which also "
+            "writes it as one HTML file."
+        ),
+    ]
+
+
+def _commit(name: str | None) -> str:
+    """Short, and marked if files differed from it."""
+    head, plus, rest = (name or "unknown").partition("+")
+    return head[:10] + plus + rest
+
+
+def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan, dict[str, Result]]]) -> dict[str, Any]:
+    """The numbers of the page for programs."""
+    experiments: dict[str, Any] = {}
+    for one, results in stored:
+        arms = {}
+        for arm, result in results.items():
+            own = engine(result.settings).counts(result.settings)
+            finals = {}
+            for curve in ("train_loss", "test_loss", "test_error"):
+                finals[curve] = _numbers(interval(result.final(curve)))
+            arms[arm] = {**finals, "parameters": own.parameters, "flops": own.flops, "seconds": result.seconds}
+            if "flops" in result.runs:
+                arms[arm]["flops"] = result.final("flops").mean().item()
+        experiments[one.key] = {"runs": one.runs, "seed": one.seed, "preset": one.preset, "arms": arms}
+        both = statistics.pair(one)
+        if both is not None:
+            experiments[one.key]["ratios"] = {
+                name: _numbers(value)
+                for name, value in vars(statistics.ratios(results[both[0]], results[both[1]])).items()
+            }
+    facts = next(iter(stored[0][1].values())).facts
+    judged = {
+        claim.name: {"verdict": verdict(findings), "findings": [vars(finding) for finding in findings]}
+        for claim, findings in weighed
+    }
+    provenance = {key: facts[key] for key in ("commit", "versions", "machine")}
+    return {"claims": judged, "experiments": experiments, **provenance}
+
+
+def _numbers(value: Interval) -> dict[str, float | None]:
+    """Mean and half width, shortened; one run has no width."""
+    return {"mean": float(f"{value.mean:.6g}"), "half": float(f"{value.half:.6g}") if value.runs > 1 else None}

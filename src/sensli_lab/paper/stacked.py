@@ -1,0 +1,642 @@
+"""The engine of the spiral experiments: all runs of an arm trained at once, each growing at its own place."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from sensli.merits.merits import SELECTIONS
+from sensli_lab.errors import BadExperiment
+from sensli_lab.paper.datasets import CLASSES, FEATURES, POINTS, split_spirals
+from sensli_lab.paper.engine import SHOWN, Counts, TrainingJob, TrainingOutcome, check_alike, check_count, restoring
+from sensli_lab.paper.settings import ORDER_BLOCK, Machine, Network, Settings, generator, order_block, run_seed
+
+# ---- The small networks of the spiral experiments as ordinary modules, and their counts.
+#
+# These modules are where the initial weights of a stack come from, so a run starts exactly as plain PyTorch would.
+
+
+class ResidualBlock(nn.Module):
+    """`x + W2 tanh(W1 x + b)`, the residual layer of the paper's ResNet."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.activation = nn.Tanh()
+        self.outer = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.outer(self.activation(self.inner(x)))
+        return y
+
+
+def build(network: Network, seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The network with PyTorch's default initialisation under `seed`; the global random state is left alone."""
+    width = network.widths[0]
+    is_fnn = network.kind == "fnn"
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers["first"] = nn.Linear(FEATURES, width, bias=is_fnn or network.end_bias)
+        if is_fnn:
+            layers["relu0"] = nn.ReLU()
+        elif network.first_activation:
+            layers["tanh"] = nn.Tanh()
+        for i in range(1, len(network.widths)):
+            if is_fnn:
+                layers[f"hidden{i}"] = nn.Linear(width, width)
+                layers[f"relu{i}"] = nn.ReLU()
+            else:
+                layers[f"block{i}"] = ResidualBlock(width)
+        layers["last"] = nn.Linear(width, CLASSES, bias=is_fnn or network.end_bias)
+    return nn.Sequential(layers).to(dtype)
+
+
+def parameters(network: Network, grown: int = 0) -> int:
+    """How many parameters the network has after `grown` insertions."""
+    width, inner = network.widths[0], len(network.widths) - 1 + grown
+    if network.kind == "fnn":
+        return (FEATURES + 1) * width + inner * (width + 1) * width + (width + 1) * CLASSES
+    ends = FEATURES * width + width * CLASSES + (width + CLASSES) * network.end_bias
+    return ends + inner * (2 * width + 1) * width
+
+
+def forward_flops(network: Network, grown: int = 0) -> int:
+    """FLOPs of one forward pass of one sample: two per weight, biases and activations not counted."""
+    width, inner = network.widths[0], len(network.widths) - 1 + grown
+    per_layer = width * width * (1 if network.kind == "fnn" else 2)
+    return 2 * (FEATURES * width + inner * per_layer + width * CLASSES)
+
+
+def places(network: Network, grown: int = 0, *, printed: bool = False) -> int:
+    """Where a layer can go: after each hidden layer, that is before and after every residual block.
+
+    The paper's FLOP tables count one place fewer for the residual networks (one per block): `printed=True`.
+    """
+    count = len(network.widths) + grown
+    return count - 1 if printed and network.kind == "resnet" else count
+
+
+def training_flops(settings: Settings, *, printed: bool = False) -> tuple[int, int]:
+    """FLOPs per training sample over all epochs, and the part spent on measuring.
+
+    A training step costs three forward passes; a measurement three of the network with a layer at every place; looking for dead
+    units one of the network.
+    """
+    network = settings.network
+    ends = (*settings.insert_at, settings.epochs)
+    starts = (0, *settings.insert_at)
+    training = sum(
+        3 * forward_flops(network, grown) * (end - start)
+        for grown, (start, end) in enumerate(zip(starts, ends, strict=True))
+    )
+    measuring = sum(
+        3 * forward_flops(network, grown + places(network, grown, printed=printed))
+        for grown in range(len(settings.insert_at))
+    ) + sum(forward_flops(network, sum(at <= time for at in settings.insert_at)) for time in settings.recycle_at)
+    return training + measuring, measuring
+
+
+# ---- Many networks of one shape as one: every parameter has a leading axis of runs, every product is a `bmm`.
+#
+# Activations are [runs, features, samples]: with samples last, the products and the sums over samples run over
+# contiguous memory, which is four to seven times faster here than samples first. The backward pass is written out,
+# since for networks this small the bookkeeping of autograd costs more than the arithmetic.
+
+
+_relu_backward = torch.ops.aten.threshold_backward
+_tanh_backward = torch.ops.aten.tanh_backward
+
+
+@dataclass
+class Affine:
+    """`s(W x + b)` with s the identity, ReLU or tanh; W [R, out, in], b [R, out, 1]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: str = ""
+
+    def parameters(self) -> list[Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def replaced(self, tensors: Sequence[Tensor]) -> Affine:
+        return Affine(tensors[0], tensors[1] if len(tensors) > 1 else None, self.activation)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and what the backward pass needs of it."""
+        y = torch.bmm(self.weight, x) if self.bias is None else torch.baddbmm(self.bias, self.weight, x)
+        if self.activation == "relu":
+            y.relu_()
+        elif self.activation == "tanh":
+            y.tanh_()
+        return y, y
+
+    def backward(self, x: Tensor, y: Tensor, g: Tensor, *, deeper: bool = True) -> tuple[list[Tensor], Tensor]:
+        """Gradients in the order of `parameters`, and the cotangent of x (of no use where `deeper` is False)."""
+        if self.activation == "relu":
+            g = _relu_backward(g, y, 0)
+        elif self.activation == "tanh":
+            g = _tanh_backward(g, y)
+        grads = [torch.bmm(g, x.transpose(1, 2))]
+        if self.bias is not None:
+            grads.append(g.sum(2, keepdim=True))
+        return grads, torch.bmm(self.weight.transpose(1, 2), g) if deeper else g
+
+    @staticmethod
+    def weights_of(grads: list[Tensor]) -> list[Tensor]:
+        return grads[:1]
+
+    @staticmethod
+    def merit_of(grads: list[Tensor]) -> Tensor:
+        return grads[0]
+
+
+@dataclass
+class Residual:
+    """`x + W2 tanh(W1 x + b)`."""
+
+    inner: Tensor
+    bias: Tensor
+    outer: Tensor
+
+    def parameters(self) -> list[Tensor]:
+        return [self.inner, self.bias, self.outer]
+
+    def replaced(self, tensors: Sequence[Tensor]) -> Residual:
+        return Residual(*tensors)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.baddbmm(self.bias, self.inner, x).tanh_()
+        return torch.baddbmm(x, self.outer, hidden), hidden
+
+    def backward(self, x: Tensor, hidden: Tensor, g: Tensor, *, deeper: bool = True) -> tuple[list[Tensor], Tensor]:
+        d_outer = torch.bmm(g, hidden.transpose(1, 2))
+        inside = _tanh_backward(torch.bmm(self.outer.transpose(1, 2), g), hidden)
+        grads = [torch.bmm(inside, x.transpose(1, 2)), inside.sum(2, keepdim=True), d_outer]
+        return grads, torch.baddbmm(g, self.inner.transpose(1, 2), inside) if deeper else g
+
+    @staticmethod
+    def weights_of(grads: list[Tensor]) -> list[Tensor]:
+        return [grads[0], grads[2]]
+
+    @staticmethod
+    def merit_of(grads: list[Tensor]) -> Tensor:
+        return grads[2]
+
+
+Layer = Affine | Residual
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass: all that training and measuring read off it."""
+
+    loss: Tensor  # [R]
+    grads: list[list[Tensor]]  # per layer, in the order of its parameters
+    activations: list[Tensor]  # input of each layer; [i + 1] is the output of layer i
+    cotangents: list[Tensor]  # of the output of each layer but the last
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What a measurement found, all places of all runs."""
+
+    merits: Tensor  # [R, places]: squared Frobenius norm of the virtual layer's weight gradient
+    ratios: Tensor  # [R, places]: merit over the mean squared gradient norm of the existing weights
+    dead: Tensor  # [R, places, width]: units that are zero on all data
+
+
+class NetworkStack:
+    """The networks of all runs: a first map, `inner` layers of one shape, a last map."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = list(layers)
+
+    @classmethod
+    def of(cls, models: Sequence[nn.Sequential]) -> NetworkStack:
+        """Stack plain networks of one architecture; their parameters are copied."""
+        layers: list[Layer] = []
+        for modules in zip(*models, strict=True):
+            kind = modules[0]
+            if isinstance(kind, nn.Linear):
+                bias = None if kind.bias is None else _stacked([m.bias for m in modules]).unsqueeze(2)
+                layers.append(Affine(_stacked([m.weight for m in modules]), bias))
+            elif isinstance(kind, ResidualBlock):
+                inner, outer = [m.inner for m in modules], [m.outer for m in modules]
+                bias = _stacked([m.bias for m in inner]).unsqueeze(2)
+                layers.append(Residual(_stacked([m.weight for m in inner]), bias, _stacked([m.weight for m in outer])))
+            else:
+                affine = layers[-1]
+                assert isinstance(affine, Affine) and isinstance(kind, (nn.ReLU, nn.Tanh))
+                affine.activation = "relu" if isinstance(kind, nn.ReLU) else "tanh"
+        return cls(layers)
+
+    def parameters(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in layer.parameters()]
+
+    def logits(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer.forward(x)
+        return x
+
+    def run(self, x: Tensor, targets: Tensor) -> Pass:
+        """Mean cross-entropy and all gradients; x [R, features, N], targets one-hot [R or 1, classes, N]."""
+        activations, kept = [x], []
+        for layer in self.layers:
+            y, hidden = layer.forward(activations[-1])
+            activations.append(y)
+            kept.append(hidden)
+        samples = x.shape[2]
+        log_p = torch.log_softmax(activations[-1], 1)
+        loss = (log_p * targets).sum((1, 2)).div_(-samples)
+        g = log_p.exp_().sub_(targets).div_(samples)
+        grads: list[list[Tensor]] = []
+        cotangents: list[Tensor] = []
+        for i in range(len(self.layers) - 1, -1, -1):
+            own, g = self.layers[i].backward(activations[i], kept[i], g, deeper=i > 0)
+            grads.append(own)
+            if i > 0:
+                cotangents.append(g)
+        return Pass(loss, grads[::-1], activations, cotangents[::-1])
+
+    def new_layer(self) -> Layer:
+        """An identity layer for every run: relu(I x + 0) in a ReLU network, else x + 0 tanh(0.8 I x + 0)."""
+        first = self.layers[0]
+        assert isinstance(first, Affine)
+        runs, width = first.weight.shape[:2]
+        like = first.weight.new_zeros
+        eye = torch.eye(width, dtype=first.weight.dtype, device="cpu").expand(runs, width, width)
+        if self.is_relu():
+            return Affine(eye.clone(), like(runs, width, 1), "relu")
+        return Residual(0.8 * eye, like(runs, width, 1), like(runs, width, width))
+
+    def is_relu(self) -> bool:
+        first = self.layers[0]
+        return isinstance(first, Affine) and first.activation == "relu"
+
+    def measure(self, x: Tensor, targets: Tensor) -> Looks:
+        """Merits of all places from one pass of the networks as they are: an identity changes no activation and no
+        cotangent, so the gradient of a layer that is not there follows from those at its place."""
+        done = self.run(x, targets)
+        new = self.new_layer()
+        merits, dead = [], []
+        for at, g in zip(done.activations[1:-1], done.cotangents, strict=True):
+            _, hidden = new.forward(at)
+            grads, _ = new.backward(at, hidden, g, deeper=False)
+            merits.append(new.merit_of(grads).square().sum((1, 2)))
+            dead.append((at == 0).all(2))
+        weights = [w for layer, own in zip(self.layers, done.grads, strict=True) for w in layer.weights_of(own)]
+        existing = torch.stack([w.square().sum((1, 2)) for w in weights]).mean(0)
+        merit = torch.stack(merits, 1)
+        return Looks(merit, merit / existing.unsqueeze(1), torch.stack(dead, 1))
+
+    def insert(self, places: Tensor) -> None:
+        """One identity layer per run, after layer `places[r]`; the inner layers that follow it in each run move up."""
+        first, *inner, last = self.layers
+        new = self.new_layer()
+        grown: list[Layer] = []
+        for i in range(len(inner) + 1):
+            here = (places == i).view(-1, 1, 1)
+            before = (places > i).view(-1, 1, 1)
+            stay = inner[i].parameters() if i < len(inner) else new.parameters()
+            moved = inner[i - 1].parameters() if i > 0 else new.parameters()
+            parts = zip(new.parameters(), stay, moved, strict=True)
+            tensors = [torch.where(here, fresh, torch.where(before, a, b)) for fresh, a, b in parts]
+            grown.append(new.replaced(tensors))
+        self.layers = [first, *grown, last]
+
+    def recycle(self, x: Tensor, sources: Sequence[torch.Generator]) -> Tensor:
+        """Give all units that are zero on ``x`` new rows and no outgoing weights; returns how many those were in each run.
+
+        Their new rows are drawn as `nn.Linear` draws its own. What reads them ignores them, so the function on ``x`` stays.
+        """
+        counts = torch.zeros(x.shape[0], dtype=torch.long, device="cpu")
+        for layer, reader in zip(self.layers, self.layers[1:], strict=False):
+            assert isinstance(layer, Affine) and isinstance(reader, Affine) and layer.bias is not None
+            dead = (layer.forward(x)[0] == 0).all(2, keepdim=True)  # [R, units, 1]
+            shape = (layer.weight.shape[1], layer.weight.shape[2] + 1)
+            drawn = torch.stack(
+                [torch.rand(shape, dtype=x.dtype, generator=source, device="cpu") for source in sources]
+            )
+            rows = (2 * drawn - 1) * layer.weight.shape[2] ** -0.5
+            for _ in range(2):  # rows that are dead again are replaced by their opposite, which is not
+                layer.weight = torch.where(dead, rows[:, :, :-1], layer.weight)
+                layer.bias = torch.where(dead, rows[:, :, -1:], layer.bias)
+                given, _ = layer.forward(x)
+                rows = torch.where((given == 0).all(2, keepdim=True), -rows, rows)
+            reader.weight = reader.weight.masked_fill(dead.transpose(1, 2), 0.0)
+            counts += dead.sum((1, 2))
+            x = given
+        return counts
+
+    def wake(self, places: Tensor, dead: Tensor, incoming: Tensor) -> None:
+        """Give the dead units of the layers just inserted random incoming weights and no outgoing ones.
+
+        places [R], dead [R, width], incoming [R, width, width]. A unit that was zero on all data contributed nothing,
+        so neither does its successor with zero outgoing weights: the function on the data stays, the unit can learn.
+        """
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, Affine):
+                continue
+            new = (places + 1 == i).view(-1, 1, 1) & dead.unsqueeze(2)
+            after = (places + 2 == i).view(-1, 1, 1) & dead.unsqueeze(1)
+            if bool(new.any()):
+                layer.weight = torch.where(new, incoming, layer.weight)
+            if bool(after.any()):
+                layer.weight = layer.weight.masked_fill(after, 0.0)
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.detach() for tensor in tensors])
+
+
+AT_ONCE: int | None = None
+
+
+def check(settings: Settings) -> None:
+    """Refuse what the stack cannot do, before anything is computed."""
+    if settings.data.name != "spirals":
+        raise BadExperiment(f"data, name must be 'spirals' for the engine 'stacked', got {settings.data.name!r}.")
+    if settings.data.train >= 2 * POINTS:
+        raise BadExperiment(
+            f"data, train must be below {2 * POINTS}, so that points are left for testing, got {settings.data.train}."
+        )
+    optimizer = settings.optimizer
+    if optimizer.name != "sgd" or optimizer.momentum or optimizer.weight_decay:
+        raise BadExperiment(
+            f"optimizer must be 'sgd' without momentum and weight decay for the engine 'stacked', got {optimizer}."
+        )
+    if settings.tau > 0:
+        raise BadExperiment(
+            f"tau must be 0 for the engine 'stacked', which inserts a layer in every run, got {settings.tau}."
+        )
+    if settings.network.kind == "cnn":
+        raise BadExperiment(
+            "network, kind must be 'fnn' or 'resnet' for the engine 'stacked', got 'cnn'. Set engine = 'cnn'."
+        )
+    alone = ("schedule", "confidence", "tolerance", "fresh_optimizer", "from_start", "record_norms")
+    for name in alone:
+        if getattr(settings, name):
+            raise BadExperiment(f"{name} is a setting of the engine 'cnn', not of 'stacked'.")
+    if settings.dtype == "bfloat16" or settings.data.validation or settings.data.test:
+        raise BadExperiment(
+            "bfloat16, data.validation and data.test are settings of the engine 'cnn', not of 'stacked'."
+        )
+    for name in ("wake", "recycle_at"):
+        if getattr(settings, name) and settings.network.kind != "fnn":
+            raise BadExperiment(f"{name} is for ReLU layers (network kind 'fnn'): a residual layer has no dead units.")
+
+
+def ready(settings: Settings, machine: Machine) -> None:
+    """The spirals are computed when needed: nothing can be missing."""
+
+
+def counts(settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts:
+    network = settings.network
+    sizes = tuple(parameters(network, grown) for grown in range(len(settings.insert_at) + 1))
+    flops, measuring = training_flops(settings)
+    printed = training_flops(settings, printed=True)
+    if printed == (flops, measuring):
+        return Counts(sizes, flops, measuring)
+    return Counts(sizes, flops, measuring, *printed)
+
+
+def estimate(settings: Settings, runs: int) -> float:
+    """Seconds on one core, from step times measured on a small machine: a price per call and one per number."""
+    steps = settings.epochs * -(-settings.data.train // settings.batch)
+    layers = len(settings.network.widths) + 1 + len(settings.insert_at)
+    size = runs * settings.batch * settings.network.widths[0]
+    return steps * layers * (110e-6 + 2e-9 * size)
+
+
+def train(job: TrainingJob) -> TrainingOutcome:
+    """Train the runs of `job` from the start, or from the state it carries."""
+    with one_thread():
+        return _Training(job).finish()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tensors of a few thousand numbers lose more by being shared among threads than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Training:
+    """The state of one job: the stack, the epoch, and what was recorded so far."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        self.job, self.settings = job, job.settings
+        settings = job.settings
+        dtype = getattr(torch, settings.dtype)
+        data = split_spirals(settings.data.train, settings.data.split_seed, dtype)
+        runs = len(job.runs)
+        self.x = data.train_x.T.contiguous()  # [2, N]
+        self.y = one_hot(data.train_y, CLASSES).T.to(dtype).contiguous()  # [classes, N]
+        self.train_x = self.x.expand(runs, -1, -1).contiguous()
+        self.test_x = data.test_x.T.expand(runs, -1, -1).contiguous()
+        self.test_y = one_hot(data.test_y, CLASSES).T.to(dtype).contiguous()
+        self.full = settings.batch == settings.data.train
+        self.steps_per_epoch = -(-settings.data.train // settings.batch)
+        self.epoch = 0
+        self.lr = settings.optimizer.lr
+        self.since = SHOWN  # iterations since the last insertion, counted up to SHOWN
+        self.order = torch.empty(0, device="cpu")
+        seeds = [run_seed(job.seed, run, "weights") for run in job.runs]
+        self.stack = NetworkStack.of([build(settings.network, seed, dtype) for seed in seeds])
+        self.records = self._empty_records(runs)
+        if job.state is not None:
+            with restoring():
+                self._restore(job.state)
+
+    def _empty_records(self, runs: int) -> dict[str, Tensor]:
+        settings = self.settings
+        points, times, width = settings.epochs + 1, len(settings.insert_at), settings.network.widths[0]
+        most = places(settings.network, max(times - 1, 0))
+        weights = 1 if settings.network.kind == "fnn" else 2
+        nan = float("nan")
+        records = {
+            name: torch.full((points, runs), nan, device="cpu") for name in ("train_loss", "test_loss", "test_error")
+        }
+        if settings.dtype == "float64":
+            records = {name: values.double() for name, values in records.items()}
+        if times:
+            records["place"] = torch.full((times, runs), -1, device="cpu")
+            records["merits"] = torch.full((times, runs, most), nan, device="cpu")
+            records["ratios"] = torch.full((times, runs, most), nan, device="cpu")
+            records["dead"] = torch.zeros(times, runs, dtype=torch.long, device="cpu")
+            records["new_gradient"] = torch.full((times, SHOWN, runs, weights, width, width), nan, device="cpu")
+        if settings.recycle_at:
+            records["recycled"] = torch.zeros(len(settings.recycle_at), runs, dtype=torch.long, device="cpu")
+        if settings.record_gradients:
+            layers = len(settings.network.widths) + 1 + times
+            records["gradient_norm"] = torch.full((settings.epochs, layers, runs), nan, device="cpu")
+        return records
+
+    def finish(self) -> TrainingOutcome:
+        saved = time.monotonic()
+        while self.epoch < self.settings.epochs:
+            if self.epoch % ORDER_BLOCK == 0:
+                self.job.tell(self.epoch / self.settings.epochs)
+                if time.monotonic() - saved >= self.job.save_every:
+                    self.job.save(self._state())
+                    saved = time.monotonic()
+            self._evaluate()
+            self._train_epoch()
+            self.epoch += 1
+            if self.epoch in self.settings.insert_at:
+                self._grow(self.settings.insert_at.index(self.epoch))
+            if self.epoch in self.settings.recycle_at:
+                self._recycle(self.settings.recycle_at.index(self.epoch))
+        self._evaluate()
+        if self.full:
+            self.records["train_loss"][self.epoch] = self._train_loss()
+        self.job.tell(1.0)
+        iteration = torch.arange(self.settings.epochs + 1, device="cpu") * self.steps_per_epoch
+        return TrainingOutcome(
+            {name: _runs_first(name, value) for name, value in self.records.items()}, {"iteration": iteration}
+        )
+
+    def _evaluate(self) -> None:
+        """Losses and error after `self.epoch` epochs. In full-batch training the next step gives the training loss."""
+        log_p = torch.log_softmax(self.stack.logits(self.test_x), 1)
+        own = (log_p * self.test_y).sum(1)  # [runs, N]
+        self.records["test_loss"][self.epoch] = -own.mean(1)
+        # wrong where another class is more likely; argmax over the middle axis would cost more than the pass itself
+        self.records["test_error"][self.epoch] = (own < log_p.amax(1)).to(own.dtype).mean(1)
+        if not self.full:
+            self.records["train_loss"][self.epoch] = self._train_loss()
+
+    def _train_loss(self) -> Tensor:
+        log_p = torch.log_softmax(self.stack.logits(self.train_x), 1)
+        return (log_p * self.y).sum((1, 2)).div_(-self.x.shape[1])
+
+    def _train_epoch(self) -> None:
+        if self.full:
+            done = self._step(self.train_x, self.y)
+            self.records["train_loss"][self.epoch] = done.loss
+            self._record_norms(self._norms(done), 1)
+            return
+        within = self.epoch % ORDER_BLOCK
+        if within == 0 or len(self.order) == 0:
+            self.order = order_block(self.job.seed, self.job.runs, self.epoch // ORDER_BLOCK, self.x.shape[1])
+        order = self.order[within]
+        shuffled = [values[:, order].transpose(0, 1) for values in (self.x, self.y)]  # [runs, 2 or classes, N]
+        norms = None
+        for x, y in zip(*(torch.split(values, self.settings.batch, dim=2) for values in shuffled), strict=True):
+            done = self._step(x.contiguous(), y.contiguous())
+            own = self._norms(done)
+            norms = own if norms is None or own is None else norms + own
+        self._record_norms(norms, self.steps_per_epoch)
+
+    def _step(self, x: Tensor, y: Tensor) -> Pass:
+        done = self.stack.run(x, y)
+        if self.since < SHOWN:
+            self._keep_new_gradient(done)
+        grads = [grad for own in done.grads for grad in own]
+        torch._foreach_add_(self.stack.parameters(), grads, alpha=-self.lr)
+        return done
+
+    def _norms(self, done: Pass) -> Tensor | None:
+        """The Frobenius norm of each layer's weight gradient: [layers, runs]."""
+        if not self.settings.record_gradients:
+            return None
+        layers = zip(self.stack.layers, done.grads, strict=True)
+        squares = [sum(w.square().sum((1, 2)) for w in layer.weights_of(own)) for layer, own in layers]
+        return torch.stack(squares).sqrt()  # type: ignore[arg-type]
+
+    def _record_norms(self, total: Tensor | None, steps: int) -> None:
+        if total is not None:
+            self.records["gradient_norm"][self.epoch, : len(total)] = total / steps
+
+    def _keep_new_gradient(self, done: Pass) -> None:
+        time_index = sum(at <= self.epoch for at in self.settings.insert_at) - 1
+        for run, place in enumerate(self.records["place"][time_index].tolist()):
+            layer, own = self.stack.layers[place + 1], done.grads[place + 1]
+            weights = torch.stack([w[run] for w in layer.weights_of(own)])
+            self.records["new_gradient"][time_index, self.since, run] = weights
+        self.since += 1
+
+    def _grow(self, index: int) -> None:
+        """Measure on the whole training set, choose a place for each run, insert there."""
+        looks = self.stack.measure(self.train_x, self.y)
+        places = self._choose(looks, index)
+        found = looks.merits.shape[1]
+        everyone = torch.arange(len(places), device="cpu")
+        self.records["place"][index] = places
+        self.records["merits"][index, :, :found] = looks.merits
+        self.records["ratios"][index, :, :found] = looks.ratios
+        dead = looks.dead[everyone, places]
+        self.records["dead"][index] = dead.sum(1)
+        self.stack.insert(places)
+        if self.settings.wake:
+            self.stack.wake(places, dead, self._incoming(index))
+        self.lr *= self.settings.lr_scale
+        self.since = 0
+
+    def _choose(self, looks: Looks, index: int) -> Tensor:
+        merits, select = looks.merits, self.settings.select
+        if select == "random":  # from each run's own source, as in the results that are stored
+            count = merits.shape[1]
+            sources = [generator(self.job.seed, run, f"place {index}") for run in self.job.runs]
+            return torch.cat([torch.randint(count, (1,), generator=source, device=source.device) for source in sources])
+        order, unused = SELECTIONS[select], torch.Generator()
+        nowhere = [None] * merits.shape[1]  # there are no stacks of blocks
+        return torch.tensor([order(own, nowhere, 1, unused)[0] for own in merits.tolist()], device="cpu")
+
+    def _recycle(self, index: int) -> None:
+        """Give the units that are zero on the whole training set new rows, as PyTorch draws them, and no outgoing weights."""
+        sources = [generator(self.job.seed, run, f"recycle {index}") for run in self.job.runs]
+        self.records["recycled"][index] = self.stack.recycle(self.train_x, sources)
+
+    def _incoming(self, index: int) -> Tensor:
+        """Random weights as PyTorch draws them for a linear layer of this width."""
+        width = self.settings.network.widths[0]
+        draws = []
+        for run in self.job.runs:
+            source = generator(self.job.seed, run, f"wake {index}")
+            draws.append(torch.rand(width, width, dtype=self.x.dtype, generator=source, device=source.device))
+        return (2 * torch.stack(draws) - 1) / math.sqrt(width)
+
+    def _state(self) -> dict[str, Any]:
+        layers = len(self.stack.layers)
+        tensors = self.stack.parameters()
+        return {
+            "epoch": self.epoch,
+            "lr": self.lr,
+            "since": self.since,
+            "layers": layers,
+            "parameters": tensors,
+            "records": self.records,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        everyone = torch.zeros(len(self.job.runs), dtype=torch.long, device="cpu")
+        layers = check_count(state["layers"], len(self.stack.layers) + len(self.settings.insert_at))
+        epoch, since = check_count(state["epoch"], self.settings.epochs), check_count(state["since"], SHOWN)
+        rate = float(state["lr"])
+        check_alike(state["records"], self.records)
+        while len(self.stack.layers) < layers:
+            self.stack.insert(everyone)  # where does not matter: the saved tensors come next
+        for mine, saved in zip(self.stack.parameters(), state["parameters"], strict=True):
+            check_alike({"weight": saved}, {"weight": mine})
+            mine.copy_(saved)
+        self.epoch, self.lr, self.since, self.records = epoch, rate, since, state["records"]
+
+
+def _runs_first(name: str, value: Tensor) -> Tensor:
+    axis = 2 if name == "new_gradient" else value.dim() - 1 if name not in ("merits", "ratios") else 1
+    return value.movedim(axis, 0).contiguous()

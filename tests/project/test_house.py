@@ -1,0 +1,112 @@
+"""The size of the house, counted: how much there is to read, and through how many files one call leads."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from sensli import Grower, find_sites, load_checkpoint, measure, save_checkpoint, triggers
+
+SOURCE = Path(__file__).parents[2] / "src"
+CORE, LAB = sorted((SOURCE / "sensli").rglob("*.py")), sorted((SOURCE / "sensli_lab").rglob("*.py"))
+X, Y = torch.randn(32, 4), torch.randint(0, 3, (32,))
+
+
+def lines(paths: list[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_the_core_does_not_grow() -> None:
+    """A bound on what there is to read: lower it when something goes."""
+    assert len(CORE) <= 140 and lines(CORE) <= 28_000
+
+
+def test_imports_are_a_small_part_of_what_one_reads() -> None:
+    imports = 0
+    for path in CORE + LAB:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                imports += (node.end_lineno or node.lineno) - node.lineno + 1
+    assert imports <= 0.06 * lines(CORE + LAB)
+
+
+def test_every_class_has_one_home() -> None:
+    """But for the callback, which is called alike for both trainers."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in CORE + LAB:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(str(path.relative_to(SOURCE)))
+    assert {name: where for name, where in homes.items() if len(where) > 1}.keys() <= {"GrowthCallback"}
+
+
+def network() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.ReLU())), nn.Linear(4, 3))
+
+
+def files(call: Callable[[], Any]) -> int:
+    """How many files of ours a call leads through."""
+    seen: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            seen.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    threading.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(before)
+    return len(seen)
+
+
+def growing(model: nn.Module, grow: str) -> tuple[torch.optim.Optimizer, Grower]:
+    optimizer = torch.optim.Adam(model.parameters())
+    return optimizer, Grower(model, optimizer, example=X[:2], trigger=triggers.Every(1), tau=0.0, grow=grow)
+
+
+def test_a_search_and_a_measurement_lead_through_few_files() -> None:
+    model = network()
+    sites = find_sites(model, X[:2])
+    assert files(lambda: find_sites(model, X[:2])) <= 20
+    assert files(lambda: measure(model, sites, [(X, Y)], cross_entropy)) <= 18
+
+
+@pytest.mark.parametrize(("grow", "most"), [("layers", 45), ("units", 52), ("both", 56)])
+def test_a_step_leads_through_few_files(grow: str, most: int) -> None:
+    model = network()
+    _, grower = growing(model, grow)
+    assert files(lambda: grower.step([(X, Y)], cross_entropy)) <= most and len(grower.history) == 1
+
+
+def test_loading_leads_through_few_files(tmp_path: Path) -> None:
+    model = network()
+    optimizer, grower = growing(model, "both")
+    grower.step([(X, Y)], cross_entropy)
+    save_checkpoint(tmp_path / "run.ckpt", model, optimizer=optimizer, grower=grower)
+
+    def load() -> None:
+        load_checkpoint(
+            tmp_path / "run.ckpt",
+            network,
+            lambda model: torch.optim.Adam(model.parameters()),
+            make_grower=lambda model, optimizer, scheduler: Grower(
+                model, optimizer, example=X[:2], trigger=triggers.Every(1), tau=0.0, grow="both"
+            ),
+        )
+
+    assert files(load) <= 38
