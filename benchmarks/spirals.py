@@ -15,8 +15,9 @@ from sensli_lab.errors import NoResults
 from sensli_lab.paper import planning, stacked
 from sensli_lab.paper.datasets import split_spirals
 from sensli_lab.paper.engine import TrainingJob
+from sensli_lab.paper.machine import ORDER_BLOCK, order_block, run_seed
 from sensli_lab.paper.planning import Plan, RunOptions, plan
-from sensli_lab.paper.settings import ORDER_BLOCK, Settings, order_block, run_seed
+from sensli_lab.paper.settings import Settings
 from sensli_lab.paper.store import Store
 
 BARS = {"2": 5.0, "4": 10.0}

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sensli_lab.paper import datasets, stacked
-from sensli_lab.paper.settings import ORDER_BLOCK, Settings, order_block, run_seed
+from sensli_lab.paper.machine import ORDER_BLOCK, order_block, run_seed
+from sensli_lab.paper.settings import Settings
 from sensli_lab.paper.stacked import ResidualBlock
 
 

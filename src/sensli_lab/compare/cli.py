@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sensli.text.commands import TASKS
-from sensli_lab.compare.jobs import DEFAULT, PRESETS
+from sensli_lab.compare.presets import DEFAULT, PRESETS
 
 RESULTS = Path("compare-results")
 _PRESET = (

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from sensli.text.tables import short_number
 from sensli_lab.compare import report, work
 from sensli_lab.compare.front import load, rows
-from sensli_lab.compare.jobs import CompareSize, Job, RunStore, size_of
+from sensli_lab.compare.jobs import Job, RunStore
 from sensli_lab.compare.methods import Method, chosen, methods
+from sensli_lab.compare.presets import CompareSize, size_of
 from sensli_lab.compare.report import table, verdict
 from sensli_lab.compare.task import Task
 from sensli_lab.compare.tasks.registry import TASKS, find

@@ -14,7 +14,7 @@ from typing import Any
 from sensli.growing.strategy import STRATEGIES, class_of
 from sensli_lab.compare.task import Task
 from sensli_lab.errors import BadComparison
-from sensli_lab.paper.settings import unknown
+from sensli_lab.paper.reading import unknown
 
 # ---- What each publication prescribes around its growths: when, how many, what the optimizer keeps, the learning rate
 # after a growth.

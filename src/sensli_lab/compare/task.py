@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.modules.flops import count_flops
-from sensli_lab.paper.settings import run_seed
+from sensli_lab.paper.machine import run_seed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

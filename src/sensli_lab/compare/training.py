@@ -26,7 +26,7 @@ from sensli.surgery.record import Tried
 from sensli_lab.compare.jobs import Job, Run, RunLook
 from sensli_lab.compare.steps import ReplayedSteps
 from sensli_lab.compare.task import Task, TaskData, TaskPart
-from sensli_lab.paper.settings import generator, run_seed
+from sensli_lab.paper.machine import generator, run_seed
 
 # ---- Which samples a step and a look are given: the same for all methods of a seed.
 

@@ -1,4 +1,4 @@
-"""``python -m sensli.paper list|run|show|report``."""
+"""``python -m sensli_lab.paper list|run|show|report``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sensli_lab.paper import cli
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m sensli.paper")
+    parser = argparse.ArgumentParser(prog="python -m sensli_lab.paper")
     cli.add_commands(parser)
     return run_command(parser.parse_args())
 

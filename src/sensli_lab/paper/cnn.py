@@ -32,18 +32,9 @@ from sensli_lab.errors import BadExperiment
 from sensli_lab.paper import datasets
 from sensli_lab.paper.engine import SHOWN, Counts, TrainingJob, TrainingOutcome, check_alike, check_count, restoring
 from sensli_lab.paper.image_sets import FACTS, Facts
-from sensli_lab.paper.settings import (
-    DataSettings,
-    Machine,
-    Network,
-    Settings,
-    full_precision,
-    generator,
-    has_bf16,
-    nearest,
-    run_seed,
-    unknown,
-)
+from sensli_lab.paper.machine import Machine, full_precision, generator, has_bf16, run_seed
+from sensli_lab.paper.reading import nearest, unknown
+from sensli_lab.paper.settings import DataSettings, Network, Settings
 
 # ---- The paper's CNN as an ordinary module, and its counts.
 #

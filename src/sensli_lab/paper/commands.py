@@ -9,8 +9,8 @@ from sensli.errors import MissingExtra
 from sensli_lab.errors import BadExperiment, NoResults
 from sensli_lab.paper import planning, runner, tables
 from sensli_lab.paper.engine import engine
+from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.planning import Experiment, Plan, RunOptions, plan
-from sensli_lab.paper.settings import Machine
 from sensli_lab.paper.store import Store, readable, told
 from sensli_lab.paper.tables import Table
 

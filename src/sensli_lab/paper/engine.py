@@ -16,7 +16,9 @@ from torch import Tensor
 
 from sensli.errors import SensliError, brief
 from sensli_lab.errors import BadExperiment, StoreError
-from sensli_lab.paper.settings import Machine, Settings, unknown
+from sensli_lab.paper.machine import Machine
+from sensli_lab.paper.reading import unknown
+from sensli_lab.paper.settings import Settings
 
 SHOWN = 3  # iterations after an insertion whose gradient of the new weights is kept for the heatmaps
 ENGINES = {"stacked": "sensli_lab.paper.stacked", "cnn": "sensli_lab.paper.cnn"}

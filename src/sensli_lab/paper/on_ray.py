@@ -32,8 +32,9 @@ from sensli.errors import MissingExtra, SensliError
 from sensli.text.terminal import Reach, how_to_get
 from sensli_lab.errors import BadExperiment, PaperError
 from sensli_lab.paper.engine import TrainingJob, engine
+from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.runner import Compute, Piece, Place, job_of, keep, train
-from sensli_lab.paper.settings import Machine, Settings
+from sensli_lab.paper.settings import Settings
 from sensli_lab.paper.store import Store
 
 # ---- What a Ray task does on its machine: train a job, and yield the progress, the states and the result as they come.

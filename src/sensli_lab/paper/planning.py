@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper import presets
-from sensli_lab.paper.settings import Settings, check_keys, merged, need, need_known, read, unknown
+from sensli_lab.paper.reading import check_keys, merged, read, unknown
+from sensli_lab.paper.settings import Settings, need, need_known
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sensli_lab.errors import BadExperiment
-from sensli_lab.paper.settings import unknown
+from sensli_lab.paper.reading import unknown
 
 if TYPE_CHECKING:
     from sensli_lab.paper.settings import Settings

@@ -10,8 +10,9 @@ from typing import Any
 
 from sensli.text.terminal import Reach, progress
 from sensli_lab.paper.engine import TrainingJob, TrainingOutcome, engine
+from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.planning import Plan
-from sensli_lab.paper.settings import Machine, Settings
+from sensli_lab.paper.settings import Settings
 from sensli_lab.paper.store import Store, origin
 
 # ---- The work of an experiment in pieces: which runs are trained together, from where, and what becomes of the outcome.

@@ -18,7 +18,8 @@ from sensli.merits.merits import SELECTIONS
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper.datasets import CLASSES, FEATURES, POINTS, split_spirals
 from sensli_lab.paper.engine import SHOWN, Counts, TrainingJob, TrainingOutcome, check_alike, check_count, restoring
-from sensli_lab.paper.settings import ORDER_BLOCK, Machine, Network, Settings, generator, order_block, run_seed
+from sensli_lab.paper.machine import ORDER_BLOCK, Machine, generator, order_block, run_seed
+from sensli_lab.paper.settings import Network, Settings
 
 # ---- The small networks of the spiral experiments as ordinary modules, and their counts.
 #

@@ -29,8 +29,9 @@ from sensli.text.files import check_writable, write_bytes
 from sensli_lab.errors import BadExperiment, NoResults, StoreError
 from sensli_lab.paper import planning
 from sensli_lab.paper.engine import TrainingOutcome, engine
+from sensli_lab.paper.machine import Machine, run_seed
 from sensli_lab.paper.planning import Experiment, Plan, RunOptions, plan
-from sensli_lab.paper.settings import RESULT_FORMAT, Machine, Settings, digest, run_seed
+from sensli_lab.paper.settings import RESULT_FORMAT, Settings, digest
 
 # ---- Files that are either whole or noticed: they carry their own checksum.
 

@@ -15,8 +15,9 @@ from sensli.cli.main import main
 from sensli.text.commands import TASKS as NAMES
 from sensli_lab.compare import figure, report, work
 from sensli_lab.compare.front import curve, front_ratios, rows
-from sensli_lab.compare.jobs import PRESETS, CompareSize, Run, RunLook
+from sensli_lab.compare.jobs import Run, RunLook
 from sensli_lab.compare.methods import methods
+from sensli_lab.compare.presets import PRESETS, CompareSize
 from sensli_lab.compare.report import table, verdict
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS

@@ -165,7 +165,7 @@ def test_ctrl_c_is_no_traceback(call, capsys, monkeypatch):
 def test_the_module_is_the_same_command(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     for words, code, told in ((["list"], 0, ""), (["run", "99"], 2, "sensli: unknown experiment '99'.")):
-        monkeypatch.setattr(sys, "argv", ["python -m sensli.paper", *words])
+        monkeypatch.setattr(sys, "argv", ["python -m sensli_lab.paper", *words])
         assert module() == code
         assert capsys.readouterr().err.startswith(told)
 

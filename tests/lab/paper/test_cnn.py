@@ -17,10 +17,12 @@ from pictures import TINY, raw, tiny
 from sensli import count_flops, find_sites, measure
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper import cnn, datasets, image_sets, runner, store
+from sensli_lab.paper import machine as machine_module
 from sensli_lab.paper.engine import TrainingJob, engine
 from sensli_lab.paper.image_sets import FACTS
+from sensli_lab.paper.machine import Machine, generator, run_seed
 from sensli_lab.paper.planning import RunOptions, parse, plan
-from sensli_lab.paper.settings import Machine, Network, generator, run_seed
+from sensli_lab.paper.settings import Network
 from sensli_lab.paper.store import Store
 
 CIFAR = FACTS["cifar10"]
@@ -232,14 +234,13 @@ sys.path[:0] = {paths!r}
 import torch
 from pathlib import Path
 from pictures import TINY, raw
-from sensli.paper import data
-from sensli.paper.running import runner
-from sensli_lab.paper.planning import Options, parse, plan
-from sensli_lab.paper.engine import Job
+from sensli_lab.paper import image_sets, runner
+from sensli_lab.paper.planning import RunOptions, parse, plan
+from sensli_lab.paper.engine import TrainingJob
 from sensli_lab.paper.store import Store
 torch.set_num_threads(1)
-data._LOADERS["cifar10"] = lambda folder: raw()
-Job.__init__.__defaults__ = (*Job.__init__.__defaults__[:-1], 0.0)
+image_sets._LOADERS["cifar10"] = lambda folder: raw()
+TrainingJob.__init__.__defaults__ = (*TrainingJob.__init__.__defaults__[:-1], 0.0)
 save = Store.save_state
 
 def save_and_die(self, *given):
@@ -247,7 +248,7 @@ def save_and_die(self, *given):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def work():
-    runner.run([plan(parse(TINY, "tiny.json"), "stated", Options(runs=1))], Store(Path({out!r})))
+    runner.run([plan(parse(TINY, "tiny.json"), "stated", RunOptions(runs=1))], Store(Path({out!r})))
 
 killed = os.fork()  # before anything is computed: a start of Python costs more than the work
 if killed == 0:
@@ -285,15 +286,17 @@ def test_compiled_models_are_compiled_anew_after_an_insertion(monkeypatch):
 
 @pytest.mark.process
 def test_bfloat16_is_tried_before_it_is_used(monkeypatch):
-    settings = plan(parse(TINY, "tiny.json"), "stated", RunOptions(bf16=True)).arms["LI"]
-    assert settings.dtype == "bfloat16"
+    asked = plan(parse(TINY, "tiny.json"), "stated", RunOptions(bf16=True)).arms["LI"]
+    assert asked.dtype == "bfloat16"
     monkeypatch.setattr(cnn, "has_bf16", lambda device: False)
     with pytest.raises(BadExperiment, match="--bf16: a training step in bfloat16 does not work on this cpu"):
-        cnn.ready(settings, Machine(device="cpu"))
-    monkeypatch.setattr(settings, "_BF16_TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)  # {device}")
-    settings.has_bf16.cache_clear()
-    assert settings.has_bf16("cpu") is False
-    settings.has_bf16.cache_clear()
+        cnn.ready(asked, Machine(device="cpu"))
+    monkeypatch.setattr(
+        machine_module, "_BF16_TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)  # {device}"
+    )
+    machine_module.has_bf16.cache_clear()
+    assert machine_module.has_bf16("cpu") is False
+    machine_module.has_bf16.cache_clear()
 
 
 @pytest.mark.parametrize(

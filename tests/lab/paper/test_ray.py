@@ -33,9 +33,9 @@ from sensli_lab.errors import PaperError
 from sensli_lab.paper import image_sets, runner
 from sensli_lab.paper.engine import TrainingJob
 from sensli_lab.paper.image_sets import DataError
+from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.on_ray import packed, ray_place, work
 from sensli_lab.paper.planning import RunOptions, parse, plan
-from sensli_lab.paper.settings import Machine
 from sensli_lab.paper.store import Store
 
 ray = pytest.importorskip("ray", reason="Ray is missing. Get it with: pip install 'sensli[ray]'")

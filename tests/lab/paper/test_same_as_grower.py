@@ -11,7 +11,8 @@ from experiments import settings
 from sensli import Grower, count_flops, triggers
 from sensli_lab.paper import datasets, stacked
 from sensli_lab.paper.engine import TrainingJob
-from sensli_lab.paper.settings import Network, Settings, run_seed
+from sensli_lab.paper.machine import run_seed
+from sensli_lab.paper.settings import Network, Settings
 
 RUNS = (0, 1, 4)
 CASES = {

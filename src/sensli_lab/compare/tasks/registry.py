@@ -9,7 +9,7 @@ from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.tasks.teacher import TEACHER
 from sensli_lab.compare.tasks.text import TEXT
 from sensli_lab.errors import BadComparison
-from sensli_lab.paper.settings import unknown
+from sensli_lab.paper.reading import unknown
 
 TASKS: dict[str, Task] = {task.name: task for task in (TEACHER, SPIRALS, FASHION, VGG, RESNET, TEXT)}
 

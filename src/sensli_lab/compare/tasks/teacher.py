@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 from sensli_lab.compare.task import Task, TaskData, TaskPart
 from sensli_lab.compare.tasks.networks import plain
-from sensli_lab.paper.settings import generator
+from sensli_lab.paper.machine import generator
 
 FEATURES, HIDDEN, SAMPLES = 10, 10, 1000
 
