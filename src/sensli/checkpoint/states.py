@@ -1,4 +1,4 @@
-"""How the parts of a checkpoint go into what the factories made: weights, shards, schedulers."""
+"""How the parts of a checkpoint go into what the factories made: weights, shards, schedulers, optimizers by parameter names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`Grower`: Algorithm 1 of the paper. Train, look, decide whether and where, insert, train on."""
+"""`Grower`: Algorithm 1 of the paper. Train, look, decide whether and where, insert, train on.
+
+The story of a step is `Grower.step` at the end of this file, and `Call.run`: ask the trigger, look, decide, try, grow, note.
+"""
 
 from __future__ import annotations
 

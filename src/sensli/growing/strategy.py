@@ -1,4 +1,4 @@
-"""`Strategy`: the three questions that `Grower` asks at a look."""
+"""`Strategy`: the three questions that `Grower` asks at a look; and the registry of those that have a name."""
 
 from __future__ import annotations
 

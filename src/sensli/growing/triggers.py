@@ -1,4 +1,4 @@
-"""What a trigger is: a small object with one question, and how two of them are combined."""
+"""When to look: triggers, small objects with one question, and how two of them are combined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The history in a file, whatever the file is: a history, the state of a Grower, or a checkpoint that holds one."""
+"""From a file to a page: the history in any file that holds one is read, and the page is written as one HTML file."""
 
 from __future__ import annotations
 
