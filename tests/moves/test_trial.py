@@ -848,3 +848,25 @@ def test_memory_that_runs_out_is_never_taken_for_a_place_that_does_not_fit(grow:
             search(model, x)
     _Counted.at = -1
     assert [str(site) for site in search(model, x)] == [str(site) for site in found]
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm1d(6)], ids=["", "a batch norm after it"])
+def test_a_layer_whose_output_would_be_overwritten_after_a_frozen_part_is_refused(norm: Any) -> None:
+    """In training a batch norm moves its statistics, which are put back only after the backward pass of the trial."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.act, self.o = nn.Linear(6, 6).requires_grad_(False), nn.ReLU(), nn.Linear(6, 6)
+            self.norm, self.head = norm(), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.o(torch.relu_(self.act(self.a(x))))))
+
+    model, x = Net().double(), torch.randn(5, 6, dtype=torch.float64)
+    sites = find_sites(model, x)
+    assert not any("not tried" in note for note in sites.notes)
+    for site in sites:
+        growth = insert(model, site)
+        model(x).sum().backward()
+        undo(model, growth)

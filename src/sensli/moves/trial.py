@@ -345,9 +345,8 @@ class Rehearsal:
             for parameter in frozen:
                 parameter.requires_grad_(False)
             with self._layers.inserted(sites, themselves=True) as new:
-                output = self._run(training, new, graph=True, nodes=False)
                 asked = [p for p in self.model.parameters() if p.requires_grad]
-                _gradients(output, asked)
+                self._run(training, new, graph=True, nodes=False, then=lambda output: _gradients(output, asked))
         except Exception as error:
             note(error)
             return brief_error(error)
@@ -389,7 +388,16 @@ class Rehearsal:
             self._random[training] = bool(difference(self._base[training], self._run(training, []), False))
         return self._random[training]
 
-    def _run(self, training: bool, new: list[NewLayer], *, graph: bool = False, nodes: bool = True) -> Any:
+    def _run(
+        self,
+        training: bool,
+        new: list[NewLayer],
+        *,
+        graph: bool = False,
+        nodes: bool = True,
+        then: Callable[[Any], object] | None = None,
+    ) -> Any:
+        """What the copy returns; ``then`` is given it before buffers are put back, which a graph may have saved."""
         model = self.model
         # Never chained: somebody's train() returns None.
         model.train(training)
@@ -405,7 +413,10 @@ class Rehearsal:
                 _seed(0)
                 if "numpy" in sys.modules:
                     sys.modules["numpy"].random.seed(0)
-                return run(model, fresh(self._examples[training], nodes=graph and nodes and self._takes_gradients))
+                output = run(model, fresh(self._examples[training], nodes=graph and nodes and self._takes_gradients))
+                if then is not None:
+                    then(output)
+                return output
             finally:
                 for handle in handles:
                     handle.remove()
