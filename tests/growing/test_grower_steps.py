@@ -25,7 +25,7 @@ from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points
 from sensli import Grower, Trial, count_flops, find_sites, insert, replay, undo
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing import looking as searching_module
-from sensli.growing.looking import Sizes
+from sensli.growing.looking import Blind, Sizes, Threshold
 from sensli.growing.looking import trained as trained_only
 from sensli.growing.triggers import At, Budget, Every, Moment, Pays, Plateau, Trigger
 from sensli.integrations.callback import LookFacts
@@ -581,6 +581,50 @@ def test_a_classification_that_is_learnt_before_the_first_look_does_not_grow_for
     assert growing.state_dict()["largest_loss"] == pytest.approx(math.log(2))  # of equal outputs
 
 
+def sure_look(target: Any, loss: Any, margin: float = 16.0, **options: Any) -> Grower:
+    """One look at a network in single precision that tells x > 0 from x < 0, with that difference of its outputs, and large activations."""
+    torch.manual_seed(0)
+    x = torch.tensor([[-1.0], [1.0]]).repeat(8, 1)
+    model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    with torch.no_grad():
+        for layer in (model[0], model[2], model[4]):
+            layer.bias.zero_()
+        model[0].weight[:] = torch.tensor([[-300.0], [300.0]])
+        model[2].weight[:] = torch.eye(2)
+        model[4].weight[:] = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * margin / 600
+    growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x[:1], tau=0.0, **options)
+    growing.step([(x, target((x[:, 0] > 0).long()))], loss)
+    return growing
+
+
+def test_classes_are_learnt_at_the_rounding_level_of_their_loss_however_large_activations_are() -> None:
+    for target, loss in (
+        (lambda y: y, loss_fn),
+        (lambda y: {"labels": y, "name": "x"}, lambda output, target: loss_fn(output, target["labels"])),
+        (lambda y: nn.functional.one_hot(y).float(), nn.functional.binary_cross_entropy_with_logits),
+    ):
+        margin = 2 * 16.0 if loss is nn.functional.binary_cross_entropy_with_logits else 16.0
+        held = sure_look(target, loss, margin)
+        merits = held.last_merits
+        assert merits is not None and merits.loss is not None and 0 < merits.loss < 5e-7
+        assert math.sqrt(merits.best.value) > 1e-7 * held.state_dict()["largest_loss"]  # which alone does not tell
+        assert not held.history and "the classes are learnt" in held.history.record.looks[0].reason
+        assert len(sure_look(target, loss, margin, floor=0.0).history) == 1
+        assert len(sure_look(target, loss, margin * 0.7).history) == 1  # much above rounding
+        assert len(sure_look(target, loss, margin * 0.2, floor=0.5).history) == 1  # most of the loss is not gone
+
+
+def test_a_precise_regression_goes_on() -> None:
+    """An error of 3e-4 of what targets vary by is a squared one of 1e-7. Targets of nothing but zeros, as of a residual, are no classes."""
+    for scale in (1e-6, 1.0, 1e6):
+        growing = late_look(6e-6, scale)
+        merits = growing.last_merits
+        assert merits is not None and merits.loss is not None
+        assert merits.loss < 1.2e-7 * growing.state_dict()["largest_loss"] and len(growing.history) == 1
+    zeros = sure_look(lambda y: torch.zeros(len(y)), lambda output, target: loss_fn(output, (torch.arange(16) % 2)))
+    assert len(zeros.history) == 1
+
+
 def test_a_loss_that_knows_no_constant_output_is_measured_as_before() -> None:
     """It fails on one, or is smaller there than the loss of the network: neither says anything, and nothing is changed by asking."""
 
@@ -636,6 +680,12 @@ def late_looks_on_ranks() -> None:
     told: list[Any] = [None, None]
     dist.all_gather_object(told, growing.state_dict())
     assert told[0] == told[1] and told[0]["largest_loss"] > 1e-6
+    for classes in ({0, 1}, {0}):  # of targets, only where those of all ranks are
+        threshold, blind = Threshold(0.0, 1e-7), Blind(lambda output, target: output.square().mean())
+        blind(x, torch.ones(12, dtype=torch.long if rank in classes else torch.float64))
+        assert growing.last_merits is not None
+        threshold.learn_scale(model, blind, growing.last_merits)
+        assert threshold.classes == (classes == {0, 1})
 
 
 @pytest.mark.process

@@ -408,7 +408,8 @@ class Grower:
             every layer (default: 2.0).
         floor: Stops growth on a solved problem: once the loss has fallen to a thousandth of the largest one known (measured at a look,
             or of an output that does not depend on the input), a change of the new weights by 1 must lower it, to first order, by
-            this share of the largest. 0 turns it off (default: 1e-7).
+            this share of the largest. Where targets are classes, a loss of ten times this share ends growth too. 0 turns it off
+            (default: 1e-7).
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
         averaged: A `torch.optim.swa_utils.AveragedModel` of the model or of a part of it, or several, that grow with it. Those that the
             model holds itself need not be given.

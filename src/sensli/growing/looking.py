@@ -24,7 +24,7 @@ from sensli.merits.merits import Merit, Merits, chosen_sites, is_control
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import is_sharded, reshard
 from sensli.modules.flops import count_flops
-from sensli.modules.running import mapped, noting, untouched, without_autocast
+from sensli.modules.running import mapped, noting, tensors, untouched, without_autocast
 from sensli.modules.wrappers import bare, own_modules, own_parameters
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites, Skipped, Where, chosen
@@ -217,6 +217,7 @@ class Sizes(Mapping[str, int]):
 
 
 SOLVED = 1e-3  # the share of the largest loss below which the floor holds
+_CLASSES = 10.0  # times the floor: a few rounding errors of single precision, by which cross-entropy goes in steps
 
 
 class Threshold:
@@ -225,10 +226,13 @@ class Threshold:
     def __init__(self, tau: float, floor: float) -> None:
         self.tau, self.floor = tau, floor
         self.largest_loss = 0.0
+        self.classes = False  # whether the targets of the last look were classes
 
     def worth(self, merits: Merits) -> list[Merit]:
         """The merits that reach it, the largest first."""
         least = self.least_gain(merits)
+        if self.is_learnt(merits):
+            return []
         return [
             merit
             for merit in merits.ranked
@@ -246,11 +250,26 @@ class Threshold:
         scale = max(self.largest_loss, 1.0) if loss == 0 else self.largest_loss
         return self.floor * scale if loss <= SOLVED * scale else 0.0
 
+    def is_learnt(self, merits: Merits) -> bool:
+        """Whether the loss itself says that classes are learnt: it is the share that is wrong, and no layer lowers it by more.
+
+        The merit does not tell: activations of a network that is sure are large, and so are its gradients beside the loss. A
+        squared error is the square of what is wrong, so a regression may go on.
+        """
+        return self.classes and merits.loss is not None and 0 <= merits.loss <= self.least_loss
+
+    @property
+    def least_loss(self) -> float:
+        """Where targets are classes, the loss at which nothing is left to gain."""
+        return min(_CLASSES * self.floor, SOLVED) * self.largest_loss
+
     def learn_scale(self, model: nn.Module, blind: Blind | None, merits: Merits) -> None:
         """Take the loss of a blind output into account: the first look may come when the problem is solved. All ranks call it."""
         with Together(model, "compare the loss with that of a constant output") as together:
-            told = together.agree(None if blind is None else blind.loss(bare(model), above=merits.loss or 0.0))
-        known = [loss for loss in told if loss is not None]
+            found = None if blind is None else blind.loss(bare(model), above=merits.loss or 0.0)
+            told = together.agree((found, blind is not None and blind.classes))
+        self.classes = all(classes for _, classes in told)
+        known = [loss for loss, _ in told if loss is not None]
         if known:
             self.largest_loss = max(self.largest_loss, abs(sum(known) / len(known)))
 
@@ -280,6 +299,21 @@ class Blind:
                 value = float(self._loss_fn(mapped(means, partial(_times, factor=factor)), target))
                 found += [value] if above < value < math.inf else []
         return min(found, default=None)
+
+    @property
+    def classes(self) -> bool:
+        """Whether the target of the batch is classes: whole numbers by their type, or nothing but zeros and ones, and both of them."""
+        found = list(tensors(None if self._seen is None else self._seen[1]))
+        with suppress(Exception):  # a tensor may be of a class that cannot be compared
+            return bool(found) and all(map(_are_classes, found))
+        return False
+
+
+def _are_classes(target: Tensor) -> bool:
+    if not target.is_floating_point():
+        return not target.is_complex()
+    ones = target == 1
+    return bool(((target == 0) | ones).all() and ones.any() and not ones.all())
 
 
 def _mean(output: Tensor) -> Tensor:
@@ -339,6 +373,11 @@ class Sensli(Strategy):
         return [merit.site for merit in found]
 
     def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:
+        if not taken and self.threshold.is_learnt(merits):
+            return (
+                f"the problem is solved: the classes are learnt, with a loss of {merits.loss:.1e}, not above the "
+                f"{self.threshold.least_loss:.1e} that the floor allows"
+            )
         return reason_of(
             merits, taken, select=self.options.selection, tau=self.threshold.tau, floor=self.threshold.least_gain(merits),
             control=is_control(self.options.select), per=self.options.per,
