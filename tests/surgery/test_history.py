@@ -125,6 +125,21 @@ def test_a_readable_history_that_does_not_fit_leaves_the_model_alone(alter):
         replay(model, History.from_dict(data))
 
 
+@pytest.mark.parametrize("path", [("rates",), ("own_rate",), ("site", "point", "place")], ids=".".join)
+@pytest.mark.parametrize("value", [torch.ones(2), 0, {}, "x"], ids=str)
+def test_what_stands_in_place_of_a_record_is_refused_and_named(path, value):
+    data = grown()[2].to_dict()
+    *outer, key = path
+    inner = data["growths"][0]
+    for name in outer:
+        inner = inner[name]
+    inner[key] = value
+    with pytest.raises(
+        HistoryError, match="is missing" if value == {} else rf"growths\[0\]\.{'.'.join(path)} must be a "
+    ):
+        History.from_dict(data)
+
+
 @pytest.mark.parametrize("ratio", [math.inf, -math.inf, math.nan])
 def test_numbers_that_json_does_not_know_come_back_as_they_were(ratio, tmp_path):
     _, _, history = grown()

@@ -6,7 +6,6 @@ import argparse
 import io
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -236,7 +235,7 @@ def _sites(args: argparse.Namespace) -> None:
     merits = measure(model, sites, batches, loss_for(batches)).per(args.per)
     count = min(args.count, len(merits))
     if args.json:
-        ranked = [asdict(SiteMerit.of(merit)) for merit in merits.ranked]
+        ranked = [SiteMerit.of(merit).to_dict() for merit in merits.ranked]
         chosen = {name: [str(merit.site) for merit in choose(merits, count)] for name, choose in CHOICES.items()}
         print(
             strict_json(

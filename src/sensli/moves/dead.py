@@ -30,6 +30,7 @@ from sensli.moves.stretching import Exchange, Resize, like_layout
 from sensli.moves.trace.flow import ModuleCall
 from sensli.moves.width.widening import change_sizes, resizes
 from sensli.moves.width.width import TOLERANCE, Axis, Width, found
+from sensli.text.records import Plain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,11 +39,12 @@ _VALUE = "value"  # what a tensor calls its own lost entries
 
 
 @dataclass(frozen=True)
-class _Dead:
+class _Dead(Plain):
     """What could be done with dead units of a width."""
 
     kind: ClassVar[str] = "units"
     removes: ClassVar[bool]
+    _needed = None
 
     width: Width  # with as many units as there are before
     which: tuple[int, ...]
@@ -96,15 +98,6 @@ class _Dead:
             raise ValueError(f"{self.which} are not units of a width of {self.width.units}")
         if self.units < 1:
             raise ValueError(f"{self.which} are all units, and one must stay")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"width": self.width.to_dict(), "which": list(self.which), "added": self.added}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        return cls(Width.from_dict(data["width"]), tuple(data["which"]), data["added"])
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from sensli.moves.point import Bind, ListPlace, Point, Ref, list_renames, put_in
 from sensli.moves.roles import units_made
 from sensli.moves.sites import Edit, New
 from sensli.moves.stretching import Resize
+from sensli.text.records import Plain
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
@@ -152,7 +153,7 @@ def join(parent: str, name: str) -> str:
 _Same = TypeVar("_Same")
 
 
-class Inserts:
+class Inserts(Plain):
     """A move that puts a module there which starts as the identity; what differs from that is said by its kind."""
 
     tolerance: ClassVar[float | None] = None

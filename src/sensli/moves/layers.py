@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -119,6 +119,7 @@ class Layer(Inserts):
     """A new layer: a plan that prints as one phrase, goes to JSON and builds the module when it is wanted."""
 
     tag: ClassVar[str] = "layer"
+    _needed = ("width", "kernel", "groups", "activation")
 
     form: str
     kind: str  # "linear" (features last) or "conv" (channels at dimension 1)
@@ -292,56 +293,25 @@ class Layer(Inserts):
         )  # fmt: skip
         return gradients[1]  # type: ignore[no-any-return]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Layer:
-        """The inverse of `to_dict`. Values that make no layer raise ValueError: a file may have been altered."""
-        activation = data["activation"]
-        if data["form"] not in FORMS:
-            raise ValueError(one_of("layer form", data["form"], FORMS))
-        if data["kind"] not in ("linear", "conv"):
-            raise ValueError(one_of("kind", data["kind"], ("linear", "conv")))
-        if activation["name"] not in ACTIVATIONS:
-            raise ValueError(one_of("activation", activation["name"], ACTIVATIONS))
-        unknown = {key for key, _ in activation["arguments"]} - set(ACTIVATIONS[activation["name"]])
+    def _verify(self) -> None:
+        known = (("layer form", self.form, FORMS), ("kind", self.kind, ("linear", "conv")))
+        for what, value, names in (*known, ("activation", self.activation.name, ACTIVATIONS)):
+            if value not in names:
+                raise ValueError(one_of(what, value, names))
+        unknown = dict(self.activation.arguments).keys() - set(ACTIVATIONS[self.activation.name])
         if unknown:
-            raise ValueError(f"{activation['name']} does not take {sorted(unknown)}")
-        sizes = (data["width"], data["groups"], *data["kernel"])
-        if not all(type(size) is int and size > 0 for size in sizes) or data["width"] % data["groups"]:
+            raise ValueError(f"{self.activation.name} does not take {sorted(unknown)}")
+        sizes = (self.width, self.groups, *self.kernel)
+        if not all(type(size) is int and size > 0 for size in sizes) or self.width % self.groups:
             raise ValueError(f"width, groups and kernel are {sizes}, which cannot form a layer")
-        if (data["kind"] == "conv") != (len(data["kernel"]) in CONVS) or any(size % 2 == 0 for size in data["kernel"]):
-            raise ValueError(f"a layer of kind {data['kind']!r} cannot have the kernel {data['kernel']}")
-        arguments = tuple((key, value) for key, value in activation["arguments"])
-        return cls(
-            form=data["form"],
-            kind=data["kind"],
-            width=data["width"],
-            kernel=tuple(data["kernel"]),
-            groups=data["groups"],
-            activation=Activation(activation["name"], arguments),
-            leading=_flag(data, "leading") and data["form"] == "relu",
-            norm=_norm_of(data),
-        )
-
-
-def _flag(data: dict[str, Any], name: str) -> bool:
-    value = data.get(name, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name!r} must be true or false, got {value!r}")
-    return value
-
-
-def _norm_of(data: dict[str, Any]) -> int:
-    dims = data.get("norm", 0)
-    fits = type(dims) is int and (dims == 0 or (data["form"] != "parametric" and dims == max(1, len(data["kernel"]))))
-    if not fits:
-        raise ValueError(
-            f"'norm' is {dims!r}, which does not fit a layer of kind {data['kind']!r} and form {data['form']!r}"
-        )
-    return int(dims)
+        if (self.kind == "conv") != (len(self.kernel) in CONVS) or any(size % 2 == 0 for size in self.kernel):
+            raise ValueError(f"a layer of kind {self.kind!r} cannot have the kernel {self.kernel}")
+        dims = (0,) if self.form == "parametric" else (0, max(1, len(self.kernel)))
+        for name, fitting in (("leading", (False, True) if self.form == "relu" else (False,)), ("norm", dims)):
+            if getattr(self, name) not in fitting:
+                raise ValueError(
+                    f"{name!r} is {getattr(self, name)!r}, which does not fit a layer of kind {self.kind!r} and form {self.form!r}"
+                )
 
 
 # ---- Which layer fits at a point of the data flow, or the reason why none does.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from sensli.errors import MeasurementError, one_of
 from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.grown import Chain
 from sensli.modules.running import Slot, first_tensor, value_at, with_first, with_value
+from sensli.text.records import Plain
 
 # ---- Insertion into a list of blocks: the blocks after it are renumbered, and what counts or numbers the blocks stays
 # true.
@@ -27,7 +28,7 @@ from sensli.modules.running import Slot, first_tensor, value_at, with_first, wit
 
 
 @dataclass(frozen=True)
-class Fact:
+class Fact(Plain):
     """An attribute that follows the number of blocks: of a module, or of an object that a module holds, such as a configuration."""
 
     module: str  # path of the module; "blocks.*.attention" is one in every block of a list
@@ -81,7 +82,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Index:
+class Index(Plain):
     """An attribute inside the blocks that is the block's position in the list, plus an offset."""
 
     module: str  # path within the block
@@ -90,8 +91,10 @@ class Index:
 
 
 @dataclass(frozen=True)
-class ListPlace:
+class ListPlace(Plain):
     """What has to follow when a list takes a block."""
+
+    _needed = None
 
     facts: tuple[Fact, ...] = ()
     indices: tuple[Index, ...] = ()
@@ -109,16 +112,6 @@ class ListPlace:
             return ".".join([*new[:shared], *parts[shared:]])
 
         return replace(self, facts=tuple(replace(fact, module=path_of(fact)) for fact in self.facts))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ListPlace:
-        """The inverse of `to_dict`."""
-        facts = tuple(Fact(**{**fact, "through": tuple(fact["through"])}) for fact in data["facts"])
-        return cls(facts, tuple(Index(**index) for index in data["indices"]))
 
 
 def put_into_list(
@@ -203,8 +196,10 @@ SIDES = ("after", "before")
 
 
 @dataclass(frozen=True)
-class Ref:
+class Ref(Plain):
     """A module of a model by its path, and by the module itself, so that it is found again after others were inserted."""
+
+    _alone = "path"
 
     path: str
     _module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
@@ -266,7 +261,7 @@ def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(Plain):
     """Where in the data flow: "after" or "before" a module.
 
     Attributes:
@@ -282,7 +277,9 @@ class Point:
         makes: How many units each neighbour made when the point was found, 0 if that is not known.
     """
 
-    anchor: Ref
+    _needed = None
+
+    anchor: Ref = field(metadata={"key": "path"})
     side: str
     shape: tuple[int, ...]
     neighbours: tuple[Ref, ...] = ()
@@ -328,38 +325,9 @@ class Point:
                 if any(name.startswith("__") or not name.isidentifier() for name in names):
                     raise ValueError(f"{names} are not names of attributes that follow the number of blocks")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "path": self.path,
-            "side": self.side,
-            "shape": list(self.shape),
-            "neighbours": [ref.path for ref in self.neighbours],
-            "chained": self.chained,
-            "overwritten": self.overwritten,
-            "slot": self.slot,
-            "first_part": self.first_part,
-            "place": self.place.to_dict() if self.place else None,
-            "makes": list(self.makes),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Point:
-        """The inverse of `to_dict`; the point is then known by its path alone."""
-        if data["side"] not in SIDES:
-            raise ValueError(one_of("side", data["side"], SIDES))
-        return cls(
-            anchor=Ref(data["path"]),
-            side=data["side"],
-            shape=tuple(data["shape"]),
-            neighbours=tuple(Ref(path) for path in data["neighbours"]),
-            chained=data["chained"],
-            overwritten=data["overwritten"],
-            slot=data["slot"],
-            first_part=data["first_part"],
-            place=ListPlace.from_dict(data["place"]) if data["place"] else None,
-            makes=tuple(data["makes"]),
-        )
+    def _verify(self) -> None:
+        if self.side not in SIDES:
+            raise ValueError(one_of("side", self.side, SIDES))
 
 
 # ---- Where a value is caught as it passes a point: what the module gave or will be given is handed on as a separate view.

@@ -21,9 +21,12 @@ from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import Geometry
 from sensli.moves.stretching import Resize
 from sensli.text.commands import KINDS
+from sensli.text.records import Plain
 from sensli.text.tables import html_table
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from sensli.moves.search import Search
     from sensli.moves.trace.flow import ModuleCall, SeenTensor
 
@@ -243,7 +246,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(Plain):
     """A point of the data flow and what could be done there. Prints as one unique line.
 
     Attributes:
@@ -397,7 +400,7 @@ class Site:
         return {"point": self.point.to_dict(), "move": {"tag": self.move.tag, **self.move.to_dict()}}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Site:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`; the place is then known by its path alone."""
         from sensli.moves.finding import move_from_dict  # here, because the kinds make sites
 

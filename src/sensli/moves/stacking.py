@@ -6,7 +6,7 @@ The copies are plain ones. Unlike a twin, which is an identity, a copy acts at o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -36,10 +36,11 @@ from sensli.moves.trace.stacks import Stack as Row
 from sensli.moves.trace.stacks import parent_of
 from sensli.moves.twin.finding import NoTwin, TwinFinder, block_flops
 from sensli.moves.twin.twins import Twin
+from sensli.text.records import Plain
 
 
 @dataclass(frozen=True)
-class StackCopy:
+class StackCopy(Plain):
     """Copies of all blocks of a stack, in their order, after the last of them, which is the point's anchor."""
 
     tag: ClassVar[str] = "stack"
@@ -108,16 +109,6 @@ class StackCopy:
     def check(self, point: Point) -> None:
         if not self.blocks or self.copies < 1:
             raise ValueError(f"{self.copies} copies of {len(self.blocks)} blocks are not a stack")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        numbers = {"copies": self.copies, "parameters": self.parameters, "flops": self.flops}
-        return {"block": self.block, "blocks": [ref.path for ref in self.blocks], **numbers}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StackCopy:
-        """The inverse of `to_dict`."""
-        return cls(**{**data, "blocks": tuple(Ref(path) for path in data["blocks"])})
 
 
 class Stacking(Edit):

@@ -252,7 +252,7 @@ def page_data(
         "looks": [_look(look, numbers) for look in record.looks],
         "growths": growths_of(history),
         "outlines": [
-            {"call": call, "units": [asdict(unit) for unit in apart(units, call, history)]}
+            {"call": call, "units": [unit.to_dict() for unit in apart(units, call, history)]}
             for call, units in record.outlines
         ],
         "films": [film.to_dict() for film in films],

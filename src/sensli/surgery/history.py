@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from sensli.errors import HistoryError, WrongType, brief
 from sensli.modules import checks
@@ -16,26 +16,18 @@ from sensli.surgery.rates import OwnRate, RateScaling
 from sensli.surgery.record import UNITS, Record
 from sensli.text.commands import PER
 from sensli.text.files import write_bytes
-from sensli.text.records import check_types, lenient, strict
+from sensli.text.records import Plain, check_types, lenient, strict
 from sensli.text.records import dumps as strict_json
 from sensli.text.tables import html_table
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # ---- The record of one growth: plain data that goes to JSON and comes back.
 
 
-_NEEDED = (
-    "site",
-    "number",
-    "name",
-    "parameters",
-    "renames",
-    "rates",
-    "details",
-)  # of one growth; later keys may be absent
-
-
 @dataclass(frozen=True)
-class Resized:
+class Resized(Plain):
     """A parameter or buffer that got another shape.
 
     Attributes:
@@ -51,18 +43,9 @@ class Resized:
     def __str__(self) -> str:
         return f"{self.name}: {self.old_shape} -> {self.new_shape}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"name": self.name, "old_shape": list(self.old_shape), "new_shape": list(self.new_shape)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Resized:
-        """The inverse of `to_dict`."""
-        return cls(data["name"], tuple(data["old_shape"]), tuple(data["new_shape"]))
-
 
 @dataclass(frozen=True)
-class Growth:
+class Growth(Plain):
     """One growth: where, what, and the names and shapes that changed.
 
     Attributes:
@@ -80,6 +63,8 @@ class Growth:
         details: When and why it was chosen: epoch (or step), merit, ratio.
     """
 
+    _needed: ClassVar[tuple[str, ...]] = ("site", "number", "name", "parameters", "renames", "rates", "details")
+
     site: Site  # with the path that the anchor had at that moment
     number: int  # 1 for the first growth of a model
     name: str  # path of the module that is new or has changed
@@ -90,7 +75,8 @@ class Growth:
     rates: RateScaling | None = None  # what the learning-rate factor changed
     own_rate: OwnRate | None = None  # its separate groups
     frozen: tuple[str, ...] = ()  # names of the parameters that were trained before and rest since
-    freeze_rest: bool = False  # a later growth that freezes the rest does not freeze this one
+    # a later growth that freezes the rest does not freeze this one
+    freeze_rest: bool = field(default=False, metadata={"sparse": True})
     details: Mapping[str, Any] = field(default_factory=dict)  # when and why it was chosen: epoch or step, merit, ratio
 
     def __str__(self) -> str:
@@ -111,26 +97,13 @@ class Growth:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        data = {
-            "site": self.site.to_dict(),
-            "number": self.number,
-            "name": self.name,
-            "parameters": list(self.parameters),
-            "resized": [each.to_dict() for each in self.resized],
-            "renames": dict(self.renames),
-            "beside": {name: list(shape) for name, shape in self.beside.items()},
-            "rates": self.rates.to_dict() if self.rates else None,
-            "own_rate": self.own_rate.to_dict() if self.own_rate else None,
-            "frozen": list(self.frozen),
-            **({"freeze_rest": True} if self.freeze_rest else {}),
-            "details": dict(self.details),
-        }
-        return {name: strict(value) for name, value in data.items()}
+        data: dict[str, Any] = strict(super().to_dict())
+        return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Growth:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`; data that do not describe a growth are refused with the reason."""
-        missing = [key for key in _NEEDED if not isinstance(data, Mapping) or key not in data]
+        missing = [key for key in cls._needed if not isinstance(data, Mapping) or key not in data]
         if missing:
             raise HistoryError(
                 f"data must be what Growth.to_dict() returned (the key {missing[0]!r} is missing), got {checks.shown(data)}."
@@ -139,30 +112,13 @@ class Growth:
             return cls._read(data, "growth")
 
     @classmethod
-    def _read(cls, data: Mapping[str, Any], place: str) -> Growth:
+    def _read(cls, data: Mapping[str, Any], place: str) -> Self:
         if not isinstance(data, Mapping):
             raise TypeError(f"{place} must be a mapping, got a {type(data).__name__}")
-        growth = cls._of(lenient(data))
+        growth = super().from_dict(lenient(data))
         check_types(growth, place)
         check_growth(growth)
         return growth
-
-    @classmethod
-    def _of(cls, data: Mapping[str, Any]) -> Growth:
-        return cls(
-            site=Site.from_dict(data["site"]),
-            number=data["number"],
-            name=data["name"],
-            parameters=tuple(data["parameters"]),
-            resized=tuple(Resized.from_dict(each) for each in data.get("resized", ())),
-            renames=dict(data["renames"]),
-            beside={name: tuple(shape) for name, shape in data.get("beside", {}).items()},
-            rates=RateScaling.from_dict(data["rates"]) if data["rates"] else None,
-            own_rate=OwnRate.from_dict(data["own_rate"]) if data.get("own_rate") else None,
-            frozen=tuple(data.get("frozen", ())),
-            freeze_rest=data.get("freeze_rest", False),
-            details=dict(data["details"]),
-        )
 
 
 def as_growths(name: str, value: Iterable[Growth]) -> list[Growth]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from sensli.modules.grown import CHANGED, Chain, ParametricLayer, ResidualLayer, grown, new_in
+from sensli.text.records import Plain
 
 # ---- Which modules of a model are boxes of a drawing: one level of detail for all of it, so that equal blocks look equal.
 #
@@ -145,7 +145,7 @@ LIMIT = 120  # boxes without a growth; where there are more, neighbours share on
 
 
 @dataclass(frozen=True)
-class Unit:
+class Unit(Plain):
     """One box: a module, how it prints in short, which growth it came with, and which ones changed it."""
 
     path: str
@@ -154,11 +154,6 @@ class Unit:
     growth: int | None = None
     units: int | None = None  # how many it makes, where that is one number
     changes: tuple[int, ...] = ()  # numbers of the growths that gave it more of them
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Unit:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(**{**data, "changes": tuple(data.get("changes", ()))})
 
 
 def outline(model: nn.Module, limit: int = LIMIT) -> tuple[Unit, ...]:

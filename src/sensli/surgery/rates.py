@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from sensli.errors import OptimizerError
 from sensli.modules import checks
 from sensli.surgery.optimizers import Group, Joining, Optimizers, as_list, as_optimizers, called, unwrapped
+from sensli.text.records import Plain
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # ---- A learning-rate factor at an insertion: optimizer and scheduler together, first checked, then applied.
 #
@@ -30,7 +34,7 @@ _SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_l
 
 
 @dataclass(frozen=True)
-class RateChange:
+class RateChange(Plain):
     """One rate, where it is kept, before and after: plain data, so that another process can revert it."""
 
     holder: str  # "optimizer" or "scheduler"
@@ -42,8 +46,10 @@ class RateChange:
 
 
 @dataclass(frozen=True)
-class RateScaling:
+class RateScaling(Plain):
     """All learning rates times a factor; values and no references, so it can be stored as JSON and reverted later."""
+
+    _needed = None
 
     factor: float
     changes: tuple[RateChange, ...] = ()
@@ -60,13 +66,6 @@ class RateScaling:
         now = [_number(_read(holders, change)) for change in self.changes]
         for change, value in zip(self.changes, now, strict=True):
             _write(holders, change, change.old if value == change.new else value / self.factor)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"factor": self.factor, "changes": [asdict(change) for change in self.changes]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RateScaling:
-        return cls(data["factor"], tuple(RateChange(**change) for change in data["changes"]))
 
     def _holders(self, optimizers: Optimizers, schedulers: Schedulers) -> Holders:
         holders: Holders = {"optimizer": as_optimizers(optimizers), "scheduler": as_schedulers(schedulers)}
@@ -202,20 +201,17 @@ _OTHERS = ("lr_lambdas", "base_momentums", "max_momentums")  # one per group, in
 
 
 @dataclass(frozen=True)
-class OwnRate:
+class OwnRate(Plain):
     """The groups that a growth has added, by the number of their optimizer and their own; plain data, so that `undo` can follow."""
 
     factor: float
     groups: tuple[tuple[int, int], ...]
     sources: tuple[int, ...]  # the neighbours' groups that these are like
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> OwnRate:
-        groups = tuple((pair[0], pair[1]) for pair in data["groups"])
-        return cls(data["factor"], groups, tuple(data.get("sources") or (0 for _ in groups)))
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        # older files do not say the sources
+        return super().from_dict({**data, "sources": data.get("sources") or [0] * len(data["groups"])})
 
     def check(self, optimizers: Optimizers, schedulers: Schedulers, own: list[Any]) -> None:
         """Raise unless the groups are there and hold nothing but the growth's parameters."""

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from sensli.merits.merits import BY_MERIT, Merit, Merits, ordered, spread, worth_of
 from sensli.surgery.outline import Unit
 from sensli.text.commands import PER, UNMEASURED
+from sensli.text.records import Plain, plain
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # ---- What came of a trial at a look, as plain data: how each network did, and what it cost.
 
@@ -21,7 +25,7 @@ NO_GROWTH = "no growth"
 
 
 @dataclass(frozen=True)
-class TriedArm:
+class TriedArm(Plain):
     """One network of a trial.
 
     Attributes:
@@ -38,7 +42,7 @@ class TriedArm:
 
 
 @dataclass(frozen=True)
-class Tried:
+class Tried(Plain):
     """A trial: the model without a growth, and with each of the candidates, trained for equal FLOPs. Prints as one phrase.
 
     Attributes:
@@ -74,14 +78,9 @@ class Tried:
             f"{self.flops:.1e} FLOPs, {100 * self.lost / max(self.flops, 1):.0f} % of them lost"
         )
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Tried:
-        """The inverse of `dataclasses.asdict`. What is not a trial raises ValueError: a file may have been altered."""
-        arms: Sequence[TriedArm] = tuple(TriedArm(**arm) for arm in data["arms"])
-        winner = data["winner"]
-        if len(arms) < 2 or type(winner) is not int or not 0 <= winner < len(arms):
-            raise ValueError(f"the winner of {len(arms)} networks is {winner!r}")
-        return cls(tuple(arms), winner, data["score"])
+    def _verify(self) -> None:
+        if len(self.arms) < 2 or type(self.winner) is not int or not 0 <= self.winner < len(self.arms):
+            raise ValueError(f"the winner of {len(self.arms)} networks is {self.winner!r}")
 
 
 def _number(arm: TriedArm) -> float:
@@ -97,7 +96,7 @@ LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at
 
 
 @dataclass(frozen=True)
-class SiteMerit:
+class SiteMerit(Plain):
     """One row of a look's table, as plain data.
 
     Attributes:
@@ -136,7 +135,7 @@ class SiteMerit:
 
 
 @dataclass(frozen=True)
-class Look:
+class Look(Plain):
     """One look at all sites and the decision. Prints one line for each growth, or one that says why there was none.
 
     Attributes:
@@ -159,6 +158,8 @@ class Look:
         kept: Whether the growths keep the function.
         rule: By which rule the place was taken, where the merit did not decide it; empty otherwise.
     """
+
+    _needed = ("merits",)
 
     call: int
     tau: float
@@ -237,24 +238,9 @@ class Look:
         grown = f"{self.unit} {self.call}: {sign}{merit.site.removeprefix('+')}"
         return f"{grown}{worth} | {cost}{flops}{rule}{change}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Look:
-        """The inverse of `to_dict`."""
-        plain: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        plain["merits"] = tuple(SiteMerit(**merit) for merit in data["merits"])
-        if plain.get("tried") is not None:  # older files do not say it
-            plain["tried"] = Tried.from_dict(plain["tried"])
-        return cls(**plain)
-
 
 @dataclass
-class Record:
+class Record(Plain):
     """The looks, the metrics and the layers of one training run, oldest first.
 
     Attributes:
@@ -266,6 +252,8 @@ class Record:
         unit: What a call is called: ``"epoch"`` or ``"step"``.
         metric: What the metric is called, if that is known.
     """
+
+    _needed = ("looks", "metrics", "outlines", "stride", "calls")
 
     looks: list[Look] = field(default_factory=list)
     metrics: list[tuple[int, float | None]] = field(default_factory=list)  # (call, metric)
@@ -325,33 +313,14 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
-            "calls": self.calls,
-            "unit": self.unit,
-            "metric": self.metric,
-            "stride": self.stride,
-            "metrics": [list(entry) for entry in self.metrics],
-            "outlines": [{"call": call, "units": [asdict(unit) for unit in units]} for call, units in self.outlines],
-            "looks": [look.to_dict() for look in self.looks],
+            **super().to_dict(),
+            "outlines": [{"call": call, "units": plain(units)} for call, units in self.outlines],
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Record:
-        """The inverse of `to_dict`. Counts that are none raise ValueError: a file may have been altered."""
-        for name, least in (("calls", 0), ("stride", 1)):
-            if type(data[name]) is not int or data[name] < least:
-                raise ValueError(f"{name} is {data[name]!r}")
-        for call, metric in data["metrics"]:
-            if type(call) is not int or not (metric is None or type(metric) in (int, float)):
-                raise ValueError(f"the metric of call {call!r} is {metric!r}")
-        return cls(
-            looks=[Look.from_dict(look) for look in data["looks"]],
-            metrics=[(call, metric) for call, metric in data["metrics"]],
-            outlines=[(entry["call"], tuple(map(Unit.from_dict, entry["units"]))) for entry in data["outlines"]],
-            stride=data["stride"],
-            calls=data["calls"],
-            unit=data.get("unit", "epoch"),  # older files have neither
-            metric=data.get("metric"),
-        )
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`."""
+        return super().from_dict({**data, "outlines": [(each["call"], each["units"]) for each in data["outlines"]]})
 
 
 def factor_text(before: int, after: int) -> str:

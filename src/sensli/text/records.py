@@ -1,4 +1,4 @@
-"""Records from a file are what their annotations say: the dataclass itself is the schema that its data are held against."""
+"""Records go to plain data and come back by their annotations: the dataclass itself is the schema that its data are held against."""
 
 from __future__ import annotations
 
@@ -6,11 +6,88 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from sensli.errors import brief
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# ---- From a record to plain data and back, by its annotations. What has the wrong type comes through as it is: `check_types`
+# then names its place.
+
+
+class Plain:
+    """A dataclass that goes to plain data and comes back. A field that begins with "_" is no data.
+
+    Metadata of a field: ``key``, what it is called in the data; ``sparse``, that it is written only where it is not the default.
+    """
+
+    # Keys that must be there although the field has a default, which is for files of earlier versions; None: all.
+    _needed: ClassVar[tuple[str, ...] | None] = ()
+    _alone: ClassVar[str] = ""  # a field that stands for the whole record
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        kind: Any = type(self)
+        values = [(each, getattr(self, each.name)) for each, _ in _schema(kind)]
+        return {
+            each.metadata.get("key", each.name): plain(value)
+            for each, value in values
+            if not (each.metadata.get("sparse") and value == each.default)
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`. Data that make no such record are refused: a file may have been altered."""
+        kind: Any = cls
+        left, values = dict(data), {}
+        for each, annotation in _schema(kind):
+            key = each.metadata.get("key", each.name)
+            required = each.default is MISSING and each.default_factory is MISSING
+            if key in left or required or cls._needed is None or key in cls._needed:
+                values[each.name] = _read(left.pop(key), annotation)
+        if left:
+            raise ValueError(f"unknown key {brief(next(iter(left)))} of {cls.__name__}")
+        record = cls(**values)
+        record._verify()
+        return record
+
+    def _verify(self) -> None:
+        """Refuse values, just read, that no such record has."""
+
+
+def plain(value: Any) -> Any:
+    """Plain data: records become dicts, and tuples lists."""
+    if isinstance(value, Plain):
+        return getattr(value, value._alone) if value._alone else value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _read(value: Any, annotation: Any) -> Any:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        known = [part for part in parts if part is not type(None)]
+        return _read(value, known[0]) if len(known) == 1 else value
+    if origin in (tuple, list) and isinstance(value, (tuple, list)):
+        kinds = parts if len(parts) == len(value) and parts[-1] is not ... else repeat(parts[0])
+        return origin(_read(part, its) for part, its in zip(value, kinds, strict=False))
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {key: _read(part, parts[1]) for key, part in value.items()}
+    if origin is None and isinstance(annotation, type) and issubclass(annotation, Plain):
+        if annotation._alone:
+            return annotation(**{annotation._alone: value})
+        return annotation.from_dict(value) if isinstance(value, Mapping) else value
+    return value
+
+
+# ---- Records from a file are what their annotations say.
+
 
 _LARGEST = 2**63  # of a whole number: larger ones overflow where they are divided or shown
 
@@ -18,14 +95,15 @@ _LARGEST = 2**63  # of a whole number: larger ones overflow where they are divid
 def check_types(value: Any, place: str) -> None:
     """Raise TypeError, naming the entry, unless all fields of a dataclass are of the annotated types, at any depth."""
     kind: Any = type(value)
-    for name, annotation in _hints(kind).items():
-        _check(getattr(value, name), annotation, f"{place}.{name}")
+    for each, annotation in _schema(kind):
+        _check(getattr(value, each.name), annotation, f"{place}.{each.name}")
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _schema(kind: Any) -> list[tuple[Field[Any], Any]]:
+    """The fields that are data, and their types."""
     hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind) if not field.name.startswith("_")}
+    return [(each, hints[each.name]) for each in fields(kind) if not each.name.startswith("_")]
 
 
 def _check(value: Any, annotation: Any, place: str) -> None:

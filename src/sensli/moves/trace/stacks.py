@@ -15,6 +15,7 @@ from torch import nn
 from sensli.modules.grown import Chain
 from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
 from sensli.moves.trace.graph import nearest_parameters, operation, origin, reaches
+from sensli.text.records import Plain
 
 # ---- The activations that can be told from others, as modules and as nodes of the autograd graph, and the layers with
 # weights around them.
@@ -51,7 +52,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Activation:
+class Activation(Plain):
     """An elementwise activation by name and arguments, so that it can be written to JSON and built again."""
 
     name: str

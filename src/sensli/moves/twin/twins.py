@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -213,6 +213,7 @@ class Twin(Inserts):
     form: ClassVar[str] = "twin"
     kind: ClassVar[str] = "block"
     takes_call: ClassVar[bool] = True
+    _needed = ("replaced",)
 
     block: str  # class of the block, for people
     zeroed: tuple[str, ...]  # parameters
@@ -343,15 +344,6 @@ class Twin(Inserts):
         draw = torch.randn if self.last == "normal" else torch.rand
         norms = self.last_norm(twin)
         return {name: draw(named[name].shape, generator=generator).to(named[name]) for name in norms}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if not each.name.startswith("_")}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Twin:
-        """The inverse of `to_dict`."""
-        return cls(**{**data, "zeroed": tuple(data["zeroed"]), "replaced": tuple(data["replaced"])})
 
 
 class _StandIn(nn.Module):

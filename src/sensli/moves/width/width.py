@@ -16,6 +16,7 @@ from sensli.modules.engines.fsdp import whole
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.sites import Cost, Edit, Gauge, New
 from sensli.moves.stretching import FRESH, Copied, Stretch
+from sensli.text.records import Plain
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
@@ -86,8 +87,10 @@ TOLERANCE = 1e-4  # relative: a longer sum is added up in another order
 
 
 @dataclass(frozen=True)
-class Axis:
+class Axis(Plain):
     """One axis of one parameter or buffer that holds the units: what the new entries are filled with."""
+
+    _needed = None
 
     module: Ref
     name: str
@@ -101,24 +104,16 @@ class Axis:
     length: int = 0  # of the axis when it was found: where it has another, positions may have moved
     overwritten: bool = False  # of a reader: somebody works in place on what it gives
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {**{name: getattr(self, name) for name in _AXIS}, "module": self.module.path}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Axis:
-        """The inverse of `to_dict`."""
-        if data["fill"] not in FILLS:
-            raise ValueError(one_of("fill", data["fill"], FILLS))
-        return cls(Ref(data["module"]), **{name: data[name] for name in _AXIS})
-
-
-_AXIS = ("name", "dim", "fill", "start", "outer", "inner", "length", "overwritten")
+    def _verify(self) -> None:
+        if self.fill not in FILLS:
+            raise ValueError(one_of("fill", self.fill, FILLS))
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Plain):
     """An attribute that counts units, of a module or of an object that it holds: ``out_features``, ``num_heads``, ``intermediate_size``."""
+
+    _needed = None
 
     module: Ref
     name: str
@@ -134,47 +129,24 @@ class Size:
             found = getattr(found, name)
         return found
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "module": self.module.path,
-            "name": self.name,
-            "per_unit": self.per_unit,
-            "through": list(self.through),
-            "unsaid": self.unsaid,
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Size:
-        """The inverse of `to_dict`."""
-        return cls(Ref(data["module"]), data["name"], data["per_unit"], tuple(data["through"]), data["unsaid"])
-
 
 @dataclass(frozen=True)
-class Factor:
+class Factor(Plain):
     """A parameter or buffer whose old entries are multiplied when units come: a method keeps variances so."""
 
     module: Ref
     name: str
     by: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"module": self.module.path, "name": self.name, "by": self.by}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Factor:
-        """The inverse of `to_dict`."""
-        return cls(Ref(data["module"]), data["name"], data["by"])
-
 
 @dataclass(frozen=True)
-class Width:
+class Width(Plain):
     """More units for a width."""
 
     tag: ClassVar[str] = "width"
     kind: ClassVar[str] = "units"
     tolerance: ClassVar[float | None] = TOLERANCE
+    _needed = ("axes", "sizes", "readers", "start")
 
     units: int  # how many there are
     more: int  # how many would come
@@ -267,36 +239,11 @@ class Width:
         """The same known by paths alone, as another model of the same architecture has it."""
         return self.bound(lambda ref: Ref(ref.path))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. What units begin with are values, and values are in a state dict."""
-        data = {
-            name: getattr(self, name)
-            for name in ("units", "more", "layer", "flops", "start", "added", "heads", "blocks", "layers")
-        }
-        return {
-            **data,
-            "readers": list(self.readers),
-            "sources": list(self.sources),
-            "axes": [axis.to_dict() for axis in self.axes],
-            "sizes": [size.to_dict() for size in self.sizes],
-            "factors": [factor.to_dict() for factor in self.factors],
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Width:
-        """The inverse of `to_dict`."""
+    def _verify(self) -> None:
         from sensli.moves.width.starts import STARTS
 
-        if data["start"] not in STARTS:
-            raise ValueError(one_of("start", data["start"], STARTS))
-        lists = {
-            "readers": tuple(data["readers"]),
-            "sources": tuple(data.get("sources", ())),  # earlier versions knew no copies
-            "axes": tuple(Axis.from_dict(axis) for axis in data["axes"]),
-            "sizes": tuple(Size.from_dict(size) for size in data["sizes"]),
-            "factors": tuple(Factor.from_dict(factor) for factor in data.get("factors", ())),
-        }
-        return cls(**{**data, **lists})
+        if self.start not in STARTS:
+            raise ValueError(one_of("start", self.start, STARTS))
 
 
 def found(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
