@@ -357,7 +357,7 @@ def check_lines(
     assert len(visits) > 20
     for number, (line, visit) in enumerate(visits):
         error, done = errors[number % len(errors)], False
-        with suppress(Exception, KeyboardInterrupt), Tracer(line, visit, raising(error)) as tracer:
+        with suppress(Exception, KeyboardInterrupt, SystemExit), Tracer(line, visit, raising(error)) as tracer:
             work()
             done = True  # somebody knew what to do without
         assert tracer.fired or later, line
