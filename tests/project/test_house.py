@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 import threading
 from collections import defaultdict
@@ -63,6 +64,7 @@ def files(call: Callable[[], Any]) -> int:
         if event == "call" and frame.f_code.co_name != "<module>" and frame.f_code.co_filename.startswith(str(SOURCE)):
             seen.add(frame.f_code.co_filename)
 
+    gc.collect()  # what earlier tests left would be collected in the call, which leads through other files
     before = sys.getprofile()
     sys.setprofile(note)
     threading.setprofile(note)
