@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from sensli_lab.paper import runner, tables
-from sensli_lab.paper.on_ray import ray_place
 from sensli_lab.paper.planning import RunOptions, parse, plan
 from sensli_lab.paper.store import Store
+from sensli_lab.work.on_ray import ray_place
 
 EXPERIMENT = {
     "name": "wide",

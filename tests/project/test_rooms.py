@@ -19,7 +19,7 @@ ROOMS = (
 )  # fmt: skip
 # Inside of a room too: engines build on the rest of modules, and the trace knows nothing of moves.
 INNER = (("modules", "modules.engines"), ("moves.trace", "moves"))
-LAB_ROOMS = ("errors", "methods", "paper", "compare", "demo")
+LAB_ROOMS = ("errors", "methods", "work", "paper", "compare", "demo")
 
 
 def imports(path: Path) -> Iterator[str]:

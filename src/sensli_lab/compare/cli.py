@@ -8,6 +8,7 @@ from typing import Any
 
 from sensli.text.commands import TASKS
 from sensli_lab.compare.presets import DEFAULT, PRESETS
+from sensli_lab.work.options import add_options
 
 RESULTS = Path("compare-results")
 _PRESET = (
@@ -55,14 +56,7 @@ def add_parser(subparsers: Any) -> None:
     run.set_defaults(resumes=True)
     where = "folder of the images, or where to download them to (default: SENSLI_DATA, otherwise data)"
     run.add_argument("--data", type=Path, metavar="DIR", help=where)
-    run.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, each with one thread (default: 1)")
-    places = "'here' (in this process, or in those of --jobs, the default) or 'ray' (in parallel as Ray tasks)"
-    run.add_argument("--on", choices=("here", "ray"), default="here", help=f"where to compute: {places}")
-    head = "with --on ray: HOST:PORT of a cluster's head, or 'auto' (default: RAY_ADDRESS, otherwise a Ray on this machine)"
-    run.add_argument("--ray-address", metavar="ADDRESS", help=head)
-    run.add_argument(
-        "--ray-cpus", type=int, metavar="N", help="with --on ray: CPUs and threads of each run (default: 1)"
-    )
+    add_options(run, "CPUs and threads of each run (default: 1)")
     written = command("report", "Write verdicts, tables and figures as Markdown and HTML.", " --to page")
     written.add_argument("--to", type=Path, metavar="DIR", help="folder of the report (default: report in the results)")
 

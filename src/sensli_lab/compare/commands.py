@@ -16,9 +16,9 @@ from sensli_lab.compare.presets import CompareSize, size_of
 from sensli_lab.compare.report import table, verdict
 from sensli_lab.compare.task import Task
 from sensli_lab.compare.tasks.registry import TASKS, find
-from sensli_lab.compare.work import Ray
 from sensli_lab.errors import FAILED, BadComparison, NoResults, RunsFailed
 from sensli_lab.paper.tables import Table, plain
+from sensli_lab.work.options import place_of
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -68,7 +68,7 @@ def _list(args: argparse.Namespace) -> None:
             for method in known.values()
             for seed in range(one.size.seeds)
         )
-        seconds = sum(Job(task, method, 0, one.budget).seconds() for method in known.values())
+        seconds = sum(Job(task, method, 0, one.budget).cost for method in known.values())
         sizes = " to ".join(short_number(task.forward_flops[size]) for size in ("small", "large"))
         lines.append(
             (task.name, task.title, sizes, f"{seconds / 60:.1f} min", f"{stored} of {len(known) * one.size.seeds} runs")
@@ -80,9 +80,7 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    if args.jobs < 1:
-        raise BadComparison(f"--jobs must be at least 1, got {args.jobs}.")
-    ray = _ray(args)
+    place = place_of(args)
     asked = [(one, one.methods) for one in _asked(args, _named(args.tasks))]
     # seed by seed, not method by method: what is stopped early has pairs to compare
     jobs = [
@@ -92,7 +90,7 @@ def _run(args: argparse.Namespace) -> None:
         if seed < one.size.seeds
         for method in wanted
     ]
-    left_out = work.compute(jobs, RunStore(args.out), args.data, args.jobs, ray)
+    left_out = work.compute(jobs, RunStore(args.out), args.data, place)
     failed = [line for line in left_out if f": {FAILED} " in line]
     if len(failed) < len(jobs):
         _show(args)
@@ -101,17 +99,6 @@ def _run(args: argparse.Namespace) -> None:
             f"{len(failed)} of {len(jobs)} runs failed, whose errors are above; the others are stored. {'; '.join(failed)}. Run the same "
             "command again when the cause is mended, or choose other methods with --methods."
         )
-
-
-def _ray(args: argparse.Namespace) -> Ray | None:
-    if args.on != "ray":
-        for name in ("ray_address", "ray_cpus"):
-            if getattr(args, name) is not None:
-                raise BadComparison(f"--{name.replace('_', '-')} needs --on ray. Add --on ray, or leave it out.")
-        return None
-    if args.jobs != 1:
-        raise BadComparison(f"--jobs must be 1 with --on ray, which has its own processes, got {args.jobs}.")
-    return Ray(args.ray_address, args.ray_cpus if args.ray_cpus is not None else 1)
 
 
 def _show(args: argparse.Namespace) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from sensli.text.files import check_writable
 from sensli.text.records import check_types, lenient, strict
-from sensli_lab.compare.methods import Method
+from sensli_lab.compare.methods import Method, named
 from sensli_lab.compare.task import Task
-from sensli_lab.errors import StoreError
+from sensli_lab.compare.tasks.registry import find
+from sensli_lab.errors import PaperError, StoreError
 from sensli_lab.paper.store import Damaged, provenance, read_json, write_json
 
 # ---- A job: one method on one task under one seed with one budget, and the digest of all that decides its numbers.
@@ -69,8 +70,9 @@ class Job:
             **({"rows": "made for the data"} if self.method.widens else {}),
         }
 
-    def seconds(self) -> float:
-        """What it takes on one core of a small machine, roughly."""
+    @property
+    def cost(self) -> float:
+        """Seconds that it takes on one core of a small machine, roughly."""
         task = self.task
         batch = task.batch or task.looked_at
         total = 3 * task.forward_flops["large"] * batch * task.steps * self.budget
@@ -78,6 +80,22 @@ class Job:
         steps = task.steps * self.budget * task.forward_flops["large"] / task.forward_flops[self.method.size]
         total, steps = (total * ratio, steps * ratio) if self.method.full else (total, steps)
         return total / 1.5e10 + steps * 5e-4
+
+    def needs(self, other: Job) -> bool:
+        """No run begins with the result of another."""
+        return False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name: networks and losses are functions, which do not travel to another process."""
+        return _arrived, (self.task.name, self.method.name, self.seed, self.budget, self.digest)
+
+
+def _arrived(task: str, method: str, seed: int, budget: float, digest: str) -> Job:
+    known = find(task)
+    job = Job(known, named(known, method), seed, budget)
+    if job.digest != digest:
+        raise PaperError(f"{task} is configured in another way there. Install the same version on every machine.")
+    return job
 
 
 # ---- The record of one run: a curve over FLOPs, what it grew, what its decisions cost, and how it ended.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from sensli.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from sensli.errors import SensliError
+from sensli.errors import CheckpointError, SensliError
 from sensli.growing.grower import Grower
 from sensli.growing.options import Trial, used
 from sensli.growing.triggers import AtMost, Budget, Diminishing, Every, Pays, Trigger
@@ -27,6 +28,7 @@ from sensli_lab.compare.jobs import Job, Run, RunLook
 from sensli_lab.compare.steps import ReplayedSteps
 from sensli_lab.compare.task import Task, TaskData, TaskPart
 from sensli_lab.paper.machine import generator, run_seed
+from sensli_lab.work.workers import Save, Tell, ignore
 
 # ---- Which samples a step and a look are given: the same for all methods of a seed.
 
@@ -151,24 +153,32 @@ def training_flops(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Callabl
     return int(counted.total)
 
 
-Tell = Callable[[float], None]  # the share of the FLOPs that is spent
 EVALUATED_AT_ONCE = 500
 SAVE_EVERY = 10.0  # seconds
 CALLS = 40  # of a grower that waits, were it asked to the end
 
 
-def train(job: Job, data: TaskData, *, state: Path | None = None, tell: Tell | None = None) -> Run:
-    """Train until the FLOPs are spent. ``state`` is where an interrupted run resumes from, and is kept for that."""
+def train(
+    job: Job, data: TaskData, *, state: bytes | None = None, tell: Tell = ignore, save: Save | None = None,
+    save_every: float | None = None,
+) -> Run:  # fmt: skip
+    """Train until the FLOPs are spent. ``tell`` gets the share that is spent, ``save`` what can be the ``state`` to resume from."""
     training = JobTraining(job, data)
-    if state is not None and state.exists():
-        training.restore(state)
-    saved = time.monotonic()
-    while not training.finished:
-        training.advance()
-        if state is not None and time.monotonic() - saved >= SAVE_EVERY:
-            training.save(state)
-            saved = time.monotonic()
-        if tell is not None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.ckpt"
+        if state is not None:
+            path.write_bytes(state)
+            try:
+                training.restore(path)
+            except CheckpointError:  # a damaged state, or one of other code: from the start
+                training = JobTraining(job, data)
+        saved = time.monotonic()
+        while not training.finished:
+            training.advance()
+            if save is not None and time.monotonic() - saved >= (SAVE_EVERY if save_every is None else save_every):
+                training.save(path)
+                save(path.read_bytes())
+                saved = time.monotonic()
             tell(training.share)
     return training.ended()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sensli.text.commands import DEVICES, RESULTS
 from sensli_lab.paper.presets import PRESETS
+from sensli_lab.work.options import add_options
 
 
 def add_parser(subparsers: Any) -> None:
@@ -68,12 +69,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
                 "--device", choices=DEVICES, default="auto", help="device of the CNN experiments (default: auto)"
             )
             one.add_argument("--compile", action="store_true", help="compile the CNNs with torch.compile")
-            places = "'here' (one after another in this process, the default) or 'ray' (in parallel as Ray tasks)"
-            one.add_argument("--on", choices=("here", "ray"), default="here", help=f"where to compute: {places}")
-            head = "with --on ray: HOST:PORT of a cluster's head, or 'auto' (default: RAY_ADDRESS, otherwise a Ray on this machine)"
-            one.add_argument("--ray-address", metavar="ADDRESS", help=head)
-            cpus = "with --on ray: CPUs and threads of each task (default: 1 for spirals, an equal share for CNNs)"
-            one.add_argument("--ray-cpus", type=int, metavar="N", help=cpus)
+            add_options(one, "CPUs and threads of each task (default: 1 for spirals, an equal share for CNNs)")
     report = command("report", "Write the claims, each with its verdict, as Markdown and HTML.", " --to page")
     report.add_argument("--to", type=Path, metavar="DIR", help="folder for the report (default: report in the results)")
     export = commands.add_parser(

@@ -13,6 +13,7 @@ from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.planning import Experiment, Plan, RunOptions, plan
 from sensli_lab.paper.store import Store, readable, told
 from sensli_lab.paper.tables import Table
+from sensli_lab.work.options import place_of
 
 
 def plans_for(names: Sequence[str], recipe: str | None, options: RunOptions) -> list[Plan]:
@@ -100,20 +101,9 @@ def _networks(one: Plan) -> str:
 def _run(args: argparse.Namespace) -> None:
     plans = plans_for(args.experiments, args.recipe, _options(args))
     store = readable(args.out)
-    if runner.run(plans, store, Machine(args.data, args.device, args.compile), _place(args)) == 0:
+    if runner.run(plans, store, Machine(args.data, args.device, args.compile), place_of(args)) == 0:
         print("everything was already computed")
     _show_plans(plans, store)
-
-
-def _place(args: argparse.Namespace) -> runner.Place:
-    if args.on == "ray":
-        from sensli_lab.paper.on_ray import ray_place
-
-        return ray_place(args.ray_address, args.ray_cpus)
-    for name in ("ray_address", "ray_cpus"):
-        if getattr(args, name) is not None:
-            raise BadExperiment(f"--{name.replace('_', '-')} needs --on ray. Add --on ray, or leave it out.")
-    return runner.here
 
 
 def _show(args: argparse.Namespace) -> None:

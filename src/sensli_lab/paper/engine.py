@@ -7,7 +7,7 @@ module with `AT_ONCE`, `check`, `ready`, `estimate`, `counts` and `train`, and a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -19,13 +19,10 @@ from sensli_lab.errors import BadExperiment, StoreError
 from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.reading import unknown
 from sensli_lab.paper.settings import Settings
+from sensli_lab.work.workers import Save, Tell, ignore
 
 SHOWN = 3  # iterations after an insertion whose gradient of the new weights is kept for the heatmaps
 ENGINES = {"stacked": "sensli_lab.paper.stacked", "cnn": "sensli_lab.paper.cnn"}
-
-
-def _ignore(_: object) -> None:
-    """Nobody wants to know. A function with a name, so that a job can be sent to another process."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class TrainingJob:
     seed: int
     runs: tuple[int, ...]
     state: dict[str, Any] | None = None  # what `save` was last given, after an interruption
-    save: Callable[[dict[str, Any]], None] = _ignore
-    tell: Callable[[float], None] = _ignore  # the share that is done, 0 to 1
+    save: Save = ignore
+    tell: Tell = ignore  # the share that is done, 0 to 1
     machine: Machine = Machine()  # noqa: RUF009 (frozen)
     grown: dict[str, Tensor] | None = None  # what the arm recorded whose grown network this one trains from scratch
     seconds: float = 0.0  # spent before the interruption
@@ -51,7 +48,7 @@ class TrainingOutcome:
     Curves share the axis `iteration`: `train_loss`, `test_loss`, `test_error`. Insertions have `place`, `merits`,
     `ratios`, `dead` (units at the chosen place) and `new_gradient`; `gradient_norm` only where it was asked for. An engine
     whose cost means something adds `seconds` and `flops` (both summed up, by epoch); place -1: nothing was inserted.
-    The time it took and where it comes from are not the engine's to say: `pieces.train` fills them in.
+    The time it took and where it comes from are not the engine's to say: `runner.train` fills them in.
     """
 
     runs: dict[str, Tensor]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sensli.text.terminal import Reach, progress
+from sensli.text.terminal import progress
+from sensli_lab.errors import BadExperiment
 from sensli_lab.paper.engine import TrainingJob, TrainingOutcome, engine
 from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.planning import Plan
 from sensli_lab.paper.settings import Settings
 from sensli_lab.paper.store import Store, origin
+from sensli_lab.work.workers import HERE, Place, Save, Tell, WorkCall, Workers
+
+Share = Callable[[Settings], tuple[Machine, int, int]]
 
 # ---- The work of an experiment in pieces: which runs are trained together, from where, and what becomes of the outcome.
 
@@ -61,18 +64,6 @@ def pieces(plans: Sequence[Plan], store: Store) -> list[Piece]:
     return work
 
 
-def job_of(piece: Piece, store: Store, machine: Machine) -> TrainingJob:
-    """A piece with what the store knows of it by now."""
-    plan, arm, runs = piece.plan, piece.arm, piece.runs
-    kept = store.load_state(plan, arm, runs)
-    if kept is None or kept["runs"] != runs:  # left by another choice of runs
-        kept = {"engine": None, "seconds": 0.0}
-    grown = store.recorded(plan, plan.grown(arm), runs[0]) if piece.settings.from_start else None
-    return TrainingJob(
-        piece.settings, plan.seed, tuple(runs), kept["engine"], machine=machine, grown=grown, seconds=kept["seconds"]
-    )
-
-
 def train(job: TrainingJob) -> TrainingOutcome:
     """Train from the start or from the job's state; what is saved can be given to `Store.save_state`."""
     began = time.perf_counter()
@@ -88,37 +79,83 @@ def train(job: TrainingJob) -> TrainingOutcome:
     return replace(outcome, seconds=spent(), origin=known, resumed=job.state is not None)
 
 
-def keep(piece: Piece, outcome: TrainingOutcome, store: Store, where: str = "") -> None:
-    """Store what a training gave, and report it in one line."""
-    store.save(piece.plan, piece.arm, piece.runs, outcome)
-    print(f"{piece}, {outcome.seconds:.1f} s{where}{', resumed' if outcome.resumed else ''}")
+def compute(job: TrainingJob, tell: Tell, save: Save) -> TrainingOutcome:
+    """What a worker does."""
+    check([job], tell, save)
+    tell(0.0)
+    return train(replace(job, tell=tell, save=save))
 
 
-Compute = Callable[[Store, Reach], None]
-# Where the work is done: checks that it can be done there, and gives the function that does it.
-Place = Callable[[Sequence[Piece], Machine], AbstractContextManager[Compute]]
+def check(jobs: Sequence[TrainingJob], tell: Tell, save: Save) -> None:
+    """Find out what is missing (a device, the images), before the first hour of work."""
+    for job in jobs:
+        engine(job.settings).ready(job.settings, job.machine)
 
 
-@contextmanager
-def here(work: Sequence[Piece], machine: Machine) -> Iterator[Compute]:
-    """In this process, one piece after another."""
-    for piece in work:
-        engine(piece.settings).ready(piece.settings, machine)
+def _shares(pieces: Sequence[Piece], machine: Machine, workers: Workers) -> Share:
+    """Machine, CPUs and GPUs of a piece by its settings. What is not available is refused here, since Ray would wait for it forever."""
+    if not workers.nodes:
+        return lambda settings: (machine, 1, 0)
+    total, graphics = (int(sum(node.get(kind, 0) for node in workers.nodes)) for kind in ("CPU", "GPU"))
+    if machine.device == "cuda" and not graphics:
+        raise BadExperiment(
+            "--device cuda is not available: no machine of this Ray has a GPU. Leave the option out, or add a machine that has one."
+        )
+    # All runs count, not only the missing ones: a resumed run should have as many threads as before.
+    plans = {id(piece.plan): piece.plan for piece in pieces}.values()
+    runs = sum(one.runs for one in plans for settings in one.arms.values() if engine(settings).AT_ONCE)
+    data = machine.data.absolute() if machine.data else None
+    on_gpu = graphics > 0 and machine.device in ("auto", "cuda")
+    largest = int(max(node.get("CPU", 0) for node in workers.nodes))
+    even = min(max(total // (graphics if on_gpu else max(runs, 1)), 1), largest)
+    alone = Machine(data, "cuda" if on_gpu else machine.device, machine.compile), workers.cpus or even, int(on_gpu)
+    together = Machine(data, "cpu", machine.compile), workers.cpus or 1, 0
+    return lambda settings: alone if engine(settings).AT_ONCE else together
 
-    def compute(store: Store, reach: Reach) -> None:
-        before = 0.0
-        for piece in work:
-            _compute(piece, store, machine, reach, before)
-            before += piece.cost
 
-    yield compute
+@dataclass
+class Pieces:
+    """The pieces as work. An arm is not split: a stack of thirty small networks takes hardly longer than one of five."""
+
+    items: Sequence[Piece]
+    store: Store
+    share: Share
+    save_every: float | None
+
+    def check(self, workers: Workers) -> None:
+        alone = dict.fromkeys(piece.settings for piece in self.items if engine(piece.settings).AT_ONCE)
+        jobs = [TrainingJob(settings, 0, (), machine=self.share(settings)[0]) for settings in alone]
+        if jobs:
+            _, cpus, gpus = self.share(jobs[0].settings)
+            workers.ask("before the first run", WorkCall(check, jobs, cpus, gpus, workers.may_fetch))
+
+    def call(self, piece: Piece) -> WorkCall:
+        """With what the store knows of the piece by now."""
+        plan, arm, runs = piece.plan, piece.arm, piece.runs
+        kept = self.store.load_state(plan, arm, runs)
+        if kept is None or kept["runs"] != runs:  # left by another choice of runs
+            kept = {"engine": None, "seconds": 0.0}
+        grown = self.store.recorded(plan, plan.grown(arm), runs[0]) if piece.settings.from_start else None
+        machine, cpus, gpus = self.share(piece.settings)
+        state, seconds = kept["engine"], kept["seconds"]
+        job = TrainingJob(piece.settings, plan.seed, tuple(runs), state, machine=machine, grown=grown, seconds=seconds)
+        job = job if self.save_every is None else replace(job, save_every=self.save_every)
+        return WorkCall(compute, job, cpus, gpus)
+
+    def save(self, piece: Piece, state: dict[str, Any]) -> None:
+        self.store.save_state(piece.plan, piece.arm, piece.runs, state)
+
+    def done(self, piece: Piece, outcome: TrainingOutcome, where: str) -> None:
+        """Store what a training gave, and report it in one line."""
+        self.store.save(piece.plan, piece.arm, piece.runs, outcome)
+        print(f"{piece}, {outcome.seconds:.1f} s{where}{', resumed' if outcome.resumed else ''}")
 
 
 def run(
     plans: Sequence[Plan],
     store: Store,
     machine: Machine = Machine(),  # noqa: B008 (frozen)
-    place: Place = here,
+    place: Place = HERE,
 ) -> int:
     """Compute all that is missing and return how many pieces that were. May be interrupted at any moment."""
     store.check_writable()
@@ -126,19 +163,12 @@ def run(
     work = pieces(plans, store)
     if not work:
         return 0
-    with place(work, machine) as compute, progress("computing", sum(piece.cost for piece in work)) as reach:
-        for path, reason in damaged:
-            print(f"{path}: damaged ({reason}); computing these runs again")
-            store.discard(path)
-        compute(store, reach)
+    with place as workers:
+        there = Pieces(work, store, _shares(work, machine, workers), workers.save_every)
+        there.check(workers)
+        with progress("computing", sum(piece.cost for piece in work)) as reach:
+            for path, reason in damaged:
+                print(f"{path}: damaged ({reason}); computing these runs again")
+                store.discard(path)
+            workers.compute(there, reach)
     return len(work)
-
-
-def _compute(piece: Piece, store: Store, machine: Machine, reach: Reach, before: float) -> None:
-    reach(before, str(piece))
-    job = replace(
-        job_of(piece, store, machine),
-        save=lambda state: store.save_state(piece.plan, piece.arm, piece.runs, state),
-        tell=lambda share: reach(before + share * piece.cost, str(piece)),
-    )
-    keep(piece, train(job), store)

@@ -8,27 +8,37 @@ from typing import Any
 import pytest
 
 from sensli import __version__
-from sensli_lab.compare import work
+from sensli_lab.compare import jobs, work
 from sensli_lab.compare.jobs import Job, Run
 from sensli_lab.compare.methods import methods
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.training import train
 from sensli_lab.errors import PaperError
+from sensli_lab.work.on_ray import stream
+from sensli_lab.work.workers import WorkCall, packed, unpacked
 
 SMALL = replace(SPIRALS, steps=6, looks=(0.3,), points=4)
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def given(monkeypatch: pytest.MonkeyPatch) -> work.Given:
     """What a task is sent, for a run of this process; it sets the variable that keeps it from downloading."""
     monkeypatch.setitem(TASKS, "spirals", SMALL)
     monkeypatch.setenv("SENSLI_OFFLINE", "0")
-    job = Job(SMALL, methods(SMALL)["units"], 0)
-    return {
-        "task": "spirals", "method": "units", "seed": 0, "budget": 1.0, "digest": job.digest, "state": None, "folder": None,
-        "threads": 1, "save_every": 0.0,
-    }  # fmt: skip
+    return work.Given(Job(SMALL, methods(SMALL)["units"], 0), save_every=0.0)
+
+
+def news(given: work.Given) -> list[tuple[str, Any]]:
+    """What the task tells, unpacked; the end is a run or the words of one that is refused."""
+    found = []
+    for kind, value in stream(__version__, packed(WorkCall(work.one, given))):
+        if kind == "done":
+            result, _ = unpacked(value)
+            found.append(("refused" if isinstance(result, str) else kind, result))
+        else:
+            found.append((kind, unpacked(value) if kind == "state" else value))
+    return found
 
 
 def timeless(run: Run) -> dict[str, Any]:
@@ -40,30 +50,31 @@ def timeless(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_task_tells_its_states_and_its_run_and_resumes_from_any_of_them(given: dict[str, Any]) -> None:
-    news = list(work.work(__version__, given))
-    states = [value for kind, value in news if kind == "state"]
-    kind, run = news[-1]
+def test_a_task_tells_its_states_and_its_run_and_resumes_from_any_of_them(given: work.Given) -> None:
+    told = news(given)
+    states = [value for kind, value in told if kind == "state"]
+    kind, run = told[-1]
     assert kind == "done" and len(states) > 5
     expected = timeless(train(Job(SMALL, methods(SMALL)["units"], 0), SMALL.load(None, 0)))
-    assert timeless(Run.from_dict(run)) == expected
-    resumed = list(work.work(__version__, {**given, "state": states[-3]}))
-    assert sum(kind == "state" for kind, _ in resumed) == 2 and timeless(Run.from_dict(resumed[-1][1])) == expected
-    again = list(work.work(__version__, {**given, "state": b"damaged"}))
-    assert timeless(Run.from_dict(again[-1][1])) == expected
+    assert timeless(run) == expected
+    resumed = news(replace(given, state=states[-3]))
+    assert sum(kind == "state" for kind, _ in resumed) == 2 and timeless(resumed[-1][1]) == expected
+    again = news(replace(given, state=b"damaged"))
+    assert timeless(again[-1][1]) == expected
 
 
-def test_a_task_of_another_version_or_configuration_is_refused(given: dict[str, Any]) -> None:
+def test_a_task_of_another_version_or_configuration_is_refused(given: work.Given) -> None:
     with pytest.raises(
         PaperError, match=r"sensli is .* there and 0\.0 here\. Install the same version on every machine\."
     ):
-        next(work.work("0.0", given))
+        next(stream("0.0", packed(WorkCall(work.one, given))))
+    other = replace(given.job, task=replace(SMALL, steps=7))
     with pytest.raises(PaperError, match="spirals is configured in another way there"):
-        next(work.work(__version__, {**given, "digest": "other"}))
+        news(replace(given, job=other))
 
 
-def test_what_a_method_refuses_comes_back_as_words(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_method_refuses_comes_back_as_words(given: work.Given, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = replace(methods(SMALL)["units"], options={"grow": "units", "where": "conv"})
-    monkeypatch.setattr(work, "named", lambda task, name: nowhere)
-    ((kind, why),) = work.work(__version__, {**given, "digest": Job(SMALL, nowhere, 0).digest, "save_every": 1e9})
+    monkeypatch.setattr(jobs, "named", lambda task, name: nowhere)
+    ((kind, why),) = news(replace(given, job=Job(SMALL, nowhere, 0), save_every=1e9))
     assert kind == "refused" and "nowhere to grow" in why

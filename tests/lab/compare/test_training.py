@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.tasks.text import TEXT, Transformer
 from sensli_lab.compare.training import JobTraining, train, training_flops
+from sensli_lab.work.workers import Tell, processes
 
 TINY = replace(SPIRALS, steps=12, looks=(0.2, 0.5), points=6, batch=120, looked_at=240)
 DATA = TINY.load(None, 0)
@@ -30,6 +32,13 @@ DATA = TINY.load(None, 0)
 
 def job(method: str, seed: int = 0, task: Any = TINY) -> Job:
     return Job(task, methods(task)[method], seed)
+
+
+def computed(one: Job, store: RunStore, tell: Tell = lambda share: None) -> str:
+    """One run, from where it was interrupted; why it was left out, or nothing."""
+    runs = work.Runs([one], store)
+    runs.done(one, work.one(runs.call(one).given, tell, partial(runs.save, one)), "")
+    return "".join(runs.left_out)
 
 
 def plain(run: Run) -> dict[str, Any]:
@@ -154,10 +163,10 @@ def test_an_interrupted_run_continues_from_what_it_saved(tmp_path: Path, monkeyp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        work.one(one, store, None, interrupt)
+        computed(one, store, interrupt)
     assert store.state(one).exists() and store.load(one) is None
     shares: list[float] = []
-    assert work.one(one, store, None, shares.append) == ""
+    assert computed(one, store, shares.append) == ""
     assert shares[0] > 0.5 and not store.state(one).exists()
     assert plain(store.load(one)) == plain(train(one, DATA))  # type: ignore[arg-type]
 
@@ -183,7 +192,7 @@ def test_a_state_that_cannot_be_used_is_computed_from_the_start(tmp_path: Path, 
     store, one = RunStore(tmp_path), job("small")
     store.state(one).parent.mkdir(parents=True)
     store.state(one).write_bytes(b"no checkpoint")
-    assert work.one(one, store, None) == ""
+    assert computed(one, store) == ""
     assert plain(store.load(one)) == plain(train(one, DATA)) and not store.state(one).exists()  # type: ignore[arg-type]
 
 
@@ -203,7 +212,7 @@ def test_what_a_method_refuses_is_said_and_the_others_go_on(tmp_path: Path, monk
 def test_another_process_gives_the_same_run(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("sensli_lab.compare.jobs.provenance", dict)
     one = Job(SPIRALS, methods(SPIRALS)["units"], 0, 0.01)
-    assert work.compute([one], RunStore(tmp_path), processes=2) == []
+    assert work.compute([one], RunStore(tmp_path), place=processes(2)) == []
     assert plain(RunStore(tmp_path).load(one)) == plain(train(one, DATA))  # type: ignore[arg-type]
 
 

@@ -28,15 +28,16 @@ from sensli_lab.compare.jobs import RunStore as Runs
 from sensli_lab.compare.methods import methods
 from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.training import train as compared
-from sensli_lab.compare.work import Ray, compute
+from sensli_lab.compare.work import compute
 from sensli_lab.errors import PaperError
 from sensli_lab.paper import image_sets, runner
 from sensli_lab.paper.engine import TrainingJob
 from sensli_lab.paper.image_sets import DataError
 from sensli_lab.paper.machine import Machine
-from sensli_lab.paper.on_ray import packed, ray_place, work
 from sensli_lab.paper.planning import RunOptions, parse, plan
 from sensli_lab.paper.store import Store
+from sensli_lab.work.on_ray import ray_place, stream
+from sensli_lab.work.workers import WorkCall, packed
 
 ray = pytest.importorskip("ray", reason="Ray is missing. Get it with: pip install 'sensli[ray]'")
 
@@ -68,16 +69,18 @@ class Held(type(Path())):
 
 
 def _hold(folder):
-    from sensli_lab.paper import on_ray, runner
+    from sensli_lab.paper import runner
+
+    whole = runner.train
 
     def train(job):
         def save_and_wait(state):
             job.save(state)
             wait_for(Path(folder).exists)
 
-        return runner.train(replace(job, save=save_and_wait))
+        return whole(replace(job, save=save_and_wait))
 
-    on_ray.train = train
+    runner.train = train
     return Path(folder)
 
 
@@ -256,31 +259,30 @@ def test_a_cancelled_training_ends(monkeypatch):
     monkeypatch.setenv("SENSLI_OFFLINE", "1")  # as the task does, for the rest of its process
     slow = planned({**GOOD, "settings": {**GOOD["settings"], "epochs": 1_000_000}}).arms["small"]
     job = TrainingJob(slow, 0, (0,), machine=Machine(device="cpu"), save_every=1e9)
-    given = {"jobs": [job], "threads": 1, "may_fetch": False}
     before = set(threading.enumerate())
-    stream = work(__version__, packed(given))
-    assert next(stream) == ("share", 0.0)
+    news = stream(__version__, packed(WorkCall(runner.compute, job)))
+    assert next(news) == ("share", 0.0)
     assert set(threading.enumerate()) > before
-    stream.close()
+    news.close()
     wait_for(lambda: set(threading.enumerate()) <= before)
 
 
 def test_another_version_on_a_machine_is_said():
     with pytest.raises(PaperError, match=rf"on \S+: sensli is {__version__} there and 0\.0 here\. Install the same"):
-        next(work("0.0", b"not looked at"))
+        next(stream("0.0", b"not looked at"))
 
 
 def test_a_comparison_makes_the_same_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sensli_lab.compare.jobs.provenance", dict)
     store, jobs = Runs(tmp_path), [Run(SPIRALS, methods(SPIRALS)[name], 0, 0.01) for name in ("small", "units")]
     with pytest.raises(PaperError, match=r"--ray-cpus must be between 1 and 2 \(the CPUs of the largest"):
-        compute(jobs, store, ray=Ray(cpus=999))
-    assert compute(jobs, store, ray=Ray()) == []
+        compute(jobs, store, place=ray_place(cpus=999))
+    assert compute(jobs, store, place=ray_place()) == []
     assert capsys.readouterr().out.count(": done") == 2
     for job in jobs:
         mine, there = (run.to_dict() for run in (compared(job, SPIRALS.load(None, 0)), store.load(job)))
         assert {**mine, **TIMES} == {**there, **TIMES}
-    assert compute(jobs, store, ray=Ray(address="nobody:1")) == [], "nothing is missing, so nobody is asked"
+    assert compute(jobs, store, place=ray_place(address="nobody:1")) == [], "nothing is missing, so nobody is asked"
 
 
 @pytest.mark.parametrize(
