@@ -140,6 +140,11 @@ def test_a_folder_that_holds_something_else_says_what(call, capsys):
         (["run", "2", "--out", "/dev/null/x"], "cannot be written"),
         (["run", "2", "--out", "/dev/null"], "is a file, not a results folder"),
         (["run", "nowhere.json"], "cannot be read"),
+        (["run", "2", "--jobs", "0"], "--jobs must be at least 1, got 0."),
+        (
+            ["run", "2", "--jobs", "2", "--on", "ray"],
+            "--jobs must be 1 with --on ray, which has its own processes, got 2.",
+        ),
         (["show", "2"], "0 of 30 runs are stored"),
         (["report"], "no results are stored for these options. Compute them with: sensli paper run"),
     ],

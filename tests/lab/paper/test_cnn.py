@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pictures
 import warm
+from experiments import make_plan
 from pictures import TINY, raw, tiny
 from sensli import count_flops, find_sites, measure
 from sensli_lab.errors import BadExperiment
@@ -24,6 +25,7 @@ from sensli_lab.paper.machine import Machine, generator, run_seed
 from sensli_lab.paper.planning import RunOptions, parse, plan
 from sensli_lab.paper.settings import Network
 from sensli_lab.paper.store import Store
+from sensli_lab.work.workers import processes
 
 CIFAR = FACTS["cifar10"]
 CNN = Network("cnn", (500, 500), channels=(64, 128, 256))
@@ -197,6 +199,35 @@ def test_the_extended_network_is_the_one_its_partner_grew_into(tmp_path):
         stages = cnn.grown(one.arms["LI"].network, grown.runs["place"][run].tolist())
         assert whole.runs["flops"][run, 1] == 3 * cnn.forward_flops(one.arms["LI"].network, CIFAR, stages)
     assert "place" not in whole.runs and store.load(one, "small").facts["preset"] == "paper"
+
+
+class Brought(type(Path())):
+    """A data folder that brings its images along: where it arrives, they are made up."""
+
+    def __reduce__(self):
+        return _arrived, (str(self),)
+
+
+def _arrived(folder):
+    image_sets._LOADERS["cifar10"] = lambda folder: raw()
+    return Path(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_several_processes_give_the_same_numbers_to_the_bit(tmp_path):
+    """Also those of networks whose partner must grow first."""
+    plans = [make_plan(), plan(parse(TINY, "tiny.json"), "stated", RunOptions())]
+    there, here = Store(tmp_path / "there"), Store(tmp_path / "here")
+    machine = Machine(Brought("data"), "cpu")
+    assert runner.run(plans, there, machine, processes(2)) == 2 + 6
+    runner.run(plans, here, machine)
+    for one in plans:
+        for arm in one.arms:
+            mine, theirs = there.load(one, arm), here.load(one, arm)
+            assert same(mine.runs, theirs.runs), arm
+            assert mine.facts.get("device") == theirs.facts.get("device")
+    assert runner.run(plans, there, machine, processes(2)) == 0
 
 
 def saved(settings, tmp_path):
