@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def refuse(given: Any, tell: Tell, save: Save) -> None:
 class Counting:
     """Numbers as work; what is stored stays in memory."""
 
-    items: list[Number]
+    items: Sequence[Number]
     function: Any = count
     states: dict[int, int] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
