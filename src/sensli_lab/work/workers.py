@@ -249,7 +249,8 @@ class _Processes(Workers):
             context = multiprocessing.get_context("spawn")
             pipe, theirs = context.Pipe()
             self.started[pipe] = context.Process(target=_serve, args=(theirs,))
-            self.started[pipe].start()
+            with _interrupts_blocked():
+                self.started[pipe].start()
             theirs.close()  # so that the pipe ends with the process
         with suppress(OSError):  # it was killed meanwhile, which its news will say
             pipe.send(packed(call))
@@ -268,6 +269,18 @@ class _Processes(Workers):
         if kind == "failed":
             raise type(value)(f"{name}, {value}")
         return kind, value
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A process that is started inherits it: Ctrl-C while its Python still imports would print a traceback."""
+    mask = getattr(signal, "pthread_sigmask", None)  # not on Windows
+    before = mask(signal.SIG_BLOCK, {signal.SIGINT}) if mask else None
+    try:
+        yield
+    finally:
+        if mask:
+            mask(signal.SIG_SETMASK, before)
 
 
 def _serve(pipe: Connection) -> None:
