@@ -58,12 +58,6 @@ def test_units_that_depend_on_each_other_or_on_their_number_are_left_alone(kind:
         assert "part0.up" not in {site.path for site in sites} and "part0.up" in dict(sites.skipped)
 
 
-def test_units_that_are_counted_are_left_alone_where_all_candidates_together_are_enough() -> None:
-    for kind, more, number in (("conv1d", 3, 76), ("mlp", 2, 10), ("mlp", 6, 5)):
-        recipe = Recipe(kind, piece("competing", how="count", more=more), width=8, seed=number)
-        assert check_widths(recipe)["sites"] == 1
-
-
 @pytest.mark.parametrize("written", PIECES["heads"][1]["written"])
 def test_heads_are_offered_however_they_are_written(written: str) -> None:
     assert check_widths(Recipe("tokens", piece("heads", written=written)))["heads"] == 1

@@ -1,8 +1,7 @@
 """Whether widths hold, found by widening a copy of the model.
 
 What it returns must stay, and must not depend on the new rows at all, however large they are. What readers get of a new unit must be what
-a measurement, which runs candidates alone, would say of its rows: a unit may depend neither on its number nor on the others. So two sets of
-candidates are tried: many that are on together, and one alone.
+a measurement, which runs candidates alone, would say of its rows: a unit may depend neither on its number nor on the others.
 """
 
 from __future__ import annotations
@@ -118,8 +117,8 @@ class WidthRehearsal:
         self.example = to_device(search.example, device_of(self.model))
         self._flow, self._training = search.flow, self.example
         self._base: dict[bool, list[Tensor] | None] = {}
-        # by mode and site, which is held so that no other gets its number: what sets of candidates alone give to each reader
-        self._heard: dict[tuple[bool, int], tuple[Site, list[_Said]]] = {}
+        # by mode and site, which is held so that no other gets its number: what candidates alone give to each reader
+        self._heard: dict[tuple[bool, int], tuple[Site, dict[str, list[Tensor]]]] = {}
         self._given: dict[tuple[bool, int], _Given] = {}  # likewise what the widened copy gave them
         # torch's encoder takes another way without gradients, and leaves padded positions zero there
         self._fast = any(isinstance(module, nn.TransformerEncoderLayer) for module in self.model.modules())
@@ -178,8 +177,16 @@ class WidthRehearsal:
         sites = [site for site in sites if (training, id(site)) not in self._heard]
         if not sites:
             return ""
+        replica = Replica(self.model)
+        for site in sites:
+            width = self._width(site)
+            replica.ask(site, width, self._rows(site, training).taken(width, _several(width)))
         try:
-            output, said = self._listen(sites, training)
+            with replica.beside():
+                output = self._run(training, gradients=True)
+                said: dict[int, dict[str, list[Tensor]]] = {id(site): {} for site in sites}
+                for (asker, path), values in replica.last.read.items():
+                    said[asker][path] = [value.detach() for value in values]
         except Exception as error:
             if training and self._take_another():
                 return self.hear(sites, training)
@@ -192,29 +199,13 @@ class WidthRehearsal:
             self._base.setdefault(training, output)  # which is what the model returns as it is
         return ""
 
-    def _listen(self, sites: Sequence[Site], training: bool) -> tuple[list[Tensor], dict[int, list[_Said]]]:
-        """What the model returns, and by the ids of the sites what sets of candidates, each set alone, give to readers in that pass."""
-        said: dict[int, list[_Said]] = {}
-        replicas = Replica(self.model), Replica(self.model)
-        for site in sites:
-            width, rows = self._width(site), self._rows(site, training)
-            said[id(site)] = [_Said(_several(width)), _Said(_one(width))]
-            for replica, one in zip(replicas, said[id(site)], strict=True):
-                replica.ask(site, width, _candidates(width, rows, one.units))
-        with replicas[0].beside(), replicas[1].beside():
-            output = self._run(training, gradients=True)
-            for number, replica in enumerate(replicas):
-                for (asker, path), values in replica.last.read.items():
-                    said[asker][number].values[path] = [value.detach() for value in values]
-        return output, said
-
     def _is_alike(self, site: Site, training: bool) -> bool:
         """Whether the readers of a site got of the new units what candidates alone give them."""
         width, (_, said), given = self._width(site), self._heard[training, id(site)], self._given[training, id(site)]
         for axis in width.axes:
             # None where torch's own layers read the weights without calling the module.
             there = given.values.get((id(site), axis.module.path), []) if axis.fill == "column" else []
-            if there and not all(_read_alike(axis, width, one, there, given.largest) for one in said):
+            if there and not _read_alike(axis, width, said.get(axis.module.path, []), there, given.largest):
                 return False
         return True
 
@@ -348,14 +339,6 @@ def in_order(sites: Sequence[Site]) -> list[Site]:
 
 
 @dataclass
-class _Said:
-    """What a set of candidates gave: which of the new units they are, -1 for none, and by the path of the reader what it got."""
-
-    units: list[int]
-    values: dict[str, list[Tensor]] = field(default_factory=dict)
-
-
-@dataclass
 class _Given:
     """What the readers of new units got of them in a run of the widened copy."""
 
@@ -388,34 +371,15 @@ def _several(width: Width) -> list[int]:
     return [(turn + unit) % width.more for turn in range(turns) for unit in range(width.more)]
 
 
-def _one(width: Width) -> list[int]:
-    """The largest of the new units, and zeros for the others: where those that are on are counted, it is the only one.
-
-    At least two, because code may squeeze a single one away.
-    """
-    return [width.more - 1, *[-1] * max(width.more - 1, 1)]
-
-
-def _candidates(width: Width, rows: Entries, chosen: Sequence[int]) -> Entries:
-    """The rows of the chosen units, and zeros for -1."""
-    taken = rows.taken(width, [max(unit, 0) for unit in chosen]).values
-    there = torch.tensor([float(unit >= 0) for unit in chosen], device="cpu")
-    pairs = zip(width.axes, taken, strict=True)
-    return Entries(tuple(None if value is None else _times(value, axis, there) for axis, value in pairs))
-
-
-def _read_alike(axis: Axis, width: Width, said: _Said, there: Sequence[Tensor], largest: float) -> bool:
+def _read_alike(axis: Axis, width: Width, alone: Sequence[Tensor], there: Sequence[Tensor], largest: float) -> bool:
     """Whether a reader gets the same, call by call, of candidates alone and of the units that they would be."""
-    role, alone = role_of(axis.module.find_module()), said.values.get(axis.module.path, [])
+    role = role_of(axis.module.find_module())
     if role is None or len(alone) != len(there):
         return False
     for one, new in zip(alone, there, strict=True):
         candidates = one.movedim(role.channel, 0).unflatten(0, (axis.outer, -1, axis.inner))
         units = new.movedim(role.channel, 0).unflatten(0, (axis.outer, width.more, axis.inner))
-        if candidates.shape[1] != len(said.units):
-            return False
-        chosen = torch.tensor(said.units, device=units.device)
-        candidates, expected = candidates[:, chosen >= 0], units[:, chosen[chosen >= 0]]
+        expected = units.index_select(1, torch.tensor(_several(width), device=units.device))
         if candidates.shape != expected.shape:
             return False
         if moved(expected, candidates):
@@ -436,17 +400,11 @@ def _drawn(width: Width, seed: int, times: float) -> Entries:
         if value is not None:
             if value.dim() < 2:
                 value = torch.randn(value.shape, generator=generator, device="cpu").to(value) * spread
-            value = _times(value, axis, sizes)
+            units = value.unflatten(axis.dim, (axis.outer, 1, axis.inner))
+            shape = [-1 if dim == axis.dim + 1 else 1 for dim in range(units.dim())]
+            value = (units * sizes.to(units).view(shape)).flatten(axis.dim, axis.dim + 2)
         values.append(value)
     return Entries(tuple(values))
-
-
-def _times(value: Tensor, axis: Axis, factors: Tensor) -> Tensor:
-    """Entries along an axis, times a factor for each unit; of one unit, so many units."""
-    units = value.unflatten(axis.dim, (axis.outer, -1, axis.inner))
-    shape = [-1 if dim == axis.dim + 1 else 1 for dim in range(units.dim())]
-    flat: Tensor = (units * factors.to(units).view(shape)).flatten(axis.dim, axis.dim + 2)
-    return flat
 
 
 # ---- Widths that a configuration states once for all blocks (``intermediate_size``): one site widens all of them and the
