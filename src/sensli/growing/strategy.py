@@ -144,7 +144,10 @@ def class_of(name: str) -> type[Strategy]:
     try:
         found = getattr(import_module(module), kind)
     except Exception as error:  # of whatever the module does
-        raise ValueError(f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
+        raise ValueError(
+            f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}. "
+            "Give 'package.module:Class' as Python finds it from here."
+        ) from error
     if not isinstance(found, type) or not all(
         hasattr(found, question) for question in ("propose", "score", "choose", "made")
     ):
