@@ -69,7 +69,7 @@ def with_ours(start: nn.Sequential, part: TaskPart, strategy: str = "sensli") ->
     model = start
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     grower = Grower(
-        model, optimizer, example=part.x[:2], trigger=At(MOMENTS), strategy=strategy, grow="units", units=UNITS,
+        model, optimizer, preset="paper", example=part.x[:2], trigger=At(MOMENTS), strategy=strategy, grow="units", units=UNITS,
         tau=0.0 if strategy == "sensli" else 1.0, max_factor=None, unit="step",  # only ours has a threshold
     )  # fmt: skip
     for _ in range(STEPS):

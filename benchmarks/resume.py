@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 
 from benchmarks.figure import Figure
-from sensli import Grower, load_checkpoint, save_checkpoint
+from sensli import Rates, Grower, load_checkpoint, save_checkpoint
 from sensli.growing import triggers
 
 EPOCHS = 24
@@ -46,8 +46,10 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> OneCycleLR:
 
 def make_grower(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
     trigger = triggers.Every(5) & triggers.AtMost(3)
-    options: dict[str, Any] = {"tau": 0.0, "select": "random", "lr_scale": 0.9}
-    return Grower(model, optimizer, example=torch.zeros(2, 8), trigger=trigger, scheduler=scheduler, **options)
+    options: dict[str, Any] = {"tau": 0.0, "select": "random", "rates": Rates(lr_scale=0.9)}
+    return Grower(
+        model, optimizer, preset="paper", example=torch.zeros(2, 8), trigger=trigger, scheduler=scheduler, **options
+    )
 
 
 def data() -> tuple[Tensor, Tensor]:

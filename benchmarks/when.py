@@ -80,7 +80,8 @@ def study(task: Task, seed: int) -> Run:
         tried = Trial(TRIAL * task.epoch, batches=training.batches) if trial else None
         trigger = TRIGGERS[name]() & triggers.AtMost(3)
         grower = Grower(
-            training.model, training.optimizer, example=x[:1], trigger=trigger, tau=0.0, grow="both", max_factor=None, trial=tried
+            training.model, training.optimizer, preset="paper",
+                example=x[:1], trigger=trigger, tau=0.0, grow="both", max_factor=None, trial=tried
         )  # fmt: skip
         for losses in training.epochs(budget):
             worst = (1 + tried.candidates) * tried.steps * task.flops(training.model) if tried else 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sensli.checkpoint.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from sensli.errors import SensliError
     from sensli.growing.grower import Grower
-    from sensli.growing.options import Trial
+    from sensli.growing.options import Rates, Trial
     from sensli.merits.measuring import measure
     from sensli.merits.merits import Merit, Merits
     from sensli.merits.probe import Probe
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "SensliError", "Site", "Sites", "Trial",
+    "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "Rates", "SensliError", "Site", "Sites", "Trial",
     "__version__",
     "count_flops", "find_sites", "grow", "insert", "load_checkpoint", "measure", "norms", "recycle", "remove_dead",
     "replay", "save_checkpoint", "triggers", "undo",
@@ -39,7 +39,7 @@ _HOMES = {
     "errors": ("SensliError",),
     "checkpoint.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
     "growing.grower": ("Grower",),
-    "growing.options": ("Trial",),
+    "growing.options": ("Rates", "Trial"),
     "merits.measuring": ("measure",),
     "merits.merits": ("Merit", "Merits"),
     "merits.probe": ("Probe",),

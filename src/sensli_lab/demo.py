@@ -105,7 +105,9 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
 def _train(arm: Arm, x: Tensor, y: Tensor, reach: Reach, before: int, *, quiet: bool) -> None:
     """Full-batch gradient descent; growing is two lines of it."""
     optimizer = torch.optim.SGD(arm.model.parameters(), lr=RATE)
-    grower = Grower(arm.model, optimizer, example=x[:1], trigger=triggers.At(*arm.looks or (EPOCHS + 1,)), tau=TAU)
+    grower = Grower(
+        arm.model, optimizer, preset="paper", example=x[:1], trigger=triggers.At(*arm.looks or (EPOCHS + 1,)), tau=TAU
+    )
     frames = _frames()
     arm.film.take(0, arm.model)
     forward = count_flops(arm.model, x[:1])

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from benchmarks.resume import killed_and_resumed
 from optimizers import Lookahead
 from schedules import EACH
-from sensli import Grower, History, find_sites, grow, insert, load_checkpoint, save_checkpoint, triggers
+from sensli import Grower, History, Rates, find_sites, grow, insert, load_checkpoint, save_checkpoint, triggers
 from sensli.checkpoint import storage
 from sensli.errors import CheckpointError
 
@@ -76,10 +76,17 @@ class Run:
                 "tau": 0.0,
                 "select": "random",
                 "count": 2,
-                "lr_scale": 0.9,
-                "own_rate": own_rate,
+                "rates": Rates(lr_scale=0.9, own_rate=own_rate),
             }
-            return Grower(model, optimizer, example=X[:1], trigger=triggers.Every(2), scheduler=scheduler, **options)
+            return Grower(
+                model,
+                optimizer,
+                preset="paper",
+                example=X[:1],
+                trigger=triggers.Every(2),
+                scheduler=scheduler,
+                **options,
+            )
 
         if file is None:
             self.model = make_model()
@@ -480,7 +487,11 @@ def test_what_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="do not fit the Sequential that make_model built"):
         load_checkpoint(file, lambda: nn.Sequential(*make_model(), nn.Linear(3, 3).double()))
     with pytest.raises(CheckpointError, match="saved without grower="):
-        load_checkpoint(file, make_model, make_grower=lambda m, o, s: Grower(m, example=X, trigger=triggers.Every(1)))
+        load_checkpoint(
+            file,
+            make_model,
+            make_grower=lambda m, o, s: Grower(m, preset="paper", example=X, trigger=triggers.Every(1)),
+        )
 
 
 def test_what_holds_itself_is_refused_and_an_earlier_file_stays(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from forging import JSON_VALUES, OTHERS, RAN, VALUES, Trap, altered, damaged
-from sensli import Grower, Growth, History, load_checkpoint, replay, save_checkpoint, triggers
+from sensli import Grower, Growth, History, Rates, load_checkpoint, replay, save_checkpoint, triggers
 from sensli.checkpoint import storage
 from sensli.errors import CheckpointError, HistoryError
 from sensli.page import page_data, read_history, write_page
@@ -59,8 +59,8 @@ def make_scheduler(optimizer: Any) -> Any:
 
 def make_grower(model: Any, optimizer: Any, scheduler: Any) -> Grower:
     trigger = triggers.Every(1) | triggers.Plateau(2)
-    options: dict[str, Any] = {"tau": 0.0, "lr_scale": 0.9, "own_rate": 0.5, "scheduler": scheduler}
-    return Grower(model, optimizer, example=X[:1], trigger=trigger, **options)
+    options: dict[str, Any] = {"tau": 0.0, "rates": Rates(lr_scale=0.9, own_rate=0.5), "scheduler": scheduler}
+    return Grower(model, optimizer, preset="paper", example=X[:1], trigger=trigger, **options)
 
 
 def train(model: Any, optimizer: Any, scheduler: Any) -> None:

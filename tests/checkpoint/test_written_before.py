@@ -71,7 +71,7 @@ def test_a_checkpoint_loads_and_training_continues(name: str) -> None:
         DATA / f"{name}.ckpt", make, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
         make_scheduler=lambda optimizer: CosineAnnealingLR(optimizer, 20),
         make_grower=lambda model, optimizer, scheduler: Grower(
-            model, optimizer, example=x[:2], trigger=triggers.Every(2), tau=0.0, scheduler=scheduler, **options
+            model, optimizer, preset="paper", example=x[:2], trigger=triggers.Every(2), tau=0.0, scheduler=scheduler, **options
         ),
     )  # fmt: skip
     assert found.extra == {"epoch": 5} and found.grower.calls == 5

@@ -78,7 +78,7 @@ def test_lightning_grows_there(trial: Any) -> None:
     x = torch.randn(64, 2)
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=16)
     module = Module()
-    growth = GrowthCallback(triggers.At(1, 2), tau=0.0, grow="both", trial=trial)
+    growth = GrowthCallback(triggers.At(1, 2), preset="paper", tau=0.0, grow="both", trial=trial)
     before = sum(p.numel() for p in module.parameters())
     trainer = pl.Trainer(
         max_epochs=3, strategy=SingleDeviceStrategy(SIM, accelerator=OnSim()), callbacks=[growth],

@@ -222,7 +222,7 @@ def test_strategies_grow_what_they_grow_on_the_cpu(strategy: str) -> None:
     def grown(model: nn.Module) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options: Any = {"grow": "units", "strategy": strategy, "trigger": triggers.Every(1)}
-        grower = Grower(model, optimizer, example=x[:2], **options)
+        grower = Grower(model, optimizer, preset="paper", example=x[:2], **options)
         assert grower.step([(x, y)], cross_entropy)
         return [each.detach().cpu() for each in model.parameters()]
 
@@ -275,7 +275,7 @@ def test_a_trial_with_dropout_ends_as_on_the_cpu() -> None:
     def tried(model: nn.Module) -> list[Tensor]:
         torch.manual_seed(7)
         options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both", "trial": Trial(steps=4)}
-        grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x[:2], **options)
+        grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="paper", example=x[:2], **options)
         grower.step([(x, y)], cross_entropy)
         return [each.detach().cpu() for each in model.parameters()]
 
@@ -299,7 +299,7 @@ def run_of(device: Any) -> tuple[Any, Any, Any]:
 
     def make_grower(model: Any, optimizer: Any, _: Any) -> Grower:
         example = torch.ones(2, 2)
-        return Grower(model, optimizer, example=example, trigger=triggers.Every(1), tau=0, grow="both")
+        return Grower(model, optimizer, preset="paper", example=example, trigger=triggers.Every(1), tau=0, grow="both")
 
     return lambda: mlp(0.2).to(device), make_optimizer, make_grower
 
@@ -370,7 +370,7 @@ def test_a_default_device(make: Any) -> None:
         before = states()
         optimizer = torch.optim.AdamW(model.parameters())
         options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both", "recycle": True}
-        grower = Grower(model, optimizer, example=x[:2], **options)
+        grower = Grower(model, optimizer, preset="paper", example=x[:2], **options)
         assert grower.step([(x, y)], cross_entropy)
         trained(model, x, y, optimizer)
         undo(model, optimizer=optimizer)
@@ -440,7 +440,7 @@ def test_a_model_over_two_devices_draws_what_it_drew() -> None:
     model = OverTwo(SIM, OTHER, dropout=0.2)
     before = states()
     options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both"}
-    grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x[:2], **options)
+    grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="paper", example=x[:2], **options)
     assert grower.step([(x, y)], cross_entropy) and same(before, states())
 
 
@@ -451,7 +451,7 @@ def test_a_trial_inside_autocast() -> None:
     options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both", "trial": Trial(steps=3), "recycle": True}
     with torch.autocast("sim", dtype=torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
-        Grower(model, optimizer, example=x[:2], **options).step([(x, y)], cross_entropy)
+        Grower(model, optimizer, preset="paper", example=x[:2], **options).step([(x, y)], cross_entropy)
     assert {each.device for each in model.parameters()} == {SIM}
 
 
@@ -494,7 +494,7 @@ def test_nothing_needs_double_precision_on_the_device(make: Any, norm: str) -> N
     with NoDouble():
         with pytest.raises(RuntimeError, match="no float64"):
             x.double()
-        assert Grower(model, optimizer, example=x[:2], **options).step([(x, y)], cross_entropy)
+        assert Grower(model, optimizer, preset="paper", example=x[:2], **options).step([(x, y)], cross_entropy)
         trained(model, x, y, optimizer)
         undo(model, optimizer=optimizer)
         for start in ("gradmax", "net2net"):
@@ -515,7 +515,7 @@ def test_no_strategy_needs_it(strategy: str) -> None:
     (x, y), model = data(mlp, 64, SIM), mlp().to(SIM)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with NoDouble():
-        grower = Grower(model, optimizer, example=x[:2], trigger=triggers.Every(1), strategy=strategy)
+        grower = Grower(model, optimizer, preset="paper", example=x[:2], trigger=triggers.Every(1), strategy=strategy)
         grower.step([(x, y)], cross_entropy)
     assert {each.device for each in model.parameters()} == {SIM}
 

@@ -126,7 +126,7 @@ def work() -> dict[str, Any]:
     def grown(**options: Any) -> tuple[Any, Any, Grower]:
         model = DistributedDataParallel(make().to(device))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        grower = Grower(model, optimizer, example=x[:2], trigger=triggers.Every(1), **options)
+        grower = Grower(model, optimizer, preset="paper", example=x[:2], trigger=triggers.Every(1), **options)
         for _ in range(2):
             for given, target in batches:
                 optimizer.zero_grad()

@@ -141,7 +141,7 @@ def test_a_grower_looks_tries_backs_off_and_resumes(tmp_path: Path) -> None:
     def make_grower(model: Any, optimizer: Any, scheduler: Any = None) -> Grower:
         trial = Trial(1, metric=lambda model: sum(p.numel() for p in model.parameters()))  # not growing wins
         trigger = triggers.Diminishing(window=2) & triggers.AtMost(3)
-        return Grower(model, optimizer, example=points(1), trigger=trigger, tau=0.0, trial=trial)
+        return Grower(model, optimizer, preset="paper", example=points(1), trigger=trigger, tau=0.0, trial=trial)
 
     model, data, file = fnn(), [(points(), labels())], tmp_path / "run.ckpt"
     optimizer = make_optimizer(model)

@@ -9,7 +9,7 @@ from torch import nn
 
 import sensli.growing.following
 from models import Named, alive, batches, cnn, deep, fnn, images, loss_fn, points, residual, snapshot, untouched
-from sensli import Grower, History, Merits, find_sites, measure, replay
+from sensli import Grower, History, Merits, Rates, find_sites, measure, replay
 from sensli.errors import HistoryError, MeasurementError, OptimizerError, SensliError
 from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
 
@@ -24,14 +24,16 @@ def train(model, optimizer):
 
 
 def grower(model, optimizer=None, **options):
-    return Grower(model, optimizer, **{"example": points(2), "trigger": Every(1), "tau": 0.0, **options})
+    return Grower(
+        model, optimizer, preset="paper", **{"example": points(2), "trigger": Every(1), "tau": 0.0, **options}
+    )
 
 
 def test_algorithm_1_in_fewer_than_ten_lines():
     model = fnn()
     # --- what the user writes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    growing = Grower(model, optimizer, example=points(2), trigger=Every(2) & AtMost(2), tau=0.0)
+    growing = Grower(model, optimizer, preset="paper", example=points(2), trigger=Every(2) & AtMost(2), tau=0.0)
     for _ in range(6):
         for x, y in DATA:
             optimizer.zero_grad()
@@ -145,7 +147,7 @@ def test_lr_scale_once_per_look_and_the_scheduler_follows():
     model = deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
-    growing = grower(model, optimizer, scheduler=scheduler, lr_scale=0.5, count=2, trigger=At(2, 3))
+    growing = grower(model, optimizer, scheduler=scheduler, rates=Rates(lr_scale=0.5), count=2, trigger=At(2, 3))
     rates = []
     for _ in range(4):
         optimizer.step()
@@ -275,7 +277,7 @@ def test_several_layers_go_in_together_or_not_at_all(monkeypatch):
     model = deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, optimizer)
-    growing = grower(model, optimizer, count=4, lr_scale=0.5)
+    growing = grower(model, optimizer, count=4, rates=Rates(lr_scale=0.5))
     real, calls = sensli.growing.following.grow, []
 
     def fails_third(*args, **options):

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ranks
 from models import Functional, Named, alive, batches, deep, fnn, loss_fn, points, residual, snapshot, untouched
-from sensli import Grower, Trial, count_flops, find_sites, insert, replay, undo
+from sensli import Grower, Rates, Trial, count_flops, find_sites, insert, replay, undo
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing import looking as searching_module
 from sensli.growing.looking import Blind, Sizes, Threshold
@@ -35,7 +35,9 @@ DATA = batches((8, 8, 4))
 
 
 def grower(model: nn.Module, optimizer: Any = None, **options: Any) -> Grower:
-    return Grower(model, optimizer, **{"example": points(2), "trigger": Every(1), "tau": 0.0, **options})
+    return Grower(
+        model, optimizer, preset="paper", **{"example": points(2), "trigger": Every(1), "tau": 0.0, **options}
+    )
 
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:
@@ -73,7 +75,7 @@ def whole_grower(**options: Any) -> Grower:
     model = deep()
     optimizer = trained(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-    given = {"count": 2, "lr_scale": 0.5, "scheduler": scheduler, "select": "random", **options}
+    given = {"count": 2, "rates": Rates(lr_scale=0.5), "scheduler": scheduler, "select": "random", **options}
     growing = grower(model, optimizer, **given)
     growing.step(DATA, loss_fn, metric=1.0)
     assert len(growing.history) == min(2, given["count"])
@@ -140,7 +142,9 @@ def test_a_trigger_that_raises_leaves_nothing_behind(where: str, average: bool) 
     model = deep()
     averages = [AveragedModel(model)] if average else []
     trigger = Fails("")
-    growing = grower(model, trained(model), trigger=trigger, count=2, lr_scale=0.5, own_rate=0.1, averaged=averages)
+    growing = grower(
+        model, trained(model), trigger=trigger, count=2, rates=Rates(lr_scale=0.5, own_rate=0.1), averaged=averages
+    )
     growing.step(DATA, loss_fn, metric=1.0)
     trigger.where = where
     with nothing_changes(growing, *averages), pytest.raises(ZeroDivisionError, match=where):
@@ -175,7 +179,7 @@ class Same(nn.Module):
 def test_an_average_that_differs_leaves_nothing_behind(damage: str, first: bool) -> None:
     model = deep()
     good = AveragedModel(model)
-    growing = grower(model, trained(model), lr_scale=0.5, averaged=[good])
+    growing = grower(model, trained(model), rates=Rates(lr_scale=0.5), averaged=[good])
     bad = broken_average(model, damage)
     growing._followers.averaged = [good, bad] if first else [bad, good]
     with nothing_changes(growing, good, bad), pytest.raises(SensliError):
@@ -199,7 +203,7 @@ def test_a_second_layer_that_fails_takes_the_first_with_it() -> None:
                 site.point.anchor.__dict__["_module"] = lambda: None  # as if the module had been replaced
             return True
 
-    growing = grower(model, optimizer, trigger=Steals(), count=4, lr_scale=0.5)
+    growing = grower(model, optimizer, trigger=Steals(), count=4, rates=Rates(lr_scale=0.5))
     with nothing_changes(growing), pytest.raises(SensliError, match="not a site of this"):
         growing.step(DATA, loss_fn)
 
@@ -271,7 +275,12 @@ def damaged(state: Any, path: tuple[Any, ...], value: Any) -> Any:
 @pytest.mark.slow
 def test_a_damaged_state_changes_nothing_at_all() -> None:
     model = deep()
-    growing = grower(model, trained(model), trigger=Every(1) | Plateau(3) & At(5), lr_scale=0.5, own_rate=0.5)
+    growing = grower(
+        model,
+        trained(model),
+        trigger=Every(1) | Plateau(3) & At(5),
+        rates=Rates(lr_scale=0.5, own_rate=0.5),
+    )
     for metric in (3.0, 2.0):
         growing.step(DATA, loss_fn, metric=metric)
     state = json.loads(json.dumps(growing.state_dict()))
@@ -307,7 +316,7 @@ def test_a_damaged_state_changes_nothing_at_all() -> None:
 def test_the_state_of_a_generator_is_short_and_that_of_older_versions_is_read(strategy: str, key: str) -> None:
     model = deep()
     growing, older, other = (
-        Grower(model, trained(model), example=points(2), trigger=At(9), strategy=strategy, seed=seed)
+        Grower(model, trained(model), preset="paper", example=points(2), trigger=At(9), strategy=strategy, seed=seed)
         for seed in (3, 4, 5)
     )
     state = json.loads(json.dumps(growing.state_dict()))
@@ -356,9 +365,9 @@ def test_an_optimizer_of_another_model_is_refused_at_once() -> None:
     with pytest.raises(OptimizerError, match="LBFGS cannot follow"):
         grower(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(OptimizerError, match="needs optimizer="):
-        grower(model, group=0)
+        grower(model, rates=Rates(group=0))
     with pytest.raises(OptimizerError, match="group=7"):
-        grower(model, torch.optim.SGD(model.parameters(), lr=0.1), group=7)
+        grower(model, torch.optim.SGD(model.parameters(), lr=0.1), rates=Rates(group=7))
 
 
 def frozen_backbone() -> tuple[nn.Module, Any]:
@@ -389,7 +398,7 @@ def test_a_group_lets_layers_into_a_frozen_part() -> None:
     model, optimizer = frozen_backbone()
     optimizer.add_param_group({"params": [], "lr": 0.01})
     for group in (1, optimizer.param_groups[1]):
-        growing = grower(model, optimizer, group=group, select=lambda merits: merits[0])
+        growing = grower(model, optimizer, rates=Rates(group=group), select=lambda merits: merits[0])
         assert growing.sites()[0].path == "1"
         growth = growing.step(DATA, loss_fn)
         assert growth is not None and growth.site.path == "1"
@@ -436,7 +445,7 @@ def test_adapters_do_not_end_the_training() -> None:
         assert "nothing would train" in str(error)
     else:
         assert growing.step(DATA, loss_fn) is not None and sites
-    again = grower(model, optimizer, group=0)
+    again = grower(model, optimizer, rates=Rates(group=0))
     assert again.step(DATA, loss_fn) is not None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
-from sensli import Grower, load_checkpoint, replay, save_checkpoint, triggers
+from sensli import Grower, Rates, load_checkpoint, replay, save_checkpoint, triggers
 from widths import normal
 
 X, Y = normal(32, 4, seed=1), torch.arange(32) % 3
@@ -37,8 +37,14 @@ def make_scheduler(optimizer: Any) -> Any:
 
 
 def make_grower(model: nn.Module, optimizer: Any, scheduler: Any, **options: Any) -> Grower:
-    settings: dict[str, Any] = {"trigger": triggers.Every(2), "tau": 0.0, "lr_scale": 0.9, "grow": "units", **options}
-    return Grower(model, optimizer, example=X[:2], scheduler=scheduler, **settings)
+    settings: dict[str, Any] = {
+        "trigger": triggers.Every(2),
+        "tau": 0.0,
+        "rates": Rates(lr_scale=0.9),
+        "grow": "units",
+        **options,
+    }
+    return Grower(model, optimizer, preset="paper", example=X[:2], scheduler=scheduler, **settings)
 
 
 def epoch(
@@ -108,7 +114,7 @@ def test_a_separate_rate_for_units_is_refused_at_once(what: str) -> None:
     model = make_model()
     optimizer = make_optimizer(model)
     with pytest.raises(ValueError, match=f"own_rate must be None with grow='{what}', got 0.1"):
-        make_grower(model, optimizer, make_scheduler(optimizer), grow=what, own_rate=0.1)
+        make_grower(model, optimizer, make_scheduler(optimizer), grow=what, rates=Rates(own_rate=0.1))
 
 
 class Fails(triggers.Trigger):

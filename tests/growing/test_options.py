@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from models import batches, cnn, deep, fnn, images, loss_fn, points, residual, untouched
-from sensli import Grower, Merits, Site, Sites, find_sites, measure, undo
+from sensli import Grower, Merits, Rates, Site, Sites, find_sites, measure, undo
 from sensli.growing.looking import Sensli
-from sensli.growing.options import OF_STRATEGIES, Options
+from sensli.growing.options import OF_STRATEGIES, Options, StrategyOptions
 from sensli.growing.strategy import STRATEGIES, Strategy, class_of
 from sensli.growing.triggers import At, Budget, Every, Moment
 from sensli.merits.merits import BY_MERIT, SELECTIONS, Merit
@@ -27,7 +27,9 @@ OF_A_RUN = {"model", "optimizer", "example", "scheduler", "averaged"}
 
 
 def grower(model: Any, optimizer: Any = None, **options: Any) -> Grower:
-    return Grower(model, optimizer, **{"example": points(2), "trigger": Every(1), "tau": 0.0, **options})
+    return Grower(
+        model, optimizer, preset="paper", **{"example": points(2), "trigger": Every(1), "tau": 0.0, **options}
+    )
 
 
 # --- one object ---
@@ -35,10 +37,12 @@ def grower(model: Any, optimizer: Any = None, **options: Any) -> Grower:
 
 def test_they_are_the_arguments_of_a_grower_with_its_defaults() -> None:
     given = inspect.signature(Grower).parameters
-    assert given.keys() - {field.name for field in dataclasses.fields(Options)} == OF_A_RUN
+    named = {field.name for field in dataclasses.fields(Options)}
+    assert given.keys() - named == {*OF_A_RUN, "options"} and len(given) - 1 <= 14
+    assert named - given.keys() == StrategyOptions.__annotations__.keys()
     for field in dataclasses.fields(Options):
-        default = given[field.name].default
-        assert field.default == default or (field.default is dataclasses.MISSING and default is inspect.Parameter.empty)
+        if field.name in given and field.name not in ("preset", "trigger", "rates"):
+            assert field.default == given[field.name].default
 
 
 def test_every_argument_of_a_grower_reaches_them() -> None:
@@ -48,23 +52,24 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
     given: dict[str, Any] = {
         "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
         "grow": "both", "units": 3, "start": "random", "per": "flops",
-        "confidence": None, "tolerance": 0.0, "lr_scale": 0.9, "own_rate": None, "group": 0, "max_factor": 3.0, "floor": 0.0, "seed": 4,
-        "log": print, "recycle": True, "strategy": "sensli", "kernel_size": 5, "init": "fresh", "freeze_rest": False,
-        "unit": "step", "trial": None,
+        "confidence": None, "tolerance": 0.0, "rates": Rates(lr_scale=0.9, group=0), "max_factor": 3.0, "floor": 0.0, "seed": 4,
+        "log": print, "recycle": True, "strategy": "sensli", "kernel_size": 5, "init": "fresh",
+        "unit": "step", "trial": None, "preset": "paper",
     }  # fmt: skip
     model = deep()
     made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)
     assert vars(made.options) == given and made.options == Options(**given)
     assert given.keys() == {field.name for field in dataclasses.fields(Options)}
     own = Backwards()
-    assert Grower(model, example=points(2), trigger=At(3), strategy=own).options.strategy is own
+    assert Grower(model, preset="paper", example=points(2), trigger=At(3), strategy=own).options.strategy is own
 
 
 def test_they_are_frozen_and_hold_plain_numbers() -> None:
     options = Options(
-        trigger=Every(1), tau=torch.tensor(0.5), count=np.int64(2), lr_scale=np.float32(0.5), max_factor=torch.tensor(3), seed=np.uint8(1)
+        trigger=Every(1), tau=torch.tensor(0.5), count=np.int64(2), rates=Rates(np.float32(0.5)),
+        max_factor=torch.tensor(3), seed=np.uint8(1)
     )  # type: ignore[arg-type]  # fmt: skip
-    numbers = (options.tau, options.count, options.lr_scale, options.max_factor, options.seed)
+    numbers = (options.tau, options.count, options.rates.lr_scale, options.max_factor, options.seed)
     assert numbers == (0.5, 2, 0.5, 3.0, 1) and [type(number) for number in numbers] == [float, int, float, float, int]
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.tau = 1.0  # type: ignore[misc]
@@ -78,8 +83,8 @@ def test_a_callback_holds_them(library: str) -> None:
     pytest.importorskip(library)
     make = importlib.import_module(f"sensli.integrations.{library}").GrowthCallback
     trigger = Every(2)
-    callback = make(trigger, tau=0.5, group=0, select="last", monitor="loss")
-    assert callback.options == Options(trigger=trigger, tau=0.5, group=0, select="last")
+    callback = make(trigger, preset="paper", tau=0.5, rates=Rates(group=0), select="last", monitor="loss")
+    assert callback.options == Options(trigger=trigger, tau=0.5, rates=Rates(group=0), select="last")
     with pytest.raises(TypeError, match=r"^taus= is not an option of GrowthCallback\. Its options are .*, tau, "):
         make(trigger, taus=0.5)
     with pytest.raises(ValueError, match="single largest"):
@@ -207,10 +212,11 @@ def test_a_separate_rate_for_units_is_refused_before_any_training(what: str) -> 
         Grower(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
+            preset="paper",
             example=points(2),
             trigger=At(3),
             grow=what,
-            own_rate=0.5,
+            rates=Rates(own_rate=0.5),
         )
 
 
@@ -375,17 +381,35 @@ def test_what_only_new_layers_can_have_is_refused_with_a_strategy_that_adds_unit
     with pytest.raises(
         ValueError, match=f"^own_rate must be None with strategy='{name}', which grows {grows}, got 0.5: "
     ):
-        Grower(model, optimizer, example=points(2), trigger=At(3), strategy=name, own_rate=0.5)
+        Grower(
+            model, optimizer, preset="paper", example=points(2), trigger=At(3), strategy=name, rates=Rates(own_rate=0.5)
+        )
     with pytest.raises(
         ValueError, match=f"^freeze_rest must be False with strategy='{name}', which grows {grows}, got T"
     ):
-        Grower(model, optimizer, example=points(2), trigger=At(3), strategy=name, freeze_rest=True)
+        Grower(
+            model,
+            optimizer,
+            preset="paper",
+            example=points(2),
+            trigger=At(3),
+            strategy=name,
+            rates=Rates(freeze_rest=True),
+        )
     if grows == "units":
         with pytest.raises(
             ValueError, match=r"^depth in Budget\(depth=3\) must be left out where only units grow, got 3"
         ):
-            Grower(model, optimizer, example=points(2), trigger=At(3) & Budget(depth=3), strategy=name)
-    Grower(model, optimizer, example=points(2), trigger=At(3), strategy="autogrow", own_rate=0.5, freeze_rest=True)
+            Grower(model, optimizer, preset="paper", example=points(2), trigger=At(3) & Budget(depth=3), strategy=name)
+    Grower(
+        model,
+        optimizer,
+        preset="paper",
+        example=points(2),
+        trigger=At(3),
+        strategy="autogrow",
+        rates=Rates(own_rate=0.5, freeze_rest=True),
+    )
 
 
 def test_options_for_a_strategy_object_are_given_to_the_object() -> None:
@@ -423,13 +447,17 @@ def test_a_strategy_that_is_not_registered_is_refused_with_those_that_are() -> N
 def test_what_find_sites_and_insert_take_reaches_them() -> None:
     """The kernel of new convolutions, the start of twins, and the rest that rests."""
     model = cnn()
-    made = Grower(model, torch.optim.SGD(model.parameters()), example=images(2), trigger=At(1), kernel_size=1)
+    made = Grower(
+        model, torch.optim.SGD(model.parameters()), preset="paper", example=images(2), trigger=At(1), kernel_size=1
+    )
     assert [str(site) for site in made.sites()] == [str(site) for site in find_sites(model, images(2), kernel_size=1)]
     assert str(made.sites()) != str(find_sites(model, images(2)))
 
     stack = residual(3)
     for init in ("copy", "fresh"):
-        made = Grower(stack, torch.optim.SGD(stack.parameters()), example=points(2), trigger=At(1), init=init)
+        made = Grower(
+            stack, torch.optim.SGD(stack.parameters()), preset="paper", example=points(2), trigger=At(1), init=init
+        )
         assert list(made.sites()) == list(find_sites(stack, points(2), init=init))
 
 
@@ -438,7 +466,15 @@ def test_all_that_has_grown_trains_after_growths_that_freeze_the_rest() -> None:
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = Grower(
-        model, optimizer, example=points(2), trigger=At(1, 2), tau=0.0, count=2, freeze_rest=True, max_factor=None
+        model,
+        optimizer,
+        preset="paper",
+        example=points(2),
+        trigger=At(1, 2),
+        tau=0.0,
+        count=2,
+        rates=Rates(freeze_rest=True),
+        max_factor=None,
     )
     for call in (1, 2):
         made.step(data, loss_fn)
@@ -452,4 +488,12 @@ def test_all_that_has_grown_trains_after_growths_that_freeze_the_rest() -> None:
         undo(model, optimizer=optimizer)
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == {"0.bias"}
     with pytest.raises(ValueError, match="freeze_rest must be False with grow='both', got True"):
-        Grower(model, optimizer, example=points(2), trigger=At(1), freeze_rest=True, grow="both")
+        Grower(
+            model,
+            optimizer,
+            preset="paper",
+            example=points(2),
+            trigger=At(1),
+            rates=Rates(freeze_rest=True),
+            grow="both",
+        )

@@ -49,7 +49,7 @@ def test_what_pays_is_let_through_and_nothing_else() -> None:
     found = {}
     for merit in merits:
         wider = copy.deepcopy(model)
-        grower = Grower(wider, example=x[:1], trigger=triggers.Every(1), grow="units", units=2, tau=0.0, max_factor=None,
+        grower = Grower(wider, preset="paper", example=x[:1], trigger=triggers.Every(1), grow="units", units=2, tau=0.0, max_factor=None,
                         select=lambda merits, place=str(merit.site): next(m for m in merits if str(m.site) == place))  # fmt: skip
         grower.step([(x, y)], cross_entropy)
         found[str(merit.site)] = merit.value / by_hand(model, x, y) / (count_flops(wider, x[:1]) / before - 1)
@@ -57,7 +57,14 @@ def test_what_pays_is_let_through_and_nothing_else() -> None:
     largest = max(found.values())
     for factor, grows in ((largest * 0.999, True), (largest * 1.001, False)):
         grower = Grower(
-            copy.deepcopy(model), example=x[:1], trigger=Pays(factor), grow="units", units=2, tau=0.0, max_factor=None
+            copy.deepcopy(model),
+            preset="paper",
+            example=x[:1],
+            trigger=Pays(factor),
+            grow="units",
+            units=2,
+            tau=0.0,
+            max_factor=None,
         )
         growth = grower.step([(x, y)], cross_entropy)
         assert (growth is not None) == grows
@@ -90,9 +97,13 @@ def test_it_waits_twice_as_long_after_each_look_in_vain() -> None:
 def test_a_limit_binds_only_the_side_that_fired() -> None:
     """What returns diminish for need not pay: the other side lets it through."""
     model, x, y = data()
-    grower = Grower(model, example=x[:1], trigger=Pays(1e9) | At(3), grow="units", tau=0.0, max_factor=None)
+    grower = Grower(
+        model, preset="paper", example=x[:1], trigger=Pays(1e9) | At(3), grow="units", tau=0.0, max_factor=None
+    )
     assert [grower.step([(x, y)], cross_entropy) is not None for _ in range(4)] == [False, False, True, False]
-    grower = Grower(model, example=x[:1], trigger=Pays(1e-9) & AtMost(2), grow="units", tau=0.0, max_factor=None)
+    grower = Grower(
+        model, preset="paper", example=x[:1], trigger=Pays(1e-9) & AtMost(2), grow="units", tau=0.0, max_factor=None
+    )
     assert [grower.step([(x, y)], cross_entropy) is not None for _ in range(4)] == [True, True, False, False]
 
 
@@ -129,8 +140,8 @@ def test_a_strategy_without_shares_is_refused_before_anything_changes() -> None:
         with pytest.raises(
             ValueError, match=r"^Pays\(2\) needs merits that are compared with the existing weights, which this"
         ):
-            Grower(model, example=x[:1], trigger=trigger, strategy="random-units", max_factor=None)
-    grower = Grower(model, example=x[:1], trigger=Pays(), strategy=Unsaid(), max_factor=None)
+            Grower(model, preset="paper", example=x[:1], trigger=trigger, strategy="random-units", max_factor=None)
+    grower = Grower(model, preset="paper", example=x[:1], trigger=Pays(), strategy=Unsaid(), max_factor=None)
     with pytest.raises(
         ValueError, match=r"Pays needs merits that are compared with the existing weights, but that of '.*' is not"
     ):

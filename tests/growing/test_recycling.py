@@ -37,7 +37,7 @@ def with_dead() -> nn.Sequential:
 def grower(model: nn.Module, **options: Any) -> tuple[Grower, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     given = {"example": X[:2], "trigger": triggers.Every(1), "tau": 0.0, "recycle": True, "max_factor": None}
-    return Grower(model, optimizer, **{**given, **options}), optimizer
+    return Grower(model, optimizer, preset="paper", **{**given, **options}), optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -181,7 +181,7 @@ def test_a_training_that_recycles_resumes_to_the_bit(tmp_path: Path) -> None:
 
 def again_grower(model: nn.Module, optimizer: Any, _: Any) -> Grower:
     options = {"example": X[:2], "trigger": triggers.Every(2), "tau": 0.0, "recycle": True, "max_factor": None}
-    return Grower(model, optimizer, **options)
+    return Grower(model, optimizer, preset="paper", **options)
 
 
 def test_two_looks_draw_different_rows() -> None:

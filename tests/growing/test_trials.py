@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from models import Block, alive, snapshot
-from sensli import Grower, History, SensliError, Site, Trial, count_flops, find_sites, grow, measure, triggers
+from sensli import Grower, History, Rates, SensliError, Site, Trial, count_flops, find_sites, grow, measure, triggers
 from sensli.errors import HistoryError, MeasurementError, UnsupportedModel
 from sensli.modules import random_state
 from sensli.surgery.averaging import follow
@@ -54,7 +54,7 @@ class Training:
             "example": X[:2], "trigger": triggers.Every(1), "tau": 0.0, "scheduler": self.scheduler, "averaged": self.average,
             "max_factor": None, "select": "largest",
         }  # fmt: skip
-        return Grower(self.model, self.optimizer, trial=trial, **{**given, **options})
+        return Grower(self.model, self.optimizer, preset="paper", trial=trial, **{**given, **options})
 
     def state(self) -> dict[str, Any]:
         """Values alone, by name and position."""
@@ -303,7 +303,8 @@ class Counter:
 
 
 @pytest.mark.parametrize(
-    "growing", [{"grow": "both", "units": 2}, {"where": "block", "lr_scale": 0.5}, {"own_rate": 0.5}]
+    "growing",
+    [{"grow": "both", "units": 2}, {"where": "block", "rates": Rates(lr_scale=0.5)}, {"rates": Rates(own_rate=0.5)}],
 )
 @pytest.mark.parametrize("at", [1, 8])
 def test_an_exception_inside_of_the_users_step_leaves_all_as_it_was(at: int, growing: Any) -> None:

@@ -122,7 +122,7 @@ def trained(model: nn.Module, batches: list[Any], mode: str) -> tuple[Grower, li
 
     trial = Trial(6, candidates=2, step=step, metric=metric, mode="max")
     grower = Grower(
-        model, optimizer, example=batches[0][0][:1], trigger=triggers.Every(1), tau=0.0, grow="both", units=2, trial=trial
+        model, optimizer, preset="paper", example=batches[0][0][:1], trigger=triggers.Every(1), tau=0.0, grow="both", units=2, trial=trial
     )  # fmt: skip
     scores = []
     for _ in range(2):
@@ -157,7 +157,9 @@ def failing(network: nn.Module) -> None:
         raise ZeroDivisionError("mine")
 
     for trial in (Trial(2, step=step), Trial(2 + dist.get_rank())):
-        grower = Grower(model, optimizer, example=batches[0][0][:1], trigger=triggers.Every(1), tau=0.0, trial=trial)
+        grower = Grower(
+            model, optimizer, preset="paper", example=batches[0][0][:1], trigger=triggers.Every(1), tau=0.0, trial=trial
+        )
         try:
             grower.step(batches, cross_entropy)
         except Exception as error:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from sensli import Grower, find_sites, load_checkpoint, measure, save_checkpoint, triggers
+from sensli import Grower, Rates, find_sites, load_checkpoint, measure, save_checkpoint, triggers
 
 BATCH, STEPS, TRAINED = 8, 4, 2  # per rank and epoch; of the steps so many train
 
@@ -35,7 +35,7 @@ def train(model: Any, batches: list[tuple[Tensor, Tensor]], epochs: int, **optio
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     trigger = triggers.At(2, 3, 5)
     settings: dict[str, Any] = {"example": batches[0][0][:1], "tau": 0.0, "scheduler": scheduler, **options}
-    grower = Grower(model, optimizer, trigger=trigger, **settings)
+    grower = Grower(model, optimizer, preset="paper", trigger=trigger, **settings)
     merits = []
     for _ in range(epochs):
         for x, y in batches[:TRAINED]:
@@ -125,9 +125,10 @@ def steps_that_fail(wrap: Any = DistributedDataParallel, make: Any = make_model)
     ) -> None:  # fmt: skip
         wayward = Wayward()
         settings: dict[str, Any] = {
-            "example": batches[0][0][:1], "tau": 0.0, "count": 2, "lr_scale": 0.5, "scheduler": scheduler, "max_factor": None, **options,
+            "example": batches[0][0][:1], "tau": 0.0, "count": 2, "rates": Rates(lr_scale=0.5), "scheduler": scheduler,
+            "max_factor": None, **options,
         }  # fmt: skip
-        grower = Grower(model, optimizer, trigger=wayward, **settings)
+        grower = Grower(model, optimizer, preset="paper", trigger=wayward, **settings)
         wayward.where = trigger
         before = seen(grower)
         message = raised(lambda: grower.step(given, loss, metric=metric))
@@ -149,7 +150,7 @@ def steps_that_fail(wrap: Any = DistributedDataParallel, make: Any = make_model)
     case("Ranks disagree", trigger="allows differs")
     case("Ranks disagree", trigger="allows second differs")
     case("tau is 0.0 on rank 0 and 1.0 on rank 1", tau=float(rank))
-    case("lr_scale is 0.5 on rank 0 and 0.7 on rank 1", lr_scale=0.7 if one else 0.5)
+    case("lr_scale is 0.5 on rank 0 and 0.7 on rank 1", rates=Rates(0.7 if one else 0.5))
     case(f"{failed}BadExample", "does not run through", example=batches[0][0][:1, :2] if one else batches[0][0][:1])
     case("Ranks disagree", where=lambda site: not (one and site.path == "1"), layer="residual")
     case(f"{failed}WrongType: metric must be", "metric must be", metric="low" if one else 1.0)
@@ -172,11 +173,13 @@ def steps_that_fail(wrap: Any = DistributedDataParallel, make: Any = make_model)
         bad.module = Loose(bad.module)
     case(f"{failed}HistoryError", "does not fit", averaged=[good, bad])
     other = torch.optim.SGD(network.parameters(), lr=0.1)
-    case("Ranks disagree", scheduler=None if one else scheduler, lr_scale=1.0, own_rate=None if one else 0.5)
+    case("Ranks disagree", scheduler=None if one else scheduler, rates=Rates(own_rate=None if one else 0.5))
     assert other is not None
 
     # checkpoints
-    grower = Grower(model, optimizer, example=batches[0][0][:1], trigger=triggers.Every(1), tau=0.0, max_factor=None)
+    grower = Grower(
+        model, optimizer, preset="paper", example=batches[0][0][:1], trigger=triggers.Every(1), tau=0.0, max_factor=None
+    )
     grower.step(batches, cross_entropy)
     message = raised(
         lambda: save_checkpoint("failing.ckpt", model, optimizer=optimizer, grower=None if one else grower)

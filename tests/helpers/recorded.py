@@ -30,7 +30,7 @@ def make_model() -> nn.Sequential:
 
 def grow(calls: int = 4, **options: Any) -> Grower:
     model = make_model()
-    grower = Grower(model, example=X[:1], **{"trigger": triggers.Every(2), "tau": 0, **options})
+    grower = Grower(model, preset="paper", example=X[:1], **{"trigger": triggers.Every(2), "tau": 0, **options})
     for call in range(calls):
         grower.step(BATCHES, cross_entropy, metric=1 / (call + 1))
     return grower
@@ -43,7 +43,7 @@ def infinite() -> History:
     nn.init.ones_(model[0].bias)
     x, y = torch.zeros(4, 2), torch.tensor([0, 1, 0, 0])
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(1))
+    grower = Grower(model, optimizer, preset="paper", example=x[:1], trigger=triggers.Every(1))
     grower.step([(x, y)], cross_entropy, metric=math.nan)
     return grower.history
 

@@ -31,7 +31,7 @@ from transformers import (  # noqa: E402  # noqa: E402
 import ranks  # noqa: E402
 import warm  # noqa: E402
 from parallel import same_on_all_ranks  # noqa: E402
-from sensli import Grower, Trial, find_sites, measure, triggers  # noqa: E402
+from sensli import Grower, Rates, Trial, find_sites, measure, triggers  # noqa: E402
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel  # noqa: E402
 from sensli.integrations.transformers import GrowthCallback  # noqa: E402
 from sensli.page import read_history  # noqa: E402
@@ -85,7 +85,7 @@ def make(folder: Any, callback: Any, *, model: Any = None, cls: Any = Trainer, *
 
 
 def grow(*at: int, **options: Any) -> GrowthCallback:
-    return GrowthCallback(triggers.At(*at), **{"tau": 0.0, **options})
+    return GrowthCallback(triggers.At(*at), preset="paper", **{"tau": 0.0, **options})
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -98,7 +98,7 @@ def test_a_trigger_that_watches_a_metric_needs_its_name_from_the_start() -> None
     with pytest.raises(
         ValueError, match=r"^monitor must be .* \(for example 'eval_loss'\) with trigger=\(Pays\(2\) \| Diminish"
     ):
-        GrowthCallback(triggers.Pays() | triggers.Diminishing(), grow="units", tau=0)
+        GrowthCallback(triggers.Pays() | triggers.Diminishing(), preset="paper", grow="units", tau=0)
 
 
 # --- averages ---
@@ -197,7 +197,8 @@ def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     ids = torch.stack([row["input_ids"] for row in rows()])
     grower = Grower(
-        plain, optimizer, example={"input_ids": ids[:8]}, trigger=triggers.At(2, 3), tau=0.0, lr_scale=0.9, scheduler=scheduler
+        plain, optimizer, preset="paper",
+            example={"input_ids": ids[:8]}, trigger=triggers.At(2, 3), tau=0.0, rates=Rates(lr_scale=0.9), scheduler=scheduler
     )  # fmt: skip
     plain.train()
     for _ in range(4):
@@ -328,7 +329,7 @@ def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
     def settings() -> dict[str, Any]:
         return {"num_train_epochs": 3, "logging_strategy": "no", **(options() if callable(options) else options)}
 
-    growing: dict[str, Any] = {"lr_scale": 0.8, "batches": 2, "own_rate": 0.5 if step == 8 else None}
+    growing: dict[str, Any] = {"batches": 2, "rates": Rates(lr_scale=0.8, own_rate=0.5 if step == 8 else None)}
     whole = make(tmp_path, first := grow(2, 3, **growing), **settings())
     whole.train()
     resumed = make(tmp_path / "again", second := grow(2, 3, **growing), **settings())
@@ -354,7 +355,7 @@ def test_units_grow_in_a_training_and_a_resumed_one(tmp_path: Path) -> None:
 
 def test_the_best_model_comes_back_with_its_layers_and_everything_is_logged(tmp_path: Path) -> None:
     plateau = triggers.Plateau(patience=1, threshold=10.0)  # nothing ever is an improvement
-    callback = GrowthCallback(plateau, monitor="eval_loss", tau=0.0)
+    callback = GrowthCallback(plateau, preset="paper", monitor="eval_loss", tau=0.0)
     trainer = make(
         tmp_path, callback, eval_strategy="epoch", eval_dataset=rows()[:8], load_best_model_at_end=True,
         greater_is_better=True, metric_for_best_model="eval_loss",  # so that an early one is the best
@@ -646,7 +647,8 @@ def test_a_trial_makes_the_updates_of_the_trainer(tmp_path: Path) -> None:
         return loss.item()
 
     grower = Grower(
-        plain, optimizer, example={"input_ids": ids[:8]}, trigger=triggers.At(2), tau=0.0, scheduler=scheduler, grow="both", units=4,
+        plain, optimizer, preset="paper",
+            example={"input_ids": ids[:8]}, trigger=triggers.At(2), tau=0.0, scheduler=scheduler, grow="both", units=4,
         start="random", trial=Trial(3, candidates=2, step=step, batches=ids.split(16)),
     )  # fmt: skip
     plain.train()

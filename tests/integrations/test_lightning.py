@@ -24,7 +24,7 @@ pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
 import ranks  # noqa: E402
-from sensli import Grower, Trial, triggers  # noqa: E402
+from sensli import Grower, Rates, Trial, triggers  # noqa: E402
 from sensli.errors import SensliError, UnsupportedModel  # noqa: E402
 from sensli.integrations.lightning import GrowthCallback, grow_like  # noqa: E402
 
@@ -89,7 +89,7 @@ def fit(folder: Path, epochs: int, *callbacks: Any, ckpt_path: Any = None, **opt
 
 
 def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
-    callback = GrowthCallback(triggers.At(2, 3), tau=0.0, lr_scale=0.9)
+    callback = GrowthCallback(triggers.At(2, 3), preset="paper", tau=0.0, rates=Rates(lr_scale=0.9))
     module, _ = fit(tmp_path, 5, callback, limit_val_batches=0, dropout=0.0)
     assert len(callback.history) == 2
 
@@ -98,7 +98,14 @@ def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
     optimizer, scheduler = parts["optimizer"], parts["lr_scheduler"]
     x = data().dataset[:][0]
     grower = Grower(
-        plain.layers, optimizer, example=x[:1], trigger=triggers.At(2, 3), tau=0.0, lr_scale=0.9, scheduler=scheduler
+        plain.layers,
+        optimizer,
+        preset="paper",
+        example=x[:1],
+        trigger=triggers.At(2, 3),
+        tau=0.0,
+        rates=Rates(lr_scale=0.9),
+        scheduler=scheduler,
     )
     torch.manual_seed(7)
     loader = data()
@@ -117,17 +124,22 @@ def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("own", "kind"),
-    [({}, Module), ({"own_rate": 0.5}, Module), ({"freeze_rest": True}, Module), ({}, PerParameter)],
+    [
+        ({}, Module),
+        ({"rates": Rates(own_rate=0.5)}, Module),
+        ({"rates": Rates(freeze_rest=True)}, Module),
+        ({}, PerParameter),
+    ],
     ids=str,
 )
 def test_resume_from_a_checkpoint_is_the_same_run_to_the_bit(own: dict[str, Any], kind: Any, tmp_path: Path) -> None:
     """With dropout and a loader that shuffles: the callback saves the random states, which Lightning does not."""
     options: dict[str, Any] = {"tau": 0.0, "select": "random", **own}
     fitting: dict[str, Any] = {"shuffle": True, "kind": kind}
-    whole, _ = fit(tmp_path / "a", 7, GrowthCallback(triggers.Every(2), **options), **fitting)
-    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), **options), **fitting)
+    whole, _ = fit(tmp_path / "a", 7, GrowthCallback(triggers.Every(2), preset="paper", **options), **fitting)
+    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), preset="paper", **options), **fitting)
     trainer.save_checkpoint(tmp_path / "at5.ckpt")
-    callback = GrowthCallback(triggers.Every(2), **options)
+    callback = GrowthCallback(triggers.Every(2), preset="paper", **options)
     resumed, _ = fit(tmp_path / "c", 7, callback, ckpt_path=tmp_path / "at5.ckpt", seed=8, **fitting)
     assert len(callback.history) == 3
     assert list(resumed.state_dict()) == list(whole.state_dict())
@@ -141,7 +153,7 @@ class Growing(Module):
 
 
 def test_what_has_grown_is_loaded_by_lightning_itself(tmp_path: Path) -> None:
-    callback = GrowthCallback(triggers.Every(2), tau=0.0)
+    callback = GrowthCallback(triggers.Every(2), preset="paper", tau=0.0)
     module, trainer = fit(tmp_path, 2, callback)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     one = {name: value.clone() for name, value in module.state_dict().items()}
@@ -182,7 +194,7 @@ def test_units_grow_where_the_step_calls_parts_of_the_module(tmp_path: Path) -> 
     }
     merits = []
     for kind in (Module, Direct):
-        callback = GrowthCallback(triggers.At(1), tau=0.0, grow="units", units=2)
+        callback = GrowthCallback(triggers.At(1), preset="paper", tau=0.0, grow="units", units=2)
         trainer = pl.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **settings)
         trainer.fit(kind(0.0), data())
         merits.append([merit.value for merit in callback.history.record.looks[0].merits])
@@ -193,12 +205,12 @@ def test_units_grow_where_the_step_calls_parts_of_the_module(tmp_path: Path) -> 
 @pytest.mark.parametrize("what", ["units", "both"])
 def test_units_grow_in_a_fit_and_a_resumed_one(what: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"tau": 0.0, "grow": what, "units": 3, "start": "random", "per": "parameters"}
-    first = GrowthCallback(triggers.Every(2), **options)
+    first = GrowthCallback(triggers.Every(2), preset="paper", **options)
     whole, _ = fit(tmp_path / "a", 7, first, dropout=0.0)
     assert len(first.history) == 3 and first.history[0].site.kind == "units"
-    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), **options), dropout=0.0)
+    _, trainer = fit(tmp_path / "b", 5, GrowthCallback(triggers.Every(2), preset="paper", **options), dropout=0.0)
     trainer.save_checkpoint(tmp_path / "at5.ckpt")
-    callback = GrowthCallback(triggers.Every(2), **options)
+    callback = GrowthCallback(triggers.Every(2), preset="paper", **options)
     resumed, _ = fit(tmp_path / "c", 7, callback, ckpt_path=tmp_path / "at5.ckpt", dropout=0.0)
     assert [str(growth.site) for growth in callback.history] == [str(growth.site) for growth in first.history]
     for name, value in whole.state_dict().items():
@@ -208,7 +220,7 @@ def test_units_grow_in_a_fit_and_a_resumed_one(what: str, tmp_path: Path) -> Non
 def test_metrics_reach_the_logger_and_the_monitored_one_the_trigger(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     plateau = triggers.Plateau(patience=1, threshold=10.0)  # nothing ever is an improvement
-    callback = GrowthCallback(plateau & triggers.AtMost(1), monitor="val_loss", tau=0.0, batches=2)
+    callback = GrowthCallback(plateau & triggers.AtMost(1), preset="paper", monitor="val_loss", tau=0.0, batches=2)
     _, trainer = fit(tmp_path, 3, callback, logger=logger, log_every_n_steps=1)
     assert len(callback.history) == 1
     assert (callback.history.record.metric, callback.history.record.unit) == ("val_loss", "epoch")
@@ -221,7 +233,7 @@ def test_metrics_reach_the_logger_and_the_monitored_one_the_trigger(tmp_path: Pa
     text = (Path(logger.log_dir) / "metrics.csv").read_text()
     assert "sensli/merit" in text and "train_loss" in text
     with pytest.raises(SensliError, match=r"monitor='absent' was not logged.*val_loss"):
-        fit(tmp_path, 2, GrowthCallback(plateau, monitor="absent"))
+        fit(tmp_path, 2, GrowthCallback(plateau, preset="paper", monitor="absent"))
 
 
 def test_a_trigger_that_watches_a_metric_needs_its_name_from_the_start() -> None:
@@ -233,9 +245,9 @@ def test_a_trigger_that_watches_a_metric_needs_its_name_from_the_start() -> None
         with pytest.raises(
             ValueError, match=r"^monitor must be the name of a metric \(for example 'val_loss'\) with trigger="
         ):
-            GrowthCallback(trigger, grow="units", tau=0)
-        GrowthCallback(trigger, monitor="val_loss")
-    GrowthCallback(triggers.Pays() & triggers.AtMost(2))
+            GrowthCallback(trigger, preset="paper", grow="units", tau=0)
+        GrowthCallback(trigger, preset="paper", monitor="val_loss")
+    GrowthCallback(triggers.Pays() & triggers.AtMost(2), preset="paper")
 
 
 def test_a_look_leaves_the_random_numbers_of_the_training_alone(tmp_path: Path) -> None:
@@ -258,7 +270,7 @@ def test_a_look_leaves_the_random_numbers_of_the_training_alone(tmp_path: Path) 
             return None if seed is None else torch.Generator().manual_seed(seed)
 
         plain = train(own())
-        looked = train(own(), GrowthCallback(triggers.Every(1), tau=1e9, batches=2))
+        looked = train(own(), GrowthCallback(triggers.Every(1), preset="paper", tau=1e9, batches=2))
         assert all(torch.equal(value, looked[name]) for name, value in plain.items())
 
 
@@ -274,10 +286,10 @@ def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_pat
     settings: dict[str, Any] = {
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "default_root_dir": tmp_path,
     }  # fmt: skip
-    callback = GrowthCallback(triggers.Every(1), tau=0.0)
+    callback = GrowthCallback(triggers.Every(1), preset="paper", tau=0.0)
     with pytest.raises(SensliError, match=r"(?s)nowhere to grow.*nothing would train a layer there.*group="):
         pl.Trainer(max_epochs=1, callbacks=[callback], **settings).fit(Frozen(), data())
-    callback = GrowthCallback(triggers.Every(1), tau=0.0, group=0)
+    callback = GrowthCallback(triggers.Every(1), preset="paper", tau=0.0, rates=Rates(group=0))
     module = Frozen()
     trainer = pl.Trainer(max_epochs=2, callbacks=[callback], **settings)
     trainer.fit(module, data())
@@ -292,7 +304,9 @@ def test_what_cannot_be_supported_is_refused(tmp_path: Path) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-    trainer = pl.Trainer(max_epochs=1, logger=False, accelerator="cpu", callbacks=[GrowthCallback(triggers.Every(1))])
+    trainer = pl.Trainer(
+        max_epochs=1, logger=False, accelerator="cpu", callbacks=[GrowthCallback(triggers.Every(1), preset="paper")]
+    )
     with pytest.raises(UnsupportedModel, match="automatic_optimization=False"):
         trainer.fit(Manual(), data())
 
@@ -312,7 +326,7 @@ def test_processes_that_hand_their_weights_back_are_refused_before_training(tmp_
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    callback = GrowthCallback(triggers.Every(1), tau=0.0)
+    callback = GrowthCallback(triggers.Every(1), preset="paper", tau=0.0)
     trainer = pl.Trainer(
         max_epochs=1, logger=False, accelerator="cpu", strategy="ddp_fork", devices=2, callbacks=[callback], **settings
     )
@@ -327,7 +341,7 @@ def test_processes_that_hand_their_weights_back_are_refused_before_training(tmp_
 def tried(*epochs: int, steps: int = 6, **options: Any) -> GrowthCallback:
     # Rows that do not depend on the data: those of one process and of two are then the same.
     given = {"tau": 0.0, "grow": "both", "units": 2, "start": "random", "trial": Trial(steps, candidates=2), **options}
-    return GrowthCallback(triggers.At(*epochs), **given)
+    return GrowthCallback(triggers.At(*epochs), preset="paper", **given)
 
 
 class Clipped(Module):
@@ -370,7 +384,7 @@ def test_a_trial_takes_the_steps_of_the_trainer(tmp_path: Path) -> None:
         return loss.item()
 
     grower = Grower(
-        plain.layers, optimizer, example=data().dataset[:1][0], trigger=triggers.At(2), tau=0.0, grow="both", units=2,
+        plain.layers, optimizer, preset="paper", example=data().dataset[:1][0], trigger=triggers.At(2), tau=0.0, grow="both", units=2,
         start="random", scheduler=scheduler, trial=Trial(6, candidates=2, step=step),
     )  # fmt: skip
     joined = list(DataLoader(data().dataset, batch_size=32))

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
-from sensli import Trial, triggers  # noqa: E402
+from sensli import Rates, Trial, triggers  # noqa: E402
 from sensli.errors import UnsupportedModel  # noqa: E402
 from sensli.integrations.lightning import GrowthCallback, grow_like  # noqa: E402
 
@@ -90,7 +90,7 @@ def fit(module: Any, folder: Path, epochs: int, *callbacks: Any, ckpt_path: Any 
 
 def growing(*epochs: int, **options: Any) -> GrowthCallback:
     units = {"start": "random", "units": 2} if options.get("grow") in ("units", "both") else {}
-    return GrowthCallback(triggers.At(*epochs), **{"tau": 0.0, **units, **options})
+    return GrowthCallback(triggers.At(*epochs), preset="paper", **{"tau": 0.0, **units, **options})
 
 
 def values(module: nn.Module, buffers: bool) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ def test_the_average_of_lightning_follows(what: str, first: bool, tmp_path: Path
 @pytest.mark.parametrize("what", ["layers", "units"])
 def test_stochastic_weight_averaging_follows(what: str, tmp_path: Path) -> None:
     """It keeps a plain copy of the module, exchanges the scheduler and runs an epoch more, in which nothing grows."""
-    module, growth = Module(), growing(1, 3, 4, 6, 7, lr_scale=0.5, **WHAT[what])
+    module, growth = Module(), growing(1, 3, 4, 6, 7, rates=Rates(lr_scale=0.5), **WHAT[what])
     averaging = StochasticWeightAveraging(
         swa_lrs=0.01, swa_epoch_start=3, annealing_epochs=1, annealing_strategy="linear"
     )
@@ -319,7 +319,7 @@ class Unfreezing(Module):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 
-@pytest.mark.parametrize("own", [{}, {"own_rate": 0.5}], ids=str)
+@pytest.mark.parametrize("own", [{}, {"rates": Rates(own_rate=0.5)}], ids=str)
 @pytest.mark.parametrize("first", [False, True], ids=["finetuning first", "growth first"])
 def test_a_backbone_that_is_unfrozen_resumes(own: dict[str, Any], first: bool, tmp_path: Path) -> None:
     """It remembers the groups of the optimizer by names, from which they are made again."""

@@ -25,7 +25,9 @@ def test_each_prints_as_one_line():
     best = merits.best
     assert repr(best) == f"Merit({best})" and "\n" not in repr(merits)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    grower = Grower(model, optimizer, example=points(2), trigger=triggers.Every(1) & triggers.AtMost(3), tau=0.0)
+    grower = Grower(
+        model, optimizer, preset="paper", example=points(2), trigger=triggers.Every(1) & triggers.AtMost(3), tau=0.0
+    )
     assert repr(grower) == "Grower(Sequential with 46 parameters, trigger=(Every(1) & AtMost(3)), 0 growths in 0 calls)"
     growth = grower.step(batches(), loss_fn)
     assert repr(growth) == f"Growth({str(growth).removeprefix('growth ')})" and "\n" not in repr(growth)
@@ -107,7 +109,13 @@ def test_keys_that_forward_does_not_take_go_to_the_loss():
     assert merits.loss == pytest.approx(measure(model, sites, pairs, cross_entropy).loss)
     insert(model, merits.best, check=dicts[0])
     grower = Grower(
-        model, torch.optim.SGD(model.parameters()), example=points(2), trigger=triggers.Every(1), tau=0.0, recycle=True
+        model,
+        torch.optim.SGD(model.parameters()),
+        preset="paper",
+        example=points(2),
+        trigger=triggers.Every(1),
+        tau=0.0,
+        recycle=True,
     )
     assert grower.step(dicts, loss) is not None
 

@@ -376,7 +376,7 @@ def test_a_grower_takes_it_and_says_so():
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
     x = torch.randn(200, 4)
     y = x[:, :3].argmax(1)
-    grower = Grower(model, example=x[:1], trigger=triggers.At(1), norm="natural", tau=0.0)
+    grower = Grower(model, preset="paper", example=x[:1], trigger=triggers.At(1), norm="natural", tau=0.0)
     growth = grower.step([(x[:100], y[:100]), (x[100:], y[100:])], loss_fn)
     assert growth is not None
     assert grower.history.record.looks[0].norm == "natural"

@@ -65,7 +65,7 @@ def untouched() -> Iterator[None]:
 
 def step(model: nn.Module, **options: Any) -> None:
     settings: dict[str, Any] = {"example": X[:2], "trigger": triggers.Every(1), "tau": 0.0, **options}
-    grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="paper", **settings)
     grower.step(loader(), cross_entropy)
     assert len(grower.history) == 1
 

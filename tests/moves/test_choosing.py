@@ -38,7 +38,16 @@ def test_where_is_a_kind_a_path_a_pattern_or_several(where, expected):
 def test_a_grower_looks_only_there_and_so_after_it_has_grown():
     model, x = deep(4), points(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    grower = Grower(model, optimizer, example=x, trigger=triggers.Every(1), tau=0.0, where=["1", "3"], max_factor=None)
+    grower = Grower(
+        model,
+        optimizer,
+        preset="paper",
+        example=x,
+        trigger=triggers.Every(1),
+        tau=0.0,
+        where=["1", "3"],
+        max_factor=None,
+    )
     data = [(x, torch.zeros(8, dtype=torch.long))]
     for _ in range(3):
         grower.step(data, torch.nn.functional.cross_entropy)

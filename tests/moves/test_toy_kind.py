@@ -201,7 +201,13 @@ def test_a_toy_kind_of_growth_goes_all_the_way(tmp_path: Path) -> None:
 def test_a_grower_takes_whatever_kind_is_best() -> None:
     model = network()
     grower = sensli.Grower(
-        model, adam(model), example=X, trigger=sensli.triggers.Every(1), where=lambda site: site.kind == "bias", tau=0.0
+        model,
+        adam(model),
+        preset="paper",
+        example=X,
+        trigger=sensli.triggers.Every(1),
+        where=lambda site: site.kind == "bias",
+        tau=0.0,
     )
     while len(grower.history) < 2:
         assert grower.step([(X, Y)], nn.functional.cross_entropy)

@@ -42,7 +42,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
     x, y = torch.randn(16, 1, 8, 8), torch.randint(0, 2, (16,))
     history = History()
     for tau in (0.0, 1e6):
-        grower = Grower(model, example=x[:1], trigger=triggers.Every(5), tau=tau)
+        grower = Grower(model, preset="paper", example=x[:1], trigger=triggers.Every(5), tau=tau)
         grower.history, grower.calls = history, history.record.calls
         for _ in range(5):
             grower.step([(x, y)], cross_entropy, metric=1 / (grower.calls + 3))
@@ -65,7 +65,7 @@ def wider(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
         return merits.per("parameters").ranked[0] if not channels else channels[0]
 
     grower = Grower(
-        model, example=x[:1], trigger=triggers.Every(2) & triggers.AtMost(3), tau=0, grow="both", units=2, select=alternate,
+        model, preset="paper", example=x[:1], trigger=triggers.Every(2) & triggers.AtMost(3), tau=0, grow="both", units=2, select=alternate,
     )  # fmt: skip
     for _ in range(8):
         layers = len(grower.history) == 1
@@ -110,6 +110,7 @@ def test_new_units_of_a_small_network_are_drawn(browser: Any, tmp_path: Path) ->
     x, y = torch.randn(16, 2), torch.randint(0, 2, (16,))
     grower = Grower(
         model,
+        preset="paper",
         example=x[:1],
         trigger=triggers.Every(2),
         tau=0,
@@ -140,7 +141,15 @@ def test_the_chosen_site_is_always_listed(browser: Any, tmp_path: Path) -> None:
     model = nn.Sequential(*(layer for _ in range(7) for layer in (nn.Linear(4, 4), nn.ReLU())), nn.Linear(4, 2))
     x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
     grower = Grower(
-        model, example=x[:1], trigger=triggers.At(1), tau=0, grow="both", units=1, select="smallest", per="parameters"
+        model,
+        preset="paper",
+        example=x[:1],
+        trigger=triggers.At(1),
+        tau=0,
+        grow="both",
+        units=1,
+        select="smallest",
+        per="parameters",
     )
     grower.step([(x, y)], cross_entropy)
     look = grower.history.record.looks[0]

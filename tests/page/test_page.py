@@ -76,7 +76,7 @@ def test_an_altered_look_gives_a_page_or_one_line() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"grow": "both", "units": 1, "per": "parameters", "trial": trial, "tau": 0, "max_factor": None}
-    grower = Grower(model, optimizer, example=X[:1], trigger=triggers.Every(1), **options)
+    grower = Grower(model, optimizer, preset="paper", example=X[:1], trigger=triggers.Every(1), **options)
     grower.step(BATCHES, cross_entropy)
     data = json.loads(grower.history.to_json())
     look = data["record"]["looks"][0]
@@ -202,7 +202,7 @@ def test_tables_in_a_notebook() -> None:
     model = make_model()
     sites = find_sites(model, X[:1])
     merits = measure(model, sites, BATCHES, cross_entropy)
-    grower = Grower(model, example=X[:1], trigger=triggers.Every(1), tau=0)
+    grower = Grower(model, preset="paper", example=X[:1], trigger=triggers.Every(1), tau=0)
     grower.step(BATCHES, cross_entropy)
     for shown in (sites, merits, grower.history):
         html = shown._repr_html_()

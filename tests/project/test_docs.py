@@ -76,7 +76,7 @@ def test_what_the_loggers_of_others_get_is_the_size_after_the_growth() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
     x, y = torch.randn(64, 4), torch.arange(64) % 2
     settings: dict[str, Any] = {"grow": "units", "tau": 0.0, "count": 2, "trigger": triggers.Every(1), "log": log}
-    grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x[:2], **settings)
+    grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="paper", example=x[:2], **settings)
     for _ in range(2):
         grower.step([(x, y)], nn.functional.cross_entropy)
         assert told[-1] == [sum(parameter.numel() for parameter in model.parameters())] * 3

@@ -26,6 +26,7 @@ from sensli import (
     Growth,
     History,
     Probe,
+    Rates,
     SensliError,
     Trial,
     count_flops,
@@ -83,7 +84,9 @@ class Setting:
         save_checkpoint(self.file, self.model, optimizer=self.optimizer, grower=self.grower)
 
     def make_grower(self, model: Any, optimizer: Any, scheduler: Any = None) -> Grower:
-        return Grower(model, optimizer, example=self.x, trigger=self.trigger, tau=0.0, scheduler=scheduler)
+        return Grower(
+            model, optimizer, preset="paper", example=self.x, trigger=self.trigger, tau=0.0, scheduler=scheduler
+        )
 
     def state(self) -> dict[str, Any]:
         kept = snapshot(self.model, self.optimizer)
@@ -139,15 +142,24 @@ CALLS: dict[str, Callable[..., Any]] = {
     "count_flops": lambda s, **given: count_flops(**{"model": s.model, "example": s.x, **given}),
     "Grower": lambda s, **given: Grower(
         **{
+            "preset": "paper",
             "model": s.model,
             "optimizer": s.optimizer,
             "scheduler": s.scheduler,
             "example": s.x,
             "trigger": Every(2),
             **given,
-        }
+        },
     ),
-    "Grower without an optimizer": lambda s, **given: Grower(s.model, example=s.x, trigger=Every(2), **given),
+    "Grower without an optimizer": lambda s, **given: Grower(
+        s.model, preset="paper", example=s.x, trigger=Every(2), **given
+    ),
+    "Rates": lambda s, **given: Grower(
+        s.model, s.optimizer, scheduler=s.scheduler, preset="paper", example=s.x, trigger=Every(2), rates=Rates(**given)
+    ),
+    "Rates without an optimizer": lambda s, **given: Grower(
+        s.model, preset="paper", example=s.x, trigger=Every(2), rates=Rates(**given)
+    ),
     "Grower.step": lambda s, **given: s.grower.step(**{"batches": s.data, "loss_fn": loss_fn, "metric": 0.5, **given}),
     "Grower.load_state_dict": lambda s, **given: s.grower.load_state_dict(**{"state": s.grower.state_dict(), **given}),
     "Trial": lambda s, **given: Trial(**{"steps": 3, **given}),
@@ -325,7 +337,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "model"): NOT_A_MODEL,
     ("Grower", "optimizer"): NOT_AN_OPTIMIZER,
     ("Grower", "scheduler"): (*NOT_A_SCHEDULER, ANOTHER_ONES),
-    ("Grower", "example"): NOT_AN_EXAMPLE,
+    ("Grower", "example"): tuple(value for value in NOT_AN_EXAMPLE if value is not None),  # which is the first batch
     ("Grower", "trigger"): (None, 5, "every", True, Every, [Every(2)], lambda moment: True),
     ("Grower", "tau"): (*NOT_A_NUMBER, None, -1, INF),
     ("Grower", "norm"): (*NOT_A_NAME, None),
@@ -341,10 +353,12 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "init"): (*NOT_A_NAME, None),
     ("Grower", "confidence"): (*NOT_A_NUMBER, 0, 1, -0.1, 2, INF),
     ("Grower", "tolerance"): (*NOT_A_NUMBER, None, 1, -0.1, INF, 0.5),
-    ("Grower", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
-    ("Grower", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
-    ("Grower", "group"): (99, -1, True, 0.0, "0", {"params": []}, [0]),
-    ("Grower", "freeze_rest"): NOT_A_FLAG,
+    ("Rates", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
+    ("Rates", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("Rates", "group"): (99, -1, True, 0.0, "0", {"params": []}, [0]),
+    ("Rates", "freeze_rest"): NOT_A_FLAG,
+    ("Grower", "rates"): (3, "x", True, [], Rates, {"lr_scale": 0.5}),
+    ("Grower", "preset"): (*NOT_A_NAME, None),
     ("Grower", "max_factor"): (*NOT_A_NUMBER, 1, 0, -2),
     ("Grower", "floor"): (*NOT_A_NUMBER, None, 1, -0.1, INF),
     ("Grower", "averaged"): (3, "ema", [None], nn.ReLU, {"a": 1}),
@@ -377,8 +391,8 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Trial", "mode"): (*NOT_A_NAME, None),
     ("Trial", "last"): (*NOT_A_NUMBER, None, 0, 1, -0.1, INF),
     ("Trial", "stateful"): (None, 3, "x", [3], Of("the model's class", lambda s: [nn.ReLU], "ReLU"), {}),
-    ("Grower without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
-    ("Grower without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("Rates without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("Rates without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
     ("Grower.step", "batches"): (*NOT_BATCHES, *BAD_BATCHES),
     ("Grower.step", "loss_fn"): (*NOT_A_LOSS, Of("None", lambda s: None, "is missing"), *BAD_LOSSES),
@@ -494,7 +508,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "averaged": TABLE["Grower", "averaged"],
     **{field.name: TABLE["Grower", field.name] for field in dataclasses.fields(Options)},
     "trial": (*TABLE["Grower", "trial"], Of("one", lambda s: Trial(3, batches=[1]), "is not an option")),
-    "group": (-1, True, 0.0, "0", [0]),  # whether the optimizer has such a group is seen when there is one
     "where": (5, True, [], "", ["conv", 5]),  # and whether the model has such a path when there is one
     "optimizer": (Of("one", lambda s: s.optimizer, "belongs to the trainer"),),
     "scheduler": (Of("one", lambda s: s.scheduler, "belongs to the trainer"),),
@@ -510,7 +523,7 @@ def test_a_callback_is_not_made_with_wrong_options(
 ) -> None:
     pytest.importorskip(library)
     make = importlib.import_module(f"sensli.integrations.{library}").GrowthCallback
-    monkeypatch.setitem(CALLS, library, lambda s, **given: make(**{"trigger": Every(2), **given}))
+    monkeypatch.setitem(CALLS, library, lambda s, **given: make(**{"preset": "paper", "trigger": Every(2), **given}))
     before = setting.state()
     faults = {
         (name, repr(value)): fault(setting, before, library, name, value) for name in OPTIONS for value in OPTIONS[name]
@@ -519,7 +532,14 @@ def test_a_callback_is_not_made_with_wrong_options(
     if library == "transformers":
         monkeypatch.setitem(CALLS, "attach", lambda s, trainer: make(Every(2)).attach(trainer))
         assert [fault(setting, before, "attach", "trainer", value) for value in (None, 3, "x", nn.ReLU)] == [None] * 4
-    make(Every(2), monitor="loss", batches=np.int64(3), metrics=np.True_, tau=torch.tensor(0.5), lr_scale=0.5)
+    make(
+        Every(2),
+        monitor="loss",
+        batches=np.int64(3),
+        metrics=np.True_,
+        tau=torch.tensor(0.5),
+        rates=Rates(lr_scale=0.5),
+    )
 
 
 def test_what_is_as_good_as_the_right_type_is_taken(setting: Setting) -> None:
@@ -550,7 +570,8 @@ def test_what_is_as_good_as_the_right_type_is_taken(setting: Setting) -> None:
     kinds = find_sites(setting.stranger, images(), kernel_size=np.int64(1))
     assert all("1)" in str(site) for site in kinds if site.kind == "conv")
     grower = Grower(
-        model, optimizer, example=setting.x, trigger=Every(1), tau=torch.tensor(0.0), count=np.int64(1), lr_scale=torch.tensor(0.5),
+        model, optimizer, preset="paper",
+            example=setting.x, trigger=Every(1), tau=torch.tensor(0.0), count=np.int64(1), rates=Rates(lr_scale=torch.tensor(0.5)),
         seed=np.uint8(3),
     )  # fmt: skip
     for metric in (torch.tensor(0.5, requires_grad=True), np.float32(0.5), torch.tensor([0.5]), 1, NAN):

@@ -18,7 +18,21 @@ from torch.optim.swa_utils import AveragedModel
 
 from every_line import Injected, Line, Tracer, ends_here, lines_of, raising
 from models import alive
-from sensli import Grower, History, Site, Trial, find_sites, grow, measure, recycle, remove_dead, replay, triggers, undo
+from sensli import (
+    Grower,
+    History,
+    Rates,
+    Site,
+    Trial,
+    find_sites,
+    grow,
+    measure,
+    recycle,
+    remove_dead,
+    replay,
+    triggers,
+    undo,
+)
 from sensli.errors import OptimizerError, UnsupportedModel
 from sensli.growing.strategy import Strategy
 from sensli.merits.merits import Merits
@@ -300,8 +314,9 @@ def stepped(make: Callable[[], nn.Module], names: Sequence[str], part: str = "",
         training.model, [next(site for site in sites if name in str(site)) for name in names], [(X, Y)], cross_entropy
     )
     training.grower = Grower(
-        training.model, training.optimizer, example=X[:2], trigger=triggers.Every(1), strategy=Known(known), max_factor=None,
-        scheduler=training.scheduler, averaged=training.average, lr_scale=0.5, **options,
+        training.model, training.optimizer, preset="paper",
+            example=X[:2], trigger=triggers.Every(1), strategy=Known(known), max_factor=None,
+        scheduler=training.scheduler, averaged=training.average, rates=Rates(lr_scale=0.5), **options,
     )  # fmt: skip
     training.history = training.grower.history
     return training, lambda: training.grower.step([(X, Y)], cross_entropy)
@@ -597,7 +612,7 @@ def test_a_model_that_was_made_in_inference_mode_is_refused() -> None:
         model = plain()
     calls: list[Work] = [
         lambda: find_sites(model, X),
-        lambda: Grower(model, example=X, trigger=triggers.Every(1)),
+        lambda: Grower(model, preset="paper", example=X, trigger=triggers.Every(1)),
         lambda: grow(model, "after 4"),
         lambda: undo(model),
         lambda: recycle(model, X),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
-from sensli import Grower, History, find_sites, grow, load_checkpoint, replay, save_checkpoint, triggers, undo
+from sensli import Grower, History, Rates, find_sites, grow, load_checkpoint, replay, save_checkpoint, triggers, undo
 from sensli.errors import UnsupportedModel
 from sensli.modules.grown import grown
 from sensli.surgery.rewinding import rewind
@@ -82,7 +82,7 @@ def test_an_average_of_a_part_follows(options: dict[str, Any], inside: bool) -> 
     kept = average(X)
     given = None if inside else average
     grower = Grower(
-        model, optimizer, example=X[:2], trigger=triggers.Every(1), tau=0.0, averaged=given, **options
+        model, optimizer, preset="paper", example=X[:2], trigger=triggers.Every(1), tau=0.0, averaged=given, **options
     )  # fmt: skip
     growth = grower.step([(X, Y)], cross_entropy)
     assert growth is not None
@@ -135,7 +135,7 @@ def test_a_layer_that_goes_around_the_part_is_part_of_its_average(inside: bool) 
     train(model, optimizer, (average, model.head))
     kept, plain = average(seen), model.head
     grower = Grower(
-        model, optimizer, example=X[:2], trigger=triggers.Every(1), tau=0.0, averaged=average, where="head"
+        model, optimizer, preset="paper", example=X[:2], trigger=triggers.Every(1), tau=0.0, averaged=average, where="head"
     )  # fmt: skip
     for number in (1, 2):
         growth = grower.step([(X, Y)], cross_entropy)
@@ -178,7 +178,7 @@ def test_an_average_inside_the_model_is_no_part_of_what_grows(what: str, tmp_pat
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         settings: dict[str, Any] = {"example": X[:2], "trigger": triggers.Every(1), "tau": 0.0, "grow": what}
-        grower = Grower(model, optimizer, **settings)
+        grower = Grower(model, optimizer, preset="paper", **settings)
         for _ in range(2):
             train(model, optimizer)
             grower.step([(X, Y)], cross_entropy)
@@ -189,7 +189,7 @@ def test_an_average_inside_the_model_is_no_part_of_what_grows(what: str, tmp_pat
         save_checkpoint(tmp_path / "run.ckpt", model, optimizer=optimizer, grower=grower)
         again = load_checkpoint(
             tmp_path / "run.ckpt", make_model, lambda model: torch.optim.AdamW(model.parameters(), lr=0.05),
-            make_grower=lambda model, optimizer, scheduler: Grower(model, optimizer, **settings),  # noqa: B023
+            make_grower=lambda model, optimizer, scheduler: Grower(model, optimizer, preset="paper", **settings),  # noqa: B023
         )  # fmt: skip
         for name, value in model.state_dict().items():
             assert torch.equal(value, again.model.state_dict()[name]), name
@@ -250,7 +250,9 @@ def test_averages_of_averages_follow() -> None:
     model = Net(averaged=True)
     outer = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
     optimizer = trained(model)
-    grower = Grower(model, optimizer, example=X[:2], trigger=triggers.Every(1), tau=0.0, averaged=[outer, model.ema])
+    grower = Grower(
+        model, optimizer, preset="paper", example=X[:2], trigger=triggers.Every(1), tau=0.0, averaged=[outer, model.ema]
+    )
     for _ in range(2):
         train(model, optimizer, (model.ema, model.body), (outer, model))
         grower.step([(X, Y)], cross_entropy)
@@ -267,7 +269,8 @@ def test_swa_goes_on_after_a_growth(swa: bool, what: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=4)
     grower = Grower(
-        model, optimizer, example=X[:2], trigger=triggers.At(2), tau=0.0, grow=what, scheduler=scheduler, averaged=average, lr_scale=0.5
+        model, optimizer, preset="paper",
+            example=X[:2], trigger=triggers.At(2), tau=0.0, grow=what, scheduler=scheduler, averaged=average, rates=Rates(lr_scale=0.5)
     )  # fmt: skip
     for _ in range(8):
         train(model, optimizer, (average, model))
@@ -295,7 +298,16 @@ def test_parts_that_are_alike_are_told_apart_by_their_values() -> None:
     average = AveragedModel(model.two)
     optimizer = trained(model)
     where = "two.*"
-    grower = Grower(model, optimizer, example=X[:2], trigger=triggers.Every(1), tau=0.0, averaged=average, where=where)
+    grower = Grower(
+        model,
+        optimizer,
+        preset="paper",
+        example=X[:2],
+        trigger=triggers.Every(1),
+        tau=0.0,
+        averaged=average,
+        where=where,
+    )
     train(model, optimizer, (average, model.two))
     assert grower.step([(X, Y)], cross_entropy) is not None
     assert names(average.module) == names(model.two) != names(model.one)
@@ -305,14 +317,14 @@ def test_parts_that_are_alike_are_told_apart_by_their_values() -> None:
     with torch.no_grad():
         average.module.head.bias.add_(1)
     with pytest.raises(UnsupportedModel, match=r"a Net that may be an average of 'one' or of 'two'\. Make the Grower"):
-        Grower(model, example=X[:2], trigger=triggers.Every(1), averaged=average)
+        Grower(model, preset="paper", example=X[:2], trigger=triggers.Every(1), averaged=average)
 
 
 def test_what_cannot_follow_is_refused_before_anything_changes() -> None:
     def refused(model: nn.Module, averaged: Any, match: str) -> None:
         before = [(name, id(p)) for name, p in model.named_parameters()]
         with pytest.raises(UnsupportedModel, match=match):
-            Grower(model, trained(model), example=X[:2], trigger=triggers.Every(1), averaged=averaged)
+            Grower(model, trained(model), preset="paper", example=X[:2], trigger=triggers.Every(1), averaged=averaged)
         assert [(name, id(p)) for name, p in model.named_parameters()] == before
 
     model = Net()
@@ -352,7 +364,7 @@ def test_an_average_made_by_hand_is_refused_and_a_copy_that_rests_is_not() -> No
         model = Taught()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         settings: dict[str, Any] = {"example": X[:2], "trigger": triggers.Every(1), "tau": 0.0, "where": "body"}
-        grower = Grower(model, optimizer, **settings)
+        grower = Grower(model, optimizer, preset="paper", **settings)
         train(model, optimizer)
         for mean, parameter in zip(model.teacher.parameters(), model.body.parameters(), strict=True):
             mean.data.lerp_(parameter.data, 1e-3 if moves else 0.0)
@@ -386,7 +398,7 @@ def test_averages_of_other_libraries_follow(part: bool) -> None:
     source: Any = model.body if part else model
     ema, optimizer = Ema(source), trained(model)
     settings: dict[str, Any] = {"grow": "both", "count": 2, "tau": 0.0, "averaged": ema}
-    grower = Grower(model, optimizer, example=X[:2], trigger=triggers.Every(1), **settings)
+    grower = Grower(model, optimizer, preset="paper", example=X[:2], trigger=triggers.Every(1), **settings)
     for _ in range(2):
         train(model, optimizer)
         ema.update(source)

@@ -212,7 +212,7 @@ def grown_and_compiled(in_place: bool, times: int) -> None:
     else:
         called = torch.compile(model, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    grower = Grower(called, optimizer, example=X, trigger=triggers.Every(1), tau=0.0)
+    grower = Grower(called, optimizer, preset="paper", example=X, trigger=triggers.Every(1), tau=0.0)
     plain = Own()
     expected = values(measure(plain, find_sites(plain, X), [(X, Y)], cross_entropy))
     called(X)
@@ -332,7 +332,7 @@ def test_a_compiled_run_is_the_same_run() -> None:
         model = make_model()
         called = torch.compile(model, backend="aot_eager") if compiled else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        grower = Grower(called, optimizer, example=X, trigger=triggers.At(2), tau=0.0)
+        grower = Grower(called, optimizer, preset="paper", example=X, trigger=triggers.At(2), tau=0.0)
         for _ in range(4):
             optimizer.zero_grad()
             cross_entropy(called(X), Y).backward()
@@ -360,7 +360,9 @@ def test_an_average_grows_with_its_model() -> None:
     model = make_model(torch.float64)
     average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    grower = Grower(model, optimizer, example=X.double(), trigger=triggers.At(2, 4), tau=0.0, averaged=average)
+    grower = Grower(
+        model, optimizer, preset="paper", example=X.double(), trigger=triggers.At(2, 4), tau=0.0, averaged=average
+    )
     for _ in range(6):
         optimizer.zero_grad()
         cross_entropy(model(X.double()), Y).backward()
@@ -381,7 +383,7 @@ def test_an_average_of_another_model_is_refused() -> None:
     model = make_model()
     insert(model, find_sites(model, X)[0])
     with pytest.raises(UnsupportedModel, match=r"averaged=.*not those of the model"):
-        Grower(model, example=X, trigger=triggers.Every(1), averaged=average)
+        Grower(model, preset="paper", example=X, trigger=triggers.Every(1), averaged=average)
 
 
 def test_clipped_training_sees_the_new_parameters() -> None:

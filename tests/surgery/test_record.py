@@ -85,7 +85,7 @@ def test_the_reason_tells_what_a_stack_competed_with() -> None:
 
 
 def test_zero_merits_are_kept_too() -> None:
-    grower = Grower(make_model(), example=X[:1], trigger=triggers.Every(1))
+    grower = Grower(make_model(), preset="paper", example=X[:1], trigger=triggers.Every(1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         grower.step(BATCHES, lambda output, target: output.sum() * 0.0)
@@ -131,7 +131,7 @@ def test_a_damaged_record_is_refused_with_the_reason() -> None:
 def test_a_resumed_grower_goes_on_writing() -> None:
     grower = grow(calls=2)
     model = replay(make_model(), grower.history)
-    again = Grower(model, example=X[:1], trigger=triggers.Every(2), tau=0)
+    again = Grower(model, preset="paper", example=X[:1], trigger=triggers.Every(2), tau=0)
     again.load_state_dict(json.loads(json.dumps(grower.state_dict())))
     for call in (2, 3):
         again.step(BATCHES, cross_entropy, metric=1 / (call + 1))

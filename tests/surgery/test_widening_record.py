@@ -57,7 +57,9 @@ def test_several_growths_at_once_leave_a_model_that_runs() -> None:
         ).double()  # fmt: skip
         x, y = torch.randn(64, 2, dtype=torch.float64), torch.randint(0, 2, (64,))
         trigger = triggers.Every(1)
-        grower = Grower(model, example=x[:1], trigger=trigger, tau=0, grow="both", units=2, count=6, max_factor=None)
+        grower = Grower(
+            model, preset="paper", example=x[:1], trigger=trigger, tau=0, grow="both", units=2, count=6, max_factor=None
+        )
         for _ in range(2):
             before = model(x)
             grower.step([(x, y)], cross_entropy)
@@ -75,6 +77,7 @@ def grow_both_in_a_process() -> Any:
     grower = Grower(
         model,
         optimizer,
+        preset="paper",
         example=X[:1],
         trigger=triggers.Every(1),
         tau=0,
@@ -167,6 +170,8 @@ def test_a_budget_counts_widths_as_they_are() -> None:
 def test_a_full_depth_leaves_room_for_units() -> None:
     for what, growths in (("layers", 0), ("both", 1)):
         model = make_model()
-        grower = Grower(model, example=X[:1], trigger=triggers.Every(1) & triggers.Budget(depth=3), tau=0, grow=what)
+        grower = Grower(
+            model, preset="paper", example=X[:1], trigger=triggers.Every(1) & triggers.Budget(depth=3), tau=0, grow=what
+        )
         grower.step(BATCHES, cross_entropy)
         assert [growth.site.kind for growth in grower.history] == ["units"] * growths

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites, trained
 from sensli.growing.options import Options
+from sensli.merits.catching import split
+from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit
+from sensli.modules import random_state
 from sensli.modules.engines.all_or_nothing import AllOrNothing, Kept
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.grown import grown
+from sensli.modules.running import count_samples, first_samples, to_device
 from sensli.modules.wrappers import bare
 from sensli.moves.dead import Recycle
 from sensli.moves.sites import Site
@@ -59,14 +66,15 @@ class Followers:
         measured: bool = True,
     ) -> Growth:
         """Insert the layer, and let everything follow. What concerns the rest of the model is done once per look, with the ``first``."""
+        rates = options.rates
         check_alike(model, self.averaged)
         if self.copies is not None and not history:
             self.copies.check(self.optimizers)
         with AllOrNothing() as change:
             self.keep(change, model, history)
             growth = grow(
-                model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=options.lr_scale if first else 1.0,
-                own_rate=options.own_rate, group=options.group, freeze_rest=options.freeze_rest,
+                model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=rates.lr_scale if first else 1.0,
+                own_rate=rates.own_rate, group=rates.group, freeze_rest=rates.freeze_rest,
             )  # fmt: skip
             found = {"merit": merit.value, "ratio": merit.ratio} if measured else {}
             growth = replace(growth, details={**when, **found})
@@ -126,6 +134,21 @@ class Recycling:
 def reusable(batches: Iterable[Any]) -> Iterable[Any]:
     """Batches that can be taken more than once."""
     return list(batches) if hasattr(batches, "__next__") else batches
+
+
+def first_input(model: nn.Module, batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """What a model is called with for the first two samples of the first batch, in the memory of the host; and all of the batches.
+
+    Two, because batch statistics need them. No random number is drawn for it, and the order of the next epoch stays.
+    """
+    once = hasattr(batches, "__next__")
+    with random_state.kept(), random_state.kept_of_loader(batches):
+        found = list(islice(iter(batches), 1))
+    if not found:
+        raise MeasurementError(EMPTY)
+    given, _ = split(found[0], 0, bare(model))
+    example = to_device(first_samples(given, 2, count_samples(given)), torch.device("cpu"))
+    return example, chain(found, batches) if once else batches
 
 
 def _made_by(network: nn.Module, widths: Iterable[Site], numbers: Collection[int]) -> list[Site]:

@@ -5,25 +5,26 @@ The story of a step is `Grower.step` at the end of this file, and `Call.run`: as
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli.errors import HistoryError, MovedSite, SensliError, ZeroMerits
-from sensli.growing.following import Followers, Recycling, reusable
+from sensli.errors import BadExample, HistoryError, MovedSite, SensliError, ZeroMerits
+from sensli.growing.following import Followers, Recycling, first_input, reusable
 from sensli.growing.looking import Room, Sizes, proposed
-from sensli.growing.options import Log, Options, Trial, tell
+from sensli.growing.options import Log, Options, Rates, StrategyOptions, Trial, tell
 from sensli.growing.strategy import Strategy, strategy_of
 from sensli.growing.trials import Outcome, Trying
 from sensli.growing.triggers import Moment, Trigger
 from sensli.merits.catching import LossFunction
-from sensli.merits.merits import Merit, Merits, Selection
+from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together, numbered
@@ -31,7 +32,7 @@ from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.grown import grown
 from sensli.modules.running import without_inference_mode
 from sensli.modules.wrappers import bare, own_parameters
-from sensli.moves.sites import Site, Sites, Where, check_where
+from sensli.moves.sites import Site, Sites, check_where
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history import Growth, History, names_of_today
 from sensli.surgery.optimizers import Optimizers
@@ -40,6 +41,9 @@ from sensli.surgery.rates import Schedulers
 from sensli.surgery.record import Look, Record, Tried
 from sensli.text.commands import UNMEASURED
 from sensli.text.tables import short_number
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # ---- One look of a Grower, from what was measured to what came of it, and how it gets into the record and the log.
 
@@ -95,6 +99,37 @@ def keep(
         if look.inserted or look.parameters != record.drawn_parameters:  # or whoever undid a growth meanwhile
             draw(record, call, network)
         tell(options.log, look)
+        if hint := hint_of(record.looks, options):
+            warnings.warn(hint, stacklevel=4)  # at the call of `step`
+
+
+MANY = 5  # checks in a row without a growth, after which a hint is due
+
+
+def hint_of(looks: Sequence[Look], options: Options) -> str:
+    """Why nothing grows and what to change, when so many checks in a row have grown nothing for the first time; empty otherwise."""
+    longest = longest_before = current = 0
+    for look in looks:
+        current = 0 if look.inserted else current + 1
+        longest_before, longest = longest, max(longest, current)
+    if current != MANY or longest_before >= MANY:
+        return ""
+    last = looks[-1]
+    best = last.merits[0] if last.merits else None
+    if best is not None and best.ratio is not None and best.ratio < options.tau:
+        ratios = [merit.ratio for look in looks[-MANY:] for merit in look.merits if merit.ratio is not None]
+        advice = f"The largest ratio was {max(ratios):.2g}: give a smaller tau, or leave it to preset='auto'"
+    elif "payoff" in last.reason:
+        advice = (
+            "The network may be large enough. To grow nevertheless, give trigger=triggers.Pays(1) or triggers.Every(10)"
+        )
+    elif "max_factor" in last.reason:
+        advice = "Give a larger max_factor"
+    elif "limits" in last.reason:
+        advice = "Give the trigger larger limits"
+    else:
+        return ""
+    return f"{options.unit} {last.call}: {MANY} checks in a row have grown nothing. The last: {last.reason}. {advice}."
 
 
 def draw(record: Record, call: int, network: nn.Module) -> None:
@@ -116,7 +151,8 @@ class Call:
 
     Args:
         number: Which call of the grower it is, from 1.
-        metric: What the triggers watch, the same on all ranks.
+        metric: What was given, the same on all ranks.
+        watched: What the triggers watch: the metric, or what stands for it.
         model: The network, or its wrapper.
         example: What the model is called with.
         sizes: How large the model is; counted again after a growth.
@@ -131,6 +167,7 @@ class Call:
 
     number: int
     metric: float | None
+    watched: float | None
     model: nn.Module
     example: Any
     sizes: Sizes
@@ -150,7 +187,12 @@ class Call:
         self.together.agree_on({"whether the trigger fires": fires}, last=not fires)
         looked = self._looked(batches, loss_fn) if fires else None
         look = None if looked is None else looked.noted(self.number, self.options, self.sizes)
-        keep(self.history.record, self.options, bare(self.model), self.number, self.metric, look)
+        if look is not None and not self.history.record.looks and self.options.preset != "paper":
+            look = replace(look, preset=str(self.options))
+        metric = self.metric
+        if metric is None and looked is not None and looked.merits is not None:
+            metric = looked.merits.loss
+        keep(self.history.record, self.options, bare(self.model), self.number, metric, look)
         if fires:
             self.together.agree()
         return looked
@@ -273,7 +315,7 @@ class Call:
     @property
     def _moment(self) -> Moment:
         """What triggers and strategies are told, as it is now."""
-        return Moment(self.number, self.metric, self.history.additions, self.sizes, self.options.grow)
+        return Moment(self.number, self.watched, self.history.additions, self.sizes, self.options.grow)
 
 
 # ---- The state of a Grower: remembered in case a step fails, and read from a checkpoint, checked before anything is
@@ -359,64 +401,37 @@ NO_OPTIMIZER = (
 class Grower:
     """Grows a model between epochs: call `step` once per epoch, and continue training whether it grew or not.
 
-    On a call on which the trigger fires, the merits of all sites are measured, and a layer is inserted if its merit is at least
-    ``tau`` times the mean over the existing weights. A model may be wrapped in DistributedDataParallel: then all processes call
-    `step`, each with its own batches, and all insert the same layer.
+    On a call on which the trigger fires, the merits of all sites are measured, and the best one is taken if it is worth it. A model
+    may be wrapped in DistributedDataParallel: then all processes call `step`, each with its own batches, and all grow alike.
 
     Args:
         model: The network to grow, or its wrapper.
-        optimizer: The optimizer or optimizers that train the model. Without one nothing trains the new layers; none is needed for an
+        optimizer: The optimizer or optimizers that train the model. Without one nothing trains what is new; none is needed for an
             expansion before the optimizer is made.
+        preset: ``"auto"`` is what we recommend: units, wherever they pay for their FLOPs or training has slowed down. ``"paper"`` is
+            Algorithm 1 of the paper: layers whose merit is at least the mean over the existing weights, when the trigger that you
+            give fires. Every other argument overrides it (default: "auto").
+        trigger: When to check, one of `sensli.triggers`, for example ``Every(10) & AtMost(3)``. None takes that of the preset,
+            ``Pays() | Diminishing()``.
+        strategy: What is proposed at a check, how it is scored and what is taken: a name that is registered, or a `Strategy` object
+            (default: "sensli").
         example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments; keys that ``forward`` does
-            not take, such as labels, are left out.
-        trigger: When to look, one of `sensli.triggers`, for example ``Every(10) & AtMost(3)``.
-        strategy: What is proposed at a look, how it is scored and what is taken: a name that is registered, or a `Strategy` object. The
-            options that say where, what and by which merit to grow are those of ``"sensli"``. One that another strategy has no use for
-            is refused, with those that it uses (default: "sensli").
-        tau: The threshold: insert only if the merit is at least this many times the mean over the existing weights
-            (default: 1.0).
-        norm: The norm of the gradient, as in `measure` (default: "auto").
-        select: Which site to take: ``"auto"`` takes the largest merit, but between the blocks of a stack the middle, or with ``count``
-            even spacing: no merit is known to tell the better place there. ``"largest"`` always takes the largest merit. As controls
-            ``"smallest"``, ``"random"``, ``"first"`` or ``"last"`` in the data flow, or ``"even"`` spacing, for which the largest
-            merit still decides whether to insert at all; or a function of `Merits` that returns one of them (default: "auto").
-        count: The largest number of layers to insert at once (default: 1). A strategy that decides about all layers together takes
-            as many as it chose.
-        layer: The form of the new layers, as in `find_sites` (default: "auto").
-        where: Which sites to consider, as in `find_sites`: a kind, a path or a pattern of paths, a list of these, or a function.
-            None considers all of them.
-        kernel_size: The kernel size of new convolutions, as in `find_sites`. None takes the neighbour's if it is odd, otherwise 3.
-        init: How a twin gets the weights that need not be zero, as in `find_sites` (default: "copy").
-        grow: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more. None grows what
-            the strategy grows, with ``"sensli"`` layers.
-        units: How many units a layer gets at a growth: a number, or a share of those it has (default: 0.25).
-        start: How new units start, as in `find_sites` (default: "sensitive").
-        per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are.
-        recycle: Whether each look begins with a new start for dead units, as `sensli.recycle` gives it; after a growth also for those
-            that a new layer has inherited (default: False).
-        trial: A `Trial`: at each look the best candidates, and the model without a growth, train on for a while from the same state,
+            not take, such as labels, are left out. None takes the first batch that `step` is given.
+        max_factor: A growth that would bring the model to more than this many times its parameters is left out. None allows
+            every growth (default: 2.0).
+        rates: A `Rates`: what a growth does to learning rates and parameter groups. None changes no learning rate.
+        trial: A `Trial`: at each check the best candidates, and the model without a growth, train on for a while from the same state,
             and the best of them stays. Only with ``count=1``. None grows without one.
-        confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
-        tolerance: With ``confidence``: the share of the best merit that may be missed, as in `measure` (default: 0.0).
-        lr_scale: Multiplies all learning rates after each growth (default: 1.0).
-        own_rate: A factor: each new layer gets separate parameter groups with this many times its neighbours' learning rate. Only
-            with ``grow="layers"``: new units are parts of parameters that exist.
-        group: The parameter group that new parameters join if their neighbours are in none, as in `insert`. Without it such
-            places (a frozen part that the optimizer does not hold) are skipped.
-        freeze_rest: Whether after a growth only what has grown trains, as in `insert` (default: False). Only with ``grow="layers"``.
-        max_factor: A layer that would bring the model to more than this many times its parameters is left out. None allows
-            every layer (default: 2.0).
-        floor: Stops growth on a solved problem: once the loss has fallen to a thousandth of the largest one known (measured at a look,
-            or of an output that does not depend on the input), a change of the new weights by 1 must lower it, to first order, by
-            this share of the largest. Where targets are classes, a loss of ten times this share ends growth too. 0 turns it off
-            (default: 1e-7).
+        recycle: Whether each check begins with a new start for dead units, as `sensli.recycle` gives it; after a growth also for those
+            that a new layer has inherited (default: False).
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
         averaged: A `torch.optim.swa_utils.AveragedModel` of the model or of a part of it, or several, that grow with it. Those that the
             model holds itself need not be given.
-        seed: The random seed of ``select="random"`` (default: 0).
-        log: Receives every decision, including those not to insert: a function of a `Look` (``print`` gives one line each), a
+        log: Receives every decision, including those not to grow: a function of a `Look` (``print`` gives one line each), a
             TensorBoard writer, or a list of these.
         unit: What one call of `step` is called in the log, the history and the page: ``"epoch"`` or ``"step"`` (default: "epoch").
+        **options: Those of the strategy, `StrategyOptions`: ``grow``, ``where``, ``units``, ``tau``, ``norm``, ... One that the
+            strategy has no use for is refused, with those that it uses.
 
     Raises:
         ValueError: If an argument is wrong; the message names it. A wrong type raises `WrongType`, which is a ValueError too.
@@ -427,47 +442,35 @@ class Grower:
         model: nn.Module,
         optimizer: Optimizers = None,
         *,
-        example: Any,
-        trigger: Trigger,
+        preset: str = "auto",
+        trigger: Trigger | None = None,
         strategy: str | Strategy = "sensli",
-        tau: float = 1.0,
-        norm: str = "auto",
-        select: str | Selection = "auto",
-        count: int = 1,
-        layer: str = "auto",
-        where: Where = None,
-        kernel_size: int | None = None,
-        init: str = "copy",
-        grow: str | None = None,
-        units: int | float = 0.25,
-        start: str = "sensitive",
-        per: str | None = None,
-        recycle: bool = False,
-        trial: Trial | None = None,
-        confidence: float | None = None,
-        tolerance: float = 0.0,
-        lr_scale: float = 1.0,
-        own_rate: float | None = None,
-        group: int | dict[str, Any] | None = None,
-        freeze_rest: bool = False,
+        example: Any = None,
         max_factor: float | None = 2.0,
-        floor: float = 1e-7,
+        rates: Rates | None = None,
+        trial: Trial | None = None,
+        recycle: bool = False,
         scheduler: Schedulers = None,
         averaged: Averaged = None,
-        seed: int = 0,
         log: Log = None,
         unit: str = "epoch",
+        **options: Unpack[StrategyOptions],
     ) -> None:
-        self.options = Options.among(locals())
-        checks.example("example", example)
+        self.options = Options.of(
+            preset, trigger=trigger, strategy=strategy, max_factor=max_factor, rates=Rates() if rates is None else rates,
+            trial=trial, recycle=recycle, log=log, unit=unit, **options,
+        )  # fmt: skip
+        if example is not None:
+            checks.example("example", example)
         self._followers = Followers(optimizer, scheduler, averaged)
         self._followers.check(model, self.options)
-        check_where(where, bare(model))
+        check_where(self.options.where, bare(model))
         self.model = model
         self.history = History()
-        self.last_merits: Merits | None = None  # of the last look, also where nothing was inserted
+        self.last_merits: Merits | None = None  # of the last check, also where nothing has grown
         self.calls = 0
         self._example = example
+        self._metric_optional = trigger is None  # that of the preset can do without
         self._strategy: Strategy = strategy_of(self.options)
         self._recycling = Recycling(self._followers)
         self._said_too_large = False
@@ -478,7 +481,7 @@ class Grower:
         network, grown = bare(self.model), len(self.history)
         size = short_number(sum(parameter.numel() for parameter in own_parameters(network)))
         return (
-            f"Grower({type(network).__name__} with {size} parameters, trigger={self.options.trigger!r}, "
+            f"Grower({type(network).__name__} with {size} parameters, {self.options}, "
             f"{grown} {'growth' if grown == 1 else 'growths'} in {self.calls} {'call' if self.calls == 1 else 'calls'})"
         )
 
@@ -495,7 +498,7 @@ class Grower:
     def step(
         self, batches: Iterable[Any], loss_fn: LossFunction | None = None, *, metric: float | None = None
     ) -> Growth | None:
-        """Count one epoch; if the trigger fires, measure, decide and insert.
+        """Count one epoch; if the trigger fires, measure, decide and grow.
 
         A call that raises does not count, and leaves the model and all that follows it as they were; with several processes, on
         all of them.
@@ -503,10 +506,11 @@ class Grower:
         Args:
             batches: The data to measure on: yields ``(input, target)`` pairs or dicts of keyword arguments.
             loss_fn: The mean loss of a batch, as in `measure`. None uses ``output.loss``.
-            metric: The number that `triggers.Plateau` watches, for example the validation loss.
+            metric: The number that triggers watch: the mean training loss of the epoch, or a validation loss. Without it the trigger of
+                the preset goes by the losses of its own checks.
 
         Returns:
-            The growth (with ``count`` > 1 the first one; `history` has all), or None if nothing was inserted.
+            The growth (with ``count`` > 1 the first one; `history` has all), or None if nothing has grown.
         """
         if not self._said_no_optimizer and self._in_training:
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
@@ -517,12 +521,20 @@ class Grower:
             checks.batches("batches", batches)
             checks.loss("loss_fn", loss_fn)
             change.on_failure(remember(self.history, self._strategy, self.options.trigger))
+            batches = self._take_example(together, batches)
             call = self._call(together, metric, change)
             self.calls = call.number
             looked = call.run(batches, loss_fn)
             if looked is not None:
                 self._tell_of(looked)
         return looked.grown[0][1] if looked is not None and looked.grown else None
+
+    def _take_example(self, together: Together, batches: Iterable[Any]) -> Iterable[Any]:
+        """Take the example from the first batch if none is known, that of the first rank on all of them. The batches, all of them."""
+        if self._example is None:
+            found, batches = first_input(self.model, batches)
+            self._example = together.agree(found, last=False)[0]
+        return batches
 
     @property
     def _in_training(self) -> bool:
@@ -533,8 +545,9 @@ class Grower:
         self.calls, self.last_merits, self._said_too_large = calls, merits, said
 
     def _call(self, together: Together, metric: Any, change: AllOrNothing) -> Call:
+        agreed = self._agreed_metric(together, metric)
         return Call(
-            self.calls + 1, self._agreed_metric(together, metric), self.model, self._example,
+            self.calls + 1, agreed, self._watched(agreed), self.model, self._example,
             Sizes(bare(self.model), self._example), self.options, self._strategy, self._followers, self._recycling,
             self.history, together, change,
         )  # fmt: skip
@@ -557,6 +570,14 @@ class Grower:
         told = together.agree_on({**given, **counts, **self.options.common}, own, last=False)
         return None if own is None else sum(told) / len(told)
 
+    def _watched(self, metric: float | None) -> float | None:
+        """What the triggers watch. That of a preset can do without a metric: it gets the loss of the last check, which is in the record."""
+        if metric is not None or not self._metric_optional:
+            return metric
+        known = self.history.record.metrics
+        found = known[-1][1] if known and known[-1][0] == self.calls else None
+        return math.nan if found is None else found
+
     def sites(self) -> Sites:
         """The sites at which the model could grow now. Call it before training to learn early that there are none.
 
@@ -568,6 +589,10 @@ class Grower:
         """
         # One rank may ask alone, unless the parameters have to be put together for it.
         sharded = self.model if is_sharded(bare(self.model)) else None
+        if self._example is None:
+            raise BadExample(
+                "the sites are found by running the model, and no example is known before the first step. Give Grower(..., example=x[:1])."
+            )
         with without_inference_mode(), Together(sharded, "find sites") as together:
             sites = proposed(self._strategy, self.model, self._example, self._followers.optimizer, self.options)
             together.agree()

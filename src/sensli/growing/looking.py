@@ -99,7 +99,7 @@ def fingerprint(model: nn.Module) -> list[Any]:
 @without_autocast()
 def proposed(strategy: Strategy, model: nn.Module, example: Any, optimizer: Optimizers, options: Options) -> Sites:
     """The sites that a strategy proposes and that something would train; an error with the reasons if there are none."""
-    sites = trained(bare(model), strategy.propose(model, example), optimizer, options.group)
+    sites = trained(bare(model), strategy.propose(model, example), optimizer, options.rates.group)
     if not sites:
         asked = "" if options.where is None else f" for where={options.where!r}"
         raise SensliError(f"there is nowhere to grow{asked} in this {type(model).__name__}. {sites.explain()}")

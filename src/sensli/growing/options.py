@@ -1,18 +1,19 @@
-"""How to grow: the options of `Grower` and of the callbacks, one frozen object that checks itself."""
+"""How to grow: presets, and the options of `Grower` and of the callbacks, one frozen object that checks itself."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from difflib import get_close_matches
+from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 
 from torch import nn
 
 from sensli.errors import UnsupportedModel, WrongType
 from sensli.growing.strategy import STRATEGIES, Strategy, check_strategy, class_of
-from sensli.growing.triggers import Trigger
+from sensli.growing.triggers import Diminishing, Pays, Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.merits import BY_MERIT, Merit, Selection, check_per, check_selection
 from sensli.merits.norms import choose
@@ -189,11 +190,114 @@ def _stateful(given: Any) -> tuple[Any, ...]:
     return tuple(given)
 
 
+# ---- `Rates`: what a growth does to the learning rates and to the parameter groups.
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a growth does to learning rates and parameter groups: ``Grower(..., rates=Rates(lr_scale=0.5))``.
+
+    Attributes:
+        lr_scale: Multiplies all learning rates after each growth (default: 1.0).
+        own_rate: A factor: each new layer gets separate parameter groups with this many times its neighbors' learning rate. Only
+            with ``grow="layers"``: new units are parts of parameters that exist.
+        group: The parameter group that new parameters join if their neighbors are in none, as in `grow`. Without it such sites (in a
+            frozen part that the optimizer does not hold) are skipped.
+        freeze_rest: Whether after a growth only what has grown trains, as in `grow` (default: False). Only with ``grow="layers"``.
+    """
+
+    lr_scale: float = 1.0
+    own_rate: float | None = None
+    group: int | dict[str, Any] | None = None
+    freeze_rest: bool = False
+
+    def __post_init__(self) -> None:
+        become(
+            self,
+            lr_scale=check_factor(self.lr_scale),
+            own_rate=None if self.own_rate is None else check_own_factor(self.own_rate),
+            group=None if self.group is None else check_group(self.group),
+            freeze_rest=checks.flag("freeze_rest", self.freeze_rest),
+        )
+
+
+def become(frozen: Any, **values: Any) -> None:
+    """Give the fields of a frozen object the values that were checked."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
+
+
+# ---- `Options`: everything that a Grower is told, with the preset filled in.
+
+
+class StrategyOptions(TypedDict, total=False):
+    """What a strategy that is given by its name may be told. ``"sensli"`` takes all of it; others refuse what they do not use.
+
+    Attributes:
+        grow: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more. By default what the
+            preset says, or what the strategy grows.
+        where: Which sites to consider, as in `find_sites`: a kind, a path or a pattern of paths, a list of these, or a function.
+            None considers all of them.
+        units: How many units a layer gets at a growth: a number, or a share of those it has (default: 0.25).
+        layer: The form of the new layers, as in `find_sites` (default: "auto").
+        kernel_size: The kernel size of new convolutions, as in `find_sites`. None takes the neighbor's if it is odd, otherwise 3.
+        init: How a twin gets the weights that need not be zero, as in `find_sites` (default: "copy").
+        start: How new units start, as in `find_sites` (default: "sensitive").
+        tau: The threshold: grow only if the merit is at least this many times the mean over the existing weights (default: 0.0, with
+            ``preset="paper"`` 1.0).
+        norm: The norm of the gradient, as in `measure` (default: "auto").
+        select: Which site to take: ``"auto"`` takes the largest merit, but between the blocks of a stack the middle, or with ``count``
+            even spacing: no merit is known to tell the better site there. ``"largest"`` always takes the largest merit. As controls
+            ``"smallest"``, ``"random"``, ``"first"`` or ``"last"`` in the data flow, or ``"even"`` spacing, for which the largest
+            merit still decides whether to grow at all; or a function of `Merits` that returns one of them (default: "auto").
+        count: The largest number of growths at once (default: 1). A strategy that decides about all layers together takes as many as
+            it chose.
+        per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are.
+        confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
+        tolerance: With ``confidence``: the share of the best merit that may be missed, as in `measure` (default: 0.0).
+        floor: Stops growth on a solved problem: once the loss has fallen to a thousandth of the largest one known (measured at a check,
+            or of an output that does not depend on the input), a change of the new weights by 1 must lower it, to first order, by
+            this share of the largest. Where targets are classes, a loss of ten times this share ends growth too. 0 turns it off
+            (default: 1e-7).
+        seed: The random seed of ``select="random"`` (default: 0).
+    """
+
+    grow: str | None
+    where: Where
+    units: int | float
+    layer: str
+    kernel_size: int | None
+    init: str
+    start: str
+    tau: float
+    norm: str
+    select: str | Selection
+    count: int
+    per: str | None
+    confidence: float | None
+    tolerance: float
+    floor: float
+    seed: int
+
+
+# What a preset gives the strategy "sensli" where nothing else was said. "paper" is Algorithm 1, whose values are the defaults of `Options`.
+PRESETS: dict[str, dict[str, Any]] = {"auto": {"grow": "units", "tau": 0.0}, "paper": {}}
 # What may differ between ranks. What a trigger says is compared when it says it, and so is a choice that depends on the seed.
-_OWN = ("trigger", "group", "seed", "log")
+_OWN = ("trigger", "rates", "seed", "log")
 _OF_LAYERS, _OF_UNITS = frozenset({"layer", "kernel_size", "init"}), frozenset({"units", "start"})
 # What a strategy may take (`Strategy.takes`). All other options are for `Grower` itself, whatever the strategy is.
 OF_STRATEGIES = _OF_LAYERS | _OF_UNITS | {"tau", "norm", "select", "where", "per", "confidence", "tolerance", "floor"}
+
+
+def default_trigger(preset: str, strategy: str | Strategy) -> Trigger:
+    """When to check if nobody says it: where growing pays, or when training has slowed down."""
+    if preset == "paper":
+        raise ValueError(
+            "trigger must be one of sensli.triggers with preset='paper' (for example triggers.Every(10) & triggers.AtMost(3)), got None: "
+            "the paper leaves it to you when to grow."
+        )
+    kind = class_of(strategy) if isinstance(strategy, str) else strategy
+    return Pays() | Diminishing() if kind.shares else Diminishing()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +305,7 @@ class Options:
     """What `Grower` documents, without the model and what belongs to a run of it. Numbers of numpy and torch become Python's."""
 
     trigger: Trigger
+    preset: str = "paper"
     strategy: str | Strategy = "sensli"
     tau: float = 1.0
     norm: str = "auto"
@@ -218,39 +323,64 @@ class Options:
     trial: Trial | None = None
     confidence: float | None = None
     tolerance: float = 0.0
-    lr_scale: float = 1.0
-    own_rate: float | None = None
-    group: int | dict[str, Any] | None = None
-    freeze_rest: bool = False
+    rates: Rates = Rates()
     max_factor: float | None = 2.0
     floor: float = 1e-7
     seed: int = 0
     log: Log = None
     unit: str = "epoch"
 
+    @classmethod
+    def of(
+        cls, preset: str, *, trigger: Trigger | None = None, strategy: str | Strategy = "sensli", **given: Any
+    ) -> Options:
+        """The options with a preset filled in: what is given overrides it."""
+        checks.one_of("preset", preset, PRESETS)
+        check_strategy(strategy, STRATEGIES)
+        known = [each.name for each in fields(cls)]
+        for name in given:
+            if name in Rates.__dataclass_fields__:
+                raise TypeError(f"{name} belongs to the learning rates: give rates=Rates({name}=...).")
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else f" There are {', '.join(sorted(known))}."
+                raise TypeError(f"Grower has no argument {name!r}.{hint}")
+        expanded = PRESETS[preset] if strategy == "sensli" else {}
+        if given.get("grow") is None:
+            given.pop("grow", None)
+        if trigger is None:
+            trigger = default_trigger(preset, strategy)
+        return cls(preset=preset, trigger=trigger, strategy=strategy, **{**expanded, **given})
+
+    def __str__(self) -> str:
+        """What the preset came to: the first line of the log."""
+        strategy = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
+        tau = f", tau={self.tau:g}" if "tau" in used(self.strategy, self.grow) else ""
+        return f"preset={self.preset!r}: strategy={strategy!r}, grow={self.grow!r}{tau}, trigger={self.trigger!r}"
+
     def __post_init__(self) -> None:
         what = "one of sensli.triggers (for example triggers.Every(10) & triggers.AtMost(3))"
         checks.instance("trigger", self.trigger, Trigger, what)
         check_strategy(self.strategy, STRATEGIES)
-        self._become(tau=checks.at_least("tau", self.tau, 0, 1.0), count=checks.whole("count", self.count, 1))
+        checks.instance("rates", self.rates, Rates, "a Rates (for example sensli.Rates(lr_scale=0.5))")
         check_selection(self.select)
         confidence, tolerance = check_level(self.confidence, self.tolerance)
-        self._become(
+        become(
+            self,
+            tau=checks.at_least("tau", self.tau, 0, 1.0),
+            count=checks.whole("count", self.count, 1),
             confidence=confidence,
             tolerance=tolerance,
-            lr_scale=check_factor(self.lr_scale),
-            own_rate=None if self.own_rate is None else check_own_factor(self.own_rate),
-            group=None if self.group is None else check_group(self.group),
             max_factor=_factor(self.max_factor),
             floor=checks.share("floor", self.floor, 1e-7, zero=True),
             seed=checks.whole("seed", self.seed, 0, least=0, below=2**64),
+            kernel_size=check_request(self.layer, self.kernel_size, self.init),
+            units=check_units(self.units),
+            recycle=checks.flag("recycle", self.recycle),
         )
         choose(self.norm, ())
-        self._become(kernel_size=check_request(self.layer, self.kernel_size, self.init))
         check_where(self.where)
         check_growth("layers" if self.grow is None else self.grow, self.start)
-        checks.flag("freeze_rest", self.freeze_rest)
-        self._become(units=check_units(self.units), recycle=checks.flag("recycle", self.recycle))
         check_per(self.per)
         self._check_use()
         if self.confidence is not None and (self.select not in BY_MERIT or self.count != 1):
@@ -270,7 +400,7 @@ class Options:
         """Refuse what the strategy, or what grows, has no use for. An option that has its default counts as not given."""
         strategy = class_of(self.strategy) if isinstance(self.strategy, str) else self.strategy
         if self.grow is None:
-            self._become(grow=strategy.grows[0])
+            become(self, grow=strategy.grows[0])
         if self.grow not in strategy.grows:
             raise ValueError(
                 f"grow must be {' or '.join(map(repr, strategy.grows))} with {self._named}, got {self.grow!r}: it grows nothing else. "
@@ -283,12 +413,12 @@ class Options:
                 self._refuse_unused(each.name, value, takes)
         where = f"grow={self.grow!r}" if len(strategy.grows) > 1 else f"{self._named}, which grows {self.grow}"
         remedy = "Leave it out, or use grow='layers'." if "layers" in strategy.grows else "Leave it out."
-        if self.own_rate is not None and self.grow != "layers":
+        if self.rates.own_rate is not None and self.grow != "layers":
             raise ValueError(
-                f"own_rate must be None with {where}, got {self.own_rate}: new units are part of existing parameters, "
+                f"own_rate must be None with {where}, got {self.rates.own_rate}: new units are part of existing parameters, "
                 f"which cannot have a separate learning rate. {remedy}"
             )
-        if self.freeze_rest and self.grow != "layers":
+        if self.rates.freeze_rest and self.grow != "layers":
             raise ValueError(
                 f"freeze_rest must be False with {where}, got True: new units are part of existing parameters, which cannot "
                 f"train alone. {remedy}"
@@ -322,27 +452,23 @@ class Options:
             else f"strategy={type(self.strategy).__name__}(...)"
         )
 
-    def _become(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)  # frozen from here on
-
-    @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> Options:
-        """The options among the arguments of a function: a signature names them for the reader, and nothing repeats them."""
-        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
-
     def check_followers(self, model: nn.Module, optimizer: Optimizers, scheduler: Schedulers) -> None:
         """Refuse what these options need and this optimizer, with its scheduler, does not have."""
-        plan_rate_scaling(optimizer, scheduler, self.lr_scale)
-        check_needed(optimizer, lr_scale=self.lr_scale != 1, group=self.group is not None, trial=self.trial is not None)
+        plan_rate_scaling(optimizer, scheduler, self.rates.lr_scale)
+        check_needed(
+            optimizer,
+            lr_scale=self.rates.lr_scale != 1,
+            group=self.rates.group is not None,
+            trial=self.trial is not None,
+        )
         if self.trial is not None and is_sharded(model):
             raise UnsupportedModel(
                 "trial= cannot be used with a model sharded by fully_shard: each process holds parts of its values, which cannot be put "
                 "back after a growth. Leave it out, or use DistributedDataParallel."
             )
-        if self.own_rate is not None:
-            check_own_rate(optimizer, self.own_rate)
-        check_optimizers(model, optimizer, self.group)
+        if self.rates.own_rate is not None:
+            check_own_rate(optimizer, self.rates.own_rate)
+        check_optimizers(model, optimizer, self.rates.group)
 
     @property
     def selection(self) -> str:
@@ -355,7 +481,8 @@ class Options:
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OWN}
         named = {name: "a function" if callable(value) else value for name, value in own.items()}
         strategy = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
-        return {**named, "select": self.selection, "strategy": strategy, "trial": repr(self.trial)}
+        rates = {name: value for name, value in vars(self.rates).items() if name != "group"}  # each rank has its own
+        return {**named, **rates, "select": self.selection, "strategy": strategy, "trial": repr(self.trial)}
 
 
 def used(strategy: str | Strategy, grow: str | None = None) -> frozenset[str]:

@@ -236,8 +236,9 @@ class GrowingCallback:
 
     def __init__(
         self,
-        trigger: Trigger,
+        trigger: Trigger | None = None,
         *,
+        preset: str = "auto",
         monitor: str | None = None,
         batches: int | None = None,
         metrics: bool = True,
@@ -252,8 +253,10 @@ class GrowingCallback:
         self._given = {name: options.pop(name) for name in _OF_THE_MODEL if name in options}
         if "example" in self._given:
             checks.example("example", self._given["example"])
-        self.options = Options(trigger=trigger, **options)
-        if trigger.needs_metric and monitor is None:
+        self._arguments = options
+        self.options = Options.of(preset, trigger=trigger, **options)
+        self._default_trigger = trigger is None
+        if trigger is not None and trigger.needs_metric and monitor is None:
             raise ValueError(
                 f"monitor must be the name of a metric (for example {self._metric_name!r}) with trigger={trigger!r}, which watches one. "
                 "Got None."
@@ -276,8 +279,11 @@ class GrowingCallback:
         self, model: nn.Module, optimizer: Any, scheduler: Any, example: Any, trial: Trial | None = None
     ) -> Grower:
         """The Grower for what the trainer has by now; an example of the user's own comes first."""
-        given = {"example": example, **self._given, **vars(self.options), "trial": trial}
-        return Grower(model, optimizer, scheduler=scheduler, averaged=self._averages, **given)
+        given = {"example": example, **self._given, **self._arguments, "trial": trial}
+        trigger = None if self._default_trigger else self.options.trigger
+        return Grower(
+            model, optimizer, preset=self.options.preset, trigger=trigger, scheduler=scheduler, averaged=self._averages, **given
+        )  # fmt: skip
 
     def _forget_averages(self) -> None:
         """Those of another training."""

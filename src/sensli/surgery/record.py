@@ -157,6 +157,7 @@ class Look(Plain):
         tried: How the candidates did in a trial, and what it cost; None if there was none.
         kept: Whether the growths keep the function.
         rule: By which rule the place was taken, where the merit did not decide it; empty otherwise.
+        preset: What the preset came to, in the first look of a Grower; empty otherwise.
     """
 
     _needed = ("merits",)
@@ -179,6 +180,7 @@ class Look(Plain):
     tried: Tried | None = None
     kept: bool = True
     rule: str = ""  # older files do not say it
+    preset: str = ""
 
     @classmethod
     def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
@@ -216,9 +218,9 @@ class Look(Plain):
         return self.added or [self.merits[index].parameters for index in self.chosen]  # older files do not say it
 
     def __str__(self) -> str:
+        lines, parameters = [self.preset] if self.preset else [], self.parameters
         if not self.inserted:
-            return f"{self.unit} {self.call}: nothing inserted | {self.reason}"
-        lines, parameters = [], self.parameters
+            return "\n".join([*lines, f"{self.unit} {self.call}: nothing inserted | {self.reason}"])
         taken = [self.merits[index] for index in self.chosen]
         for merit, added in zip(taken, self._added, strict=False):
             lines.append(self._line(merit, added, parameters))

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from sensli.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.grower import Grower
-from sensli.growing.options import Trial, used
+from sensli.growing.options import Rates, Trial, used
 from sensli.growing.triggers import AtMost, Budget, Diminishing, Every, Pays, Trigger
 from sensli.modules.flops import PRODUCTS, FlopCounter, Rule, count_flops
 from sensli.surgery.record import Tried
@@ -240,12 +240,13 @@ class JobTraining:
 
     def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
         """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
-        options = self.job.method.options
+        options = dict(self.job.method.options)
+        rates = Rates(freeze_rest=options.pop("freeze_rest", False))
         known = used(options.get("strategy", "sensli"), options.get("grow"))
         common = {"tau": 0.0, "floor": 0.0, "units": self.task.units}
         return Grower(
-            model, optimizer, example=self.task.sample(), trigger=self._trigger() & Budget(flops=self.limit),
-            max_factor=None, scheduler=scheduler, trial=self._trial, seed=run_seed(self.job.seed, 0, "place"),
+            model, optimizer, preset="paper", example=self.task.sample(), trigger=self._trigger() & Budget(flops=self.limit),
+            max_factor=None, rates=rates, scheduler=scheduler, trial=self._trial, seed=run_seed(self.job.seed, 0, "place"),
             **{**{name: value for name, value in common.items() if name in known}, **options},
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_max_pool2d, cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from sensli import Rates
 from sensli.checkpoint.states import load_optimizer, names_in
 from sensli.growing.grower import Grower
 from sensli.growing.triggers import At
@@ -309,10 +310,10 @@ class CnnTraining:
             size, colours = self.facts.size, self.facts.colours
             self.example = torch.zeros(1, colours, size, size, device=self.device, dtype=float_type(settings))
             self.grower = Grower(
-                self.model, self.optimizer, example=self.example, trigger=At(*settings.insert_at), tau=settings.tau,
+                self.model, self.optimizer, preset="paper", example=self.example, trigger=At(*settings.insert_at), tau=settings.tau,
                 norm="operator", select=settings.select, layer="relu", where="conv", confidence=settings.confidence,
                 tolerance=settings.tolerance,
-                lr_scale=settings.lr_scale, scheduler=self.schedule,
+                rates=Rates(lr_scale=settings.lr_scale), scheduler=self.schedule,
                 seed=run_seed(self.job.seed, self.job.runs[0], "place"), max_factor=None, floor=0.0,
             )  # fmt: skip
             if before is not None:

@@ -89,7 +89,8 @@ def test_the_best_candidate_is_taken_if_it_is_worth_it() -> None:
     for tau, taken in ((0.0, 1), (2.0, 0)):
         model, told = mlp(), list[Any]()
         grower = Grower(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), example=batches[0][0], trigger=Every(1), strategy="convsenn", tau=tau,
+            model, torch.optim.SGD(model.parameters(), lr=0.1), preset="paper",
+                example=batches[0][0], trigger=Every(1), strategy="convsenn", tau=tau,
             units=2, max_factor=None, log=told.append,
         )  # fmt: skip
         before = mean_loss(model, batches).item()

@@ -155,7 +155,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) 
 def grower_of(model: nn.Module, optimizer: Any, strategy: Any, **options: Any) -> Grower:
     always = {"tau": 0.0} if strategy == "random-place" else {}  # the others have no threshold
     options = {"trigger": Every(1), "max_factor": None, **always, **options}
-    return Grower(model, optimizer, example=X, strategy=strategy, **options)
+    return Grower(model, optimizer, preset="paper", example=X, strategy=strategy, **options)
 
 
 # --- all of them ---
@@ -352,6 +352,7 @@ def test_g_stack_keeps_the_configuration_of_a_decoder_true(tmp_path: Path) -> No
     grower = Grower(
         model,
         torch.optim.AdamW(model.parameters()),
+        preset="paper",
         example={"input_ids": ids},
         trigger=At(1),
         strategy="g-stack",
@@ -384,6 +385,7 @@ def test_autogrow_adds_a_new_block_whose_last_norm_is_drawn(start: str) -> None:
     grower = Grower(
         model,
         optimizer,
+        preset="paper",
         example=x,
         trigger=Every(1),
         strategy=AutoGrow(start=start, where="2", seed=5),
@@ -490,7 +492,14 @@ def test_net2net_deepens_by_identities_whose_norms_undo_themselves() -> None:
     told, before, arrives = list[Any](), model(x), model[:3](x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     grower = Grower(
-        model, optimizer, example=x, trigger=Every(1), strategy="net2net-deeper", max_factor=None, log=told.append
+        model,
+        optimizer,
+        preset="paper",
+        example=x,
+        trigger=Every(1),
+        strategy="net2net-deeper",
+        max_factor=None,
+        log=told.append,
     )
     growth = grower.step(batches, F.cross_entropy)
     assert growth is not None and str(growth.site) == "Conv2d(3, 3, 3) + BatchNorm2d + ReLU after 2"

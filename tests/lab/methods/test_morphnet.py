@@ -29,7 +29,8 @@ def normed() -> nn.Sequential:
 
 def growing(model: nn.Module, optimizer: Any, batches: Any, **options: Any) -> Grower:
     return Grower(
-        model, optimizer, example=batches[0][0], trigger=Every(1), strategy="morphnet", max_factor=None, **{"units": 0.5, **options}
+        model, optimizer, preset="paper",
+            example=batches[0][0], trigger=Every(1), strategy="morphnet", max_factor=None, **{"units": 0.5, **options}
     )  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def test_units_become_sparse() -> None:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
         grower = Grower(
-            model, optimizer, example=batches[0][0], trigger=Every(1), max_factor=None,
+            model, optimizer, preset="paper", example=batches[0][0], trigger=Every(1), max_factor=None,
             **({"strategy": "morphnet"} if strategy == "morphnet" else {"tau": 1e9}),
         )  # fmt: skip
         grower.step(batches, F.cross_entropy)

@@ -153,7 +153,7 @@ def test_every_method_grows_a_network_and_says_whether_the_function_stays(name: 
     model, batches, told = mlp(nn.Tanh), data(), list[Any]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     options = {"example": batches[0][0], "trigger": Every(1), "units": 2, "max_factor": None}
-    grower = Grower(model, optimizer, strategy=name, log=told.append, **options)
+    grower = Grower(model, optimizer, preset="paper", strategy=name, log=told.append, **options)
     before = mean_loss(model, batches).item()
     for _ in range(2):
         growth = grower.step(batches, F.cross_entropy)
@@ -172,7 +172,7 @@ def test_every_method_grows_a_network_and_says_whether_the_function_stays(name: 
         or not len(grower.history)
         or name in ("variance-transfer", "morphnet")
     )
-    again = Grower(mlp(nn.Tanh), strategy=name, **options)
+    again = Grower(mlp(nn.Tanh), preset="paper", strategy=name, **options)
     again.model = model
     again.load_state_dict(grower.state_dict())
     assert again.state_dict() == grower.state_dict()
@@ -196,7 +196,13 @@ def test_autogrow_takes_the_stages_in_turn_and_closes_one_that_does_not_pay() ->
     model, batches = Stages().double(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     grower = Grower(
-        model, optimizer, example=batches[0][0], trigger=Every(1), strategy=AutoGrow(least=0.1), max_factor=None
+        model,
+        optimizer,
+        preset="paper",
+        example=batches[0][0],
+        trigger=Every(1),
+        strategy=AutoGrow(least=0.1),
+        max_factor=None,
     )
     places = []
     for metric in (1.0, 0.5, 0.45, 0.1, 0.05):
@@ -211,7 +217,14 @@ def test_llama_pro_spaces_blocks_evenly() -> None:
     model, batches = Stages().double(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     grower = Grower(
-        model, optimizer, example=batches[0][0], trigger=Every(1), strategy="llama-pro", count=2, max_factor=None
+        model,
+        optimizer,
+        preset="paper",
+        example=batches[0][0],
+        trigger=Every(1),
+        strategy="llama-pro",
+        count=2,
+        max_factor=None,
     )
     grower.step(batches, F.cross_entropy)
     assert len(grower.history) == 2 and len({growth.site.path for growth in grower.history}) == 2
@@ -240,7 +253,14 @@ def test_a_strategy_that_measures_nothing_logs_no_merit(strategy: str, make: Any
     model, batches, writer = make().double(), data(), Writer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     grower = Grower(
-        model, optimizer, example=batches[0][0], trigger=Every(1), strategy=strategy, max_factor=None, log=writer
+        model,
+        optimizer,
+        preset="paper",
+        example=batches[0][0],
+        trigger=Every(1),
+        strategy=strategy,
+        max_factor=None,
+        log=writer,
     )
     grower.step(batches, F.cross_entropy)
     (growth,), (look,) = grower.history, grower.history.record.looks
@@ -326,5 +346,13 @@ def test_a_reader_of_other_tokens_is_left_out() -> None:
     model = nn.Sequential(first, act, second, act2, Half(), last, mean)
     assert [pair.site.path for pair in seen(tokens(), data((6, 4)))] == ["0", "2"]
     assert [pair.site.path for pair in seen(model, data((6, 4)))] == ["0"]
-    grower = Grower(model, example=data((6, 4))[0][0], trigger=Every(1), strategy="gradmax", units=2, max_factor=None)
+    grower = Grower(
+        model,
+        preset="paper",
+        example=data((6, 4))[0][0],
+        trigger=Every(1),
+        strategy="gradmax",
+        units=2,
+        max_factor=None,
+    )
     assert grower.step(data((6, 4)), F.cross_entropy) is not None

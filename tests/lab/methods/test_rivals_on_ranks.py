@@ -35,7 +35,7 @@ def network(normed: bool = False) -> nn.Sequential:
 def growing(model: nn.Module, name: str, example: Any) -> Grower:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Grower(
-        model, optimizer, example=example, trigger=Every(1), strategy=name, max_factor=None, seed=3,
+        model, optimizer, preset="paper", example=example, trigger=Every(1), strategy=name, max_factor=None, seed=3,
         **{option: value for option, value in {"units": 2, "tau": 0.0, "floor": 0.0}.items() if option in used(name)},
     )  # fmt: skip
 

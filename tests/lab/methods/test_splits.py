@@ -176,6 +176,7 @@ def test_two_neighbouring_layers_split_at_one_look() -> None:
     grower = Grower(
         model,
         optimizer,
+        preset="paper",
         example=batches[0][0],
         trigger=Every(1),
         strategy="splitting",

@@ -30,7 +30,7 @@ def normed() -> nn.Sequential:
 
 def growing(model: nn.Module, optimizer: Any, batches: Any, **options: Any) -> Grower:
     return Grower(
-        model, optimizer, example=batches[0][0], trigger=Every(1), strategy="variance-transfer", max_factor=None,
+        model, optimizer, preset="paper", example=batches[0][0], trigger=Every(1), strategy="variance-transfer", max_factor=None,
         **{"units": 3, **options},
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import reference
 from experiments import settings
-from sensli import Grower, count_flops, triggers
+from sensli import Grower, Rates, count_flops, triggers
 from sensli_lab.paper import datasets, stacked
 from sensli_lab.paper.engine import TrainingJob
 from sensli_lab.paper.machine import run_seed
@@ -34,13 +34,14 @@ def grow_alone(case: Settings, seed: int, run: int) -> tuple[list[float], list[i
     grower = Grower(
         model,
         optimizer,
+        preset="paper",
         example=data.train_x[:1],
         trigger=triggers.At(*case.insert_at),
         tau=0,
         norm="frobenius",
         select=case.select,
         layer="relu" if case.network.kind == "fnn" else "residual",
-        lr_scale=case.lr_scale,
+        rates=Rates(lr_scale=case.lr_scale),
     )
     everything = [(data.train_x, data.train_y)]
     losses, places = [], []

@@ -72,7 +72,7 @@ def resumed() -> None:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def make_grower(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-        return Grower(model, optimizer, example=batches[0][0], trigger=triggers.Every(1), tau=0.0)
+        return Grower(model, optimizer, preset="paper", example=batches[0][0], trigger=triggers.Every(1), tau=0.0)
 
     def epoch(model: Any, optimizer: Any, grower: Grower) -> None:
         for x, y in batches:
@@ -148,7 +148,7 @@ def ranks_that_differ() -> None:
 
     # the trigger sees one metric
     metrics = []
-    grower = Grower(model, example=batches[0][0], trigger=Seen(metrics), tau=0.0)
+    grower = Grower(model, preset="paper", example=batches[0][0], trigger=Seen(metrics), tau=0.0)
     grower.step(batches, cross_entropy, metric=float(rank))
     assert metrics == [0.5]
     message = raised(lambda: grower.step(batches, cross_entropy, metric=None if rank else 1.0))

@@ -80,7 +80,7 @@ def resumed() -> None:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def make_grower(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-        return Grower(model, optimizer, example=batches[0][0], trigger=triggers.Every(1), tau=0.0)
+        return Grower(model, optimizer, preset="paper", example=batches[0][0], trigger=triggers.Every(1), tau=0.0)
 
     def epoch(model: Any, optimizer: Any, grower: Grower) -> None:
         for x, y in batches:
@@ -224,7 +224,7 @@ def make_adam(model: nn.Module) -> Any:
 
 
 def make_stack_grower(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-    return Grower(model, optimizer, example=data(0, 1)[0][0][:1], trigger=triggers.Every(1), tau=0.0)
+    return Grower(model, optimizer, preset="paper", example=data(0, 1)[0][0][:1], trigger=triggers.Every(1), tau=0.0)
 
 
 def epochs(model: Any, optimizer: Any, grower: Grower, number: int) -> None:

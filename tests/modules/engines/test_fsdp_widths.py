@@ -139,7 +139,7 @@ def make_optimizer(model: nn.Module) -> Any:
 
 def make_grower(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
     options: dict[str, Any] = {"grow": "both", "units": 2, "per": "parameters", "tau": 0.0, "layer": "residual"}
-    return Grower(model, optimizer, example=data(0, 1)[0][0][:3], trigger=triggers.Every(1), **options)
+    return Grower(model, optimizer, preset="paper", example=data(0, 1)[0][0][:3], trigger=triggers.Every(1), **options)
 
 
 def epoch(model: Any, optimizer: Any, grower: Grower, batches: list[Any]) -> None:

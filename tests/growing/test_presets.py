@@ -1,0 +1,221 @@
+"""Presets: ``Grower(model, optimizer)`` is what we recommend, ``preset="paper"`` Algorithm 1; and what a first call needs not be told."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from models import batches, deep, loss_fn
+from sensli import Grower, History, Rates, SensliError, triggers
+from sensli.errors import MeasurementError
+from sensli.integrations.callback import GrowingCallback
+
+DATA = batches((8, 8, 4))
+
+
+def values(model: nn.Module) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+def grower(**options: Any) -> Grower:
+    torch.manual_seed(0)
+    model = deep()
+    return Grower(model, torch.optim.Adam(model.parameters(), lr=0.01), **options)
+
+
+def test_the_default_is_what_we_recommend() -> None:
+    options = grower().options
+    assert (options.grow, options.tau, repr(options.trigger)) == (
+        "units",
+        0.0,
+        repr(triggers.Pays() | triggers.Diminishing()),
+    )
+    assert "preset='auto': strategy='sensli', grow='units', tau=0, trigger=(Pays(2) | Diminishing(" in repr(grower())
+
+
+def test_the_paper_is_algorithm_1() -> None:
+    options = grower(preset="paper", trigger=triggers.Every(2)).options
+    assert (options.grow, options.tau, options.select, options.norm) == ("layers", 1.0, "auto", "auto")
+    with pytest.raises(ValueError, match=r"trigger must be one of sensli\.triggers with preset='paper' .*, got None"):
+        grower(preset="paper")
+
+
+def test_what_is_given_overrides_a_preset() -> None:
+    options = grower(grow="both", tau=0.5, trigger=triggers.Every(3), units=2).options
+    assert (options.grow, options.tau, options.units, repr(options.trigger)) == ("both", 0.5, 2, "Every(3)")
+    assert grower(grow=None).options.grow == "units"
+
+
+def test_other_strategies_get_the_trigger_alone() -> None:
+    assert repr(grower(strategy="net2net").options.trigger).startswith("Diminishing")
+    assert grower(strategy="gradmax").options.grow == "units"
+
+
+def test_callbacks_take_the_same_preset() -> None:
+    made, own = GrowingCallback(), grower().options
+    assert repr(made.options.trigger) == repr(own.trigger)
+    assert (made.options.preset, made.options.grow, made.options.tau) == ("auto", own.grow, own.tau)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"lr_scale": 0.5}, r"lr_scale belongs to the learning rates: give rates=Rates\(lr_scale=\.\.\.\)"),
+        ({"selct": "last"}, "Grower has no argument 'selct'. Did you mean 'select'?"),
+        ({"xyz": 1}, "Grower has no argument 'xyz'. There are confidence, "),
+    ],
+    ids=["a rate", "a typing error", "unknown"],
+)
+def test_an_argument_that_is_unknown_is_told(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        grower(**given)
+    assert grower(rates=Rates(lr_scale=0.5)).options.rates.lr_scale == 0.5
+
+
+# --- the example is the first batch ---
+
+
+def grown(given: Any, **options: Any) -> list[Any]:
+    growing = grower(trigger=triggers.Every(1), **options)
+    growing.step(given, loss_fn)
+    return [growing.history.to_dict()["growths"], values(growing.model)]
+
+
+def test_the_first_batch_serves_as_the_example() -> None:
+    known = grown(DATA, example=DATA[0][0][:2])
+    assert known[0] and grown(DATA) == known
+    assert grown(iter(DATA)) == known  # of which nothing is lost
+    growing = grower()
+    with pytest.raises(SensliError, match=r"no example is known before the first step\. Give Grower\(\.\.\., example="):
+        growing.sites()
+    growing.step(DATA, loss_fn)
+    assert len(growing.sites()) > 0
+
+
+def test_dicts_serve_too() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = deep()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x)
+
+    model = Named()
+    growing = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), trigger=triggers.Every(1))
+    data = [{"x": x, "labels": y} for x, y in DATA]
+    assert growing.step(data, lambda output, batch: loss_fn(output, batch["labels"])) is not None
+
+
+def test_taking_it_changes_no_random_number() -> None:
+    x, y = (torch.cat(part) for part in zip(*DATA, strict=True))
+
+    def orders(example: Any) -> list[float]:
+        torch.manual_seed(3)
+        loader = DataLoader(TensorDataset(x, y), 4, shuffle=True)
+        model = deep()
+        growing = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=example, trigger=triggers.At(2))
+        for _ in range(3):
+            growing.step(loader, loss_fn)
+        return [float(part.sum()) for part, _ in loader]
+
+    assert orders(None) == orders(x[:2])
+
+
+def test_empty_batches_are_refused_and_change_nothing() -> None:
+    growing = grower()
+    with pytest.raises(MeasurementError, match="the batches are empty"):
+        growing.step([], loss_fn)
+    assert (growing.calls == 0 and growing.step(DATA, loss_fn) is None) or growing.calls == 1
+
+
+# --- without a metric ---
+
+
+def test_the_losses_of_checks_stand_for_the_metric() -> None:
+    growing = grower()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(8):
+            growing.step(DATA, loss_fn)
+    record = growing.history.record
+    assert [call for call, _ in record.metrics] == [look.call for look in record.looks]
+    assert all(isinstance(value, float) for _, value in record.metrics)
+    with pytest.raises(ValueError, match="Diminishing needs a metric"):  # where it was asked for
+        grower(trigger=triggers.Diminishing()).step(DATA, loss_fn)
+
+
+def test_a_run_without_a_metric_resumes_to_the_bit() -> None:
+    def train(growing: Grower, calls: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(calls):
+                for x, y in DATA:
+                    growing.optimizers[0].zero_grad()
+                    loss_fn(growing.model(x), y).backward()
+                    growing.optimizers[0].step()
+                growing.step(DATA, loss_fn)
+
+    whole = grower()
+    train(whole, 3)
+    state, model = json.loads(json.dumps(whole.state_dict())), copy.deepcopy(whole.model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer.load_state_dict(copy.deepcopy(whole.optimizers[0].state_dict()))
+    train(whole, 6)
+    again = Grower(model, optimizer)
+    again.load_state_dict(state)
+    train(again, 6)
+    assert again.state_dict() == whole.state_dict() and values(again.model) == values(whole.model)
+
+
+# --- what is said ---
+
+
+def test_the_first_line_of_the_log_says_what_the_preset_came_to() -> None:
+    lines: list[str] = []
+    growing = grower(trigger=triggers.Every(1), log=lambda look: lines.extend(str(look).split("\n")))
+    growing.step(DATA, loss_fn)
+    growing.step(DATA, loss_fn)
+    assert lines[0] == "preset='auto': strategy='sensli', grow='units', tau=0, trigger=Every(1)"
+    assert not any("preset" in line for line in lines[1:]) and lines[1].startswith("epoch 1: ")
+    assert History.from_dict(growing.history.to_dict()).record.looks[0].preset == lines[0]
+
+
+def test_five_checks_in_a_row_without_a_growth_give_one_hint() -> None:
+    growing = grower(preset="paper", trigger=triggers.Every(1), tau=1e9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            growing.step(DATA, loss_fn)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    text = str(caught[0].message)
+    assert text.startswith("epoch 5: 5 checks in a row have grown nothing. The last: the best, ")
+    assert "below tau = 1e+09. The largest ratio was " in text and text.endswith(
+        "give a smaller tau, or leave it to preset='auto'."
+    )
+
+
+def test_the_hint_names_what_holds_growth_back() -> None:
+    for options, words in (
+        ({"trigger": triggers.Every(1) & triggers.Pays(1e9)}, "large enough"),
+        ({"trigger": triggers.Every(1) & triggers.Budget(parameters=1)}, ""),
+    ):
+        growing = grower(**options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(80):
+                growing.step(DATA, loss_fn)
+        assert [words in str(each.message) for each in caught] == ([True] if words else [])
+
+
+def test_a_model_that_trains_has_no_hint_when_it_grows() -> None:
+    growing = grower(trigger=triggers.Every(1), max_factor=None)
+    for _ in range(6):
+        assert growing.step(DATA, loss_fn) is not None
