@@ -182,7 +182,7 @@ class OwnLoss(Trainer):  # type: ignore[misc, unused-ignore]
 
 
 def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
-    callback = grow(2, 3, lr_scale=0.9)
+    callback = grow(2, 3, rates=Rates(lr_scale=0.9))
     model = make_model(**EXACT).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = make(
@@ -582,7 +582,7 @@ def test_a_group_of_the_trainers_optimizer_takes_layers_of_a_frozen_part(tmp_pat
 
     with pytest.raises(SensliError, match=r"(?s)nowhere to grow.*nothing would train a layer there.*group="):
         frozen(grow(1, where=after)).train()  # before the first epoch
-    callback = grow(1, where=after, group=0)
+    callback = grow(1, where=after, rates=Rates(group=0))
     trainer = frozen(callback)
     trainer.train()
     assert len(callback.history) == 1

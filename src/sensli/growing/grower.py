@@ -190,7 +190,7 @@ class Call:
         if look is not None and not self.history.record.looks and self.options.preset != "paper":
             look = replace(look, preset=str(self.options))
         metric = self.metric
-        if metric is None and looked is not None and looked.merits is not None:
+        if self.watched is not None and looked is not None and looked.merits is not None and metric is None:
             metric = looked.merits.loss
         keep(self.history.record, self.options, bare(self.model), self.number, metric, look)
         if fires:

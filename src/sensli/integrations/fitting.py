@@ -275,7 +275,7 @@ class Fit:
         self._began, self._asked = history.record.calls, _Asked(plan)
         # What trains is stacked, and begins again after each growth: this optimizer only says what can be trained.
         self._grower = Grower(
-            networks[0], torch.optim.SGD(networks[0].parameters()), example=data.x[:1], trigger=self._asked, tau=plan.tau,
+            networks[0], torch.optim.SGD(networks[0].parameters()), preset="paper", example=data.x[:1], trigger=self._asked, tau=plan.tau,
             layer="relu", grow="both", units=plan.units, start="random", count=plan.max_layers, max_factor=None, floor=0.0,
         )  # fmt: skip
         self._grower.history = history
