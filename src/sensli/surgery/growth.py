@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -48,9 +47,7 @@ from sensli.moves.sites import Edit, Site, named
 from sensli.moves.width.width import Width
 from sensli.surgery.history import Growth, History, Resized, as_growths, names_of_today
 from sensli.surgery.optimizers import (
-    Joining,
     Optimizers,
-    Resizing,
     as_optimizers,
     check_needed,
     check_own,
@@ -60,8 +57,6 @@ from sensli.surgery.optimizers import (
     plan_shrinking,
 )
 from sensli.surgery.rates import (
-    OwnRate,
-    RateScaling,
     Schedulers,
     as_schedulers,
     check_driven,
@@ -99,9 +94,8 @@ class Outputs:
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> Outputs:
         given = given_of(batch)
-        given = (
-            taken_by(model, given) if isinstance(given, dict) else given
-        )  # as in `measure`: the others are for the loss
+        if isinstance(given, dict):
+            given = taken_by(model, given)  # as in `measure`: the others are for the loss
         start = random_state.capture()
         try:
             plain = _run(model, given)
@@ -133,11 +127,9 @@ class Outputs:
                 "Choose another site."
             ) from error
         if distance:
-            noise = (
-                " Or it draws different random numbers with one more layer: call model.eval() before insert to avoid them."
-                if other_masks
-                else ""
-            )
+            noise = ""
+            if other_masks:
+                noise = " Or it draws different random numbers with one more layer: call model.eval() before insert to avoid them."
             raise FunctionChanged(
                 f"inserting {site} changed the output by {distance:.1e} relative to its size, so everything was put back. The place is not "
                 f"what find_sites saw (another input, another branch), or the arithmetic is not exact there; choose another site.{noise}"
@@ -215,6 +207,8 @@ def grow(
         OptimizerError: If the optimizer or the scheduler cannot follow.
         FunctionChanged: If the output on ``check`` changed. Everything was put back.
     """
+    from sensli.surgery import averaging  # here, because an average grows by this function too
+
     with AllOrNothing() as change, Changing(model, f"insert {site}") as together:
         network = bare(model)
         site = named(network, site) if isinstance(site, str) else as_site("site", site)
@@ -223,146 +217,68 @@ def grow(
         check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
         if check is not None:
             checks.batch("check", check)
-        options = _Options(optimizer, scheduler, lr_scale, check, group, freeze_rest, own_rate)
         change.keep(model, *as_optimizers(optimizer), *as_schedulers(scheduler))
-        return _grow(network, site, together, options, change)
 
-
-def insert(
-    model: nn.Module,
-    site: Site | Merit | str,
-    *,
-    optimizer: Optimizers = None,
-    scheduler: Schedulers = None,
-    lr_scale: float = 1.0,
-    check: Any = None,
-    group: int | dict[str, Any] | None = None,
-    freeze_rest: bool = False,
-    own_rate: float | None = None,
-) -> Growth:
-    """Insert the site's layer into the model in place; the function does not change, and training can continue.
-
-    The name of `grow` for layers: both take sites of every kind and do the same.
-
-    Args:
-        model: The network, or its DistributedDataParallel wrapper.
-        site: The site to grow at; a merit, which stands for its site; or the name of a site that the last `find_sites` on this model
-            found: its line, its place (``"after features.1"``) or its path, if that is clear.
-        optimizer: The optimizer or optimizers that train the model.
-        scheduler: The learning-rate scheduler or schedulers of the optimizer.
-        lr_scale: Multiplies all learning rates from now on (default: 1.0).
-        check: A batch on which the output must not change, as in `grow`.
-        group: The parameter group (its index or the group itself) that the new parameters join if their neighbours are in none.
-        freeze_rest: Whether only what is new trains from now on (default: False): the new layer, those that came with ``freeze_rest``
-            before, and those that have not trained yet.
-        own_rate: A factor: the new layer gets separate parameter groups with this many times its neighbours' learning rate.
-
-    Returns:
-        The record of the insertion, which `undo` and `replay` take.
-
-    Raises:
-        UnknownSite: If the site belongs to another model, its place is gone, or no single site has this name.
-        UnsupportedSite: If the layer cannot be inserted there without changing the function.
-        OptimizerError: If the optimizer or the scheduler cannot follow.
-        FunctionChanged: If the output on ``check`` changed. Everything was put back.
-    """
-    return grow(
-        model, site, optimizer=optimizer, scheduler=scheduler, lr_scale=lr_scale, check=check, group=group, freeze_rest=freeze_rest,
-        own_rate=own_rate,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What follows the change of a model, and how."""
-
-    optimizer: Optimizers
-    scheduler: Schedulers
-    lr_scale: float
-    check: Any
-    group: int | dict[str, Any] | None
-    freeze_rest: bool
-    own_rate: float | None
-
-
-def _grow(model: nn.Module, site: Site, together: Changing, options: _Options, change: AllOrNothing) -> Growth:
-    """Plan and check everything, then make the change, then let everybody follow."""
-    site = made_for(together, model, site, None if options.check is None else given_of(options.check))
-    edit = site.move.plan(model, site)
-    from sensli.surgery import averaging  # here, because an average grows by this function too
-
-    averaging.check_alike(model, None)
-    # Before a copy of a sharded block is made, for which all ranks are needed.
-    together.agree_on({"the place": edit.name}, last=False)
-    edit.build()
-    for module in edit.added:
-        together.prepare(module, edit.site.path)
-    if edit.added:
-        edit.prepared()
-    follow = _Follow.plan(edit, options)
-    together.agree(last=False)  # before sharded parameters and states are gathered, for which all ranks are needed
-    resting = _resting(model) if options.freeze_rest else []
-    follow.resizing.build()
-    number = 1 + max((number for number, _, _ in grown(model)), default=0)
-    before = Outputs.of(model, options.check) if options.check is not None else None
-
-    change.wait()
-    edit.apply()
-    for module in edit.added or [edit.module]:
-        mark(module, number, new=bool(edit.added))
-    if before is not None:
-        before.check(model, edit.added, site)
-    groups = follow.apply()
-    growth = Growth(
-        site=edit.site,
-        number=number,
-        name=edit.name,
-        parameters=tuple(new.name for new in edit.new),
-        resized=tuple(Resized(each.name, each.old_shape, each.new_shape) for each in edit.resized),
-        renames=edit.renames,
-        beside=edit.beside,
-        rates=follow.rates if follow.rates.changes else None,
-        own_rate=groups,
-        frozen=_freeze(model, resting),
-        freeze_rest=options.freeze_rest,
-    )
-    tell(edit.module, number, growth)
-    averaging.follow(list(averages_in(model).values()), growth, model)
-    together.agree_on({"the growth": f"number {number}: {site}, as {edit.name}"})
-    follow.resizing.settle()
-    return growth
-
-
-@dataclass(frozen=True)
-class _Follow:
-    """The optimizers and schedulers follow an edit: planned before it is made, applied after it."""
-
-    options: _Options
-    joining: Joining
-    resizing: Resizing
-    rates: RateScaling
-    own: Any
-
-    @classmethod
-    def plan(cls, edit: Edit, options: _Options) -> _Follow:
-        optimizer, scheduler = options.optimizer, options.scheduler
-        _refuse_parts(edit, options)
-        joining = plan_joining(optimizer, edit.new, group=options.group, renames=edit.renames)
+        # Plan and check: everything that can be refused is refused here, and nothing changes.
+        site = made_for(together, network, site, None if check is None else given_of(check))
+        edit = site.move.plan(network, site)
+        averaging.check_alike(network, None)
+        # Before a copy of a sharded block is made, for which all ranks are needed.
+        together.agree_on({"the place": edit.name}, last=False)
+        edit.build()
+        for module in edit.added:
+            together.prepare(module, edit.site.path)
+        if edit.added:
+            edit.prepared()
+        _refuse_parts(edit, freeze_rest, own_rate)
+        joining = plan_joining(optimizer, edit.new, group=group, renames=edit.renames)
         resizing = plan_resizing(optimizer, edit.resized)
-        rates = plan_rate_scaling(optimizer, scheduler, options.lr_scale)
-        own = None if options.own_rate is None else plan_own_rate(optimizer, scheduler, joining, options.own_rate)
-        return cls(options, joining, resizing, rates, own)
+        rates = plan_rate_scaling(optimizer, scheduler, lr_scale)
+        own = None if own_rate is None else plan_own_rate(optimizer, scheduler, joining, own_rate)
+        together.agree(last=False)  # before sharded parameters and states are gathered, for which all ranks are needed
+        resting = _resting(network) if freeze_rest else []
+        resizing.build()
+        number = 1 + max((number for number, _, _ in grown(network)), default=0)
+        before = Outputs.of(network, check) if check is not None else None
 
-    def apply(self) -> OwnRate | None:
-        self.resizing.apply()
-        if self.own is None:
-            self.joining.apply()
-        self.rates.apply(self.options.optimizer, self.options.scheduler)
-        # After the factor, so that both hold for the new layer.
-        return self.own.apply() if self.own is not None else None
+        # Cut: the model changes, then everything that belongs to it follows.
+        change.wait()
+        edit.apply()
+        for module in edit.added or [edit.module]:
+            mark(module, number, new=bool(edit.added))
+        if before is not None:
+            before.check(network, edit.added, site)
+        resizing.apply()
+        rates.apply(optimizer, scheduler)
+        if own is not None:  # after the factor, so that both hold for the new layer
+            own.add(optimizer, scheduler)
+            joining = own.redirect(joining, optimizer)
+        joining.apply()
+        growth = Growth(
+            site=edit.site,
+            number=number,
+            name=edit.name,
+            parameters=tuple(new.name for new in edit.new),
+            resized=tuple(Resized(each.name, each.old_shape, each.new_shape) for each in edit.resized),
+            renames=edit.renames,
+            beside=edit.beside,
+            rates=rates if rates.changes else None,
+            own_rate=own,
+            frozen=_freeze(network, resting),
+            freeze_rest=freeze_rest,
+        )
+        tell(edit.module, number, growth)
+        averaging.follow(list(averages_in(network).values()), growth, network)
+        together.agree_on({"the growth": f"number {number}: {site}, as {edit.name}"})
+        resizing.settle()
+        return growth
 
 
-def _refuse_parts(edit: Edit, options: _Options) -> None:
+insert = grow
+"""The name of `grow` for layers: both take sites of every kind and do the same."""
+
+
+def _refuse_parts(edit: Edit, freeze_rest: bool, own_rate: float | None) -> None:
     """Refuse what is meant for new parameters where there are none, or where it would divide a parameter."""
     divided = [each.name for each in edit.resized if each.is_parameter]
     if edit.new and not divided:
@@ -370,14 +286,14 @@ def _refuse_parts(edit: Edit, options: _Options) -> None:
     why = "adds no parameters, and those that exist"
     if divided:
         why = f"gives {divided[0]} new entries beside the old ones, and a part of a parameter"
-    if options.freeze_rest:
+    if freeze_rest:
         raise UnsupportedSite(
             f"freeze_rest must be False here, got True: '{edit.site}' {why} cannot train alone. Leave it out, or grow a layer."
         )
-    if options.own_rate is not None:
-        check_own_factor(options.own_rate)
+    if own_rate is not None:
+        check_own_factor(own_rate)
         raise OptimizerError(
-            f"own_rate must be None here, got {options.own_rate}: '{edit.site}' {why} cannot have a separate learning rate. Leave it out, "
+            f"own_rate must be None here, got {own_rate}: '{edit.site}' {why} cannot have a separate learning rate. Leave it out, "
             "or grow a layer."
         )
 
@@ -405,7 +321,8 @@ def _refuse_resting_units(model: nn.Module, growth: Growth) -> None:
     if not isinstance(move, Width):
         return
     with suppress(UnknownSite):  # a later growth has taken the place apart
-        for fill, width in product(("row", "column"), [move.on(model)]):
+        width = move.on(model)
+        for fill in ("row", "column"):
             parts = []
             for axis in width.axes:
                 tensor, stretch = getattr(axis.module.find_module(), axis.name), width.stretch(axis)
@@ -466,6 +383,8 @@ def undo(
         HistoryError: If it is not the last growth of this model.
         OptimizerError: If the optimizer is that of another model, or the scheduler that of another optimizer.
     """
+    from sensli.surgery import averaging  # here, because an average is taken back by this function too
+
     with AllOrNothing() as change, Changing(model, f"undo {getattr(growth, 'name', 'the last growth')}") as together:
         network = bare(model)
         if growth is not None:
@@ -480,66 +399,50 @@ def undo(
         if known:
             check_driven(known, drivers)
         change.keep(model, *known, *drivers)
-        return _undo(network, growth, together, optimizer, scheduler, change)
 
+        last = max(grown(network), key=lambda entry: entry[0], default=None)
+        if last is None:
+            raise HistoryError(
+                f"nothing to undo: this {type(network).__name__} has not grown. Give the model that was grown."
+            )
+        number, path, module = last
+        growth = told(module, number) if growth is None else growth
+        if not isinstance(growth, Growth):
+            raise HistoryError(
+                f"growth is missing, and this {type(network).__name__} carries no record of its last growth (number {number}). Give the "
+                "Growth that grow or insert returned."
+            )
+        if number != growth.number or path != growth.name:
+            raise HistoryError(
+                f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(network).__name__} is number "
+                f"{number} ({path}), and later growths build on earlier ones. Undo in reverse order."
+            )
+        # By its paths: the growth may be that of another model, of which this one is a copy or an average.
+        site = growth.site.by_path()
+        edit = site.move.made(network, site, module, path)
+        gone = edit.gone
+        shrinking = plan_shrinking(optimizer, edit.resized)
+        rates, own = (growth.rates, growth.own_rate) if optimizer is not None else (None, None)
+        if own is not None:
+            own.check(optimizer, scheduler, gone)
+        trained = [parameter for name, parameter in network.named_parameters() if name in growth.frozen]
+        together.agree_on({"the last growth": f"number {number}, {path}"})
+        shrinking.build()
 
-def _undo(
-    model: nn.Module,
-    growth: Growth | None,
-    together: Changing,
-    optimizer: Optimizers,
-    scheduler: Schedulers,
-    change: AllOrNothing,
-) -> Growth:
-    last = max(grown(model), key=lambda entry: entry[0], default=None)
-    if last is None:
-        raise HistoryError(
-            f"nothing to undo: this {type(model).__name__} has not grown. Give the model that was grown."
-        )
-    number, path, module = last
-    growth = _told(model, module, number) if growth is None else growth
-    if number != growth.number or path != growth.name:
-        raise HistoryError(
-            f"cannot undo growth {growth.number} ({growth.name}): the last growth of this {type(model).__name__} is number "
-            f"{number} ({path}), and later growths build on earlier ones. Undo in reverse order."
-        )
-    # By its paths: the growth may be that of another model, of which this one is a copy or an average.
-    site = growth.site.by_path()
-    edit = site.move.made(model, site, module, path)
-    gone = edit.gone
-    shrinking = plan_shrinking(optimizer, edit.resized)
-    if growth.own_rate is not None and optimizer is not None:
-        growth.own_rate.check(optimizer, scheduler, gone)
-    trained = [parameter for name, parameter in model.named_parameters() if name in growth.frozen]
-    together.agree_on({"the last growth": f"number {number}, {path}"})
-    shrinking.build()
-    change.wait()
-    from sensli.surgery.averaging import unfollow  # here, because an average is taken back by this function too
-
-    unfollow(list(averages_in(model).values()), growth, model)
-    if growth.rates is not None and optimizer is not None:
-        growth.rates.revert(optimizer, scheduler)
-    unmark(module, number)
-    edit.revert()
-    shrinking.apply()
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
-    if growth.own_rate is not None and optimizer is not None:
-        growth.own_rate.remove(optimizer, scheduler)
-    shrinking.settle()
-    return growth
-
-
-def _told(model: nn.Module, module: nn.Module, number: int) -> Growth:
-    """The record of a growth that the model carries."""
-    record = told(module, number)
-    if not isinstance(record, Growth):
-        raise HistoryError(
-            f"growth is missing, and this {type(model).__name__} carries no record of its last growth (number {number}). Give the "
-            "Growth that grow or insert returned."
-        )
-    return record
+        change.wait()
+        averaging.unfollow(list(averages_in(network).values()), growth, network)
+        if rates is not None:
+            rates.revert(optimizer, scheduler)
+        unmark(module, number)
+        edit.revert()
+        shrinking.apply()
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
+        if own is not None:
+            own.remove(optimizer, scheduler)
+        shrinking.settle()
+        return growth
 
 
 # ---- `replay`: a fresh model through the growths of a history; `repeat`: one of them.
@@ -563,17 +466,13 @@ def replay(model: nn.Module, history: History) -> nn.Module:
         network, growths = bare(model), as_growths("history", history)
         change.keep(model)
         together.agree_on({"the number of growths": len(growths)})
-        _replay(network, growths)
+        if any(True for _ in grown(network)):
+            raise HistoryError(f"this {type(network).__name__} has grown already; replay needs a fresh model.")
+        trial = copied_model(network)  # a history that does not fit must leave the model as it was
+        for target in (trial, network):
+            for growth in growths:
+                repeat(target, growth)
     return model
-
-
-def _replay(model: nn.Module, history: Sequence[Growth]) -> None:
-    if any(True for _ in grown(model)):
-        raise HistoryError(f"this {type(model).__name__} has grown already; replay needs a fresh model.")
-    trial = copied_model(model)  # a history that does not fit must leave the model as it was
-    for target in (trial, model):
-        for growth in history:
-            repeat(target, growth)
 
 
 def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, scheduler: Schedulers = None) -> Growth:
@@ -586,10 +485,7 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
             again = grow(model, growth.site.by_path(), optimizer=optimizer, scheduler=scheduler, own_rate=own)
         except (SensliError, ValueError, TypeError, RuntimeError) as error:
             let_memory_through(error)
-            raise HistoryError(
-                f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {error} "
-                "The factory must build the architecture that the history began with."
-            ) from error
+            raise _misfit(model, growth, str(error)) from error
         _check_same_growth(model, growth, again)
         # What followed the growth the first time (rates, groups, frozen parameters) is known to the record of then alone.
         tell(bare(model).get_submodule(again.name), again.number, growth)
@@ -598,10 +494,8 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
 
 def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
     if again.resized != growth.resized:
-        raise HistoryError(
-            f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: it resized {_shown(growth.resized)}, here "
-            f"{_shown(again.resized)}. The factory must build the architecture that the history began with."
-        )
+        then, now = (", ".join(map(str, each.resized)) or "nothing" for each in (growth, again))
+        raise _misfit(model, growth, f"it resized {then}, here {now}.")
     if again.name != growth.name and nested(growth.name) and not nested(again.name):
         raise HistoryError(
             f"growth {growth.number} is called {growth.name} in this history, and {again.name} now: an earlier version of sensli wrote it, "
@@ -615,12 +509,12 @@ def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
         )
     for name, shape in growth.beside.items():
         if again.beside.get(name) != shape:
-            raise HistoryError(
-                f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: beside it {name} had the "
-                f"shape {shape}, here {again.beside.get(name, 'it is missing')}. The factory must build the architecture that "
-                "the history began with."
-            )
+            here = again.beside.get(name, "it is missing")
+            raise _misfit(model, growth, f"beside it {name} had the shape {shape}, here {here}.")
 
 
-def _shown(resized: Sequence[Resized]) -> str:
-    return ", ".join(map(str, resized)) or "nothing"
+def _misfit(model: nn.Module, growth: Growth, why: str) -> HistoryError:
+    return HistoryError(
+        f"growth {growth.number} ({growth.site}) does not fit this {type(model).__name__}: {why} "
+        "The factory must build the architecture that the history began with."
+    )

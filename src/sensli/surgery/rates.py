@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Schedulers: TypeAlias = LRScheduler | Sequence[LRScheduler] | None
 
 GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three come from OneCycleLR and SWALR
-_SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
+_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs")  # of schedulers: one per group, in units of a learning rate
+_OTHERS = ("lr_lambdas", "base_momentums", "max_momentums")  # one per group, in other units
 
 
 @dataclass(frozen=True)
@@ -92,31 +93,35 @@ def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: fl
     """Check that the factor reaches every rate, and list what it changes; nothing has changed before `apply`."""
     factor = check_factor(factor)
     known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
-    driven = check_driven(known, drivers)
+    check_driven(known, drivers)
     if factor == 1:
         return RateScaling(1.0)
-    for optimizer in known:
-        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-        if scheduled and not any(optimizer is each for each in driven):
-            raise OptimizerError(
-                f"the rates of {called(optimizer)} cannot be scaled by {factor} without its scheduler: its groups "
-                "carry initial_lr, so a scheduler drives them, and many recompute each rate from their own base "
-                "rates and would silently drop the factor. Pass scheduler=; if it is no longer used, delete "
-                "initial_lr from the groups."
-            )
+    for optimizer in _undriven(known, drivers):
+        raise OptimizerError(
+            f"the rates of {called(optimizer)} cannot be scaled by {factor} without its scheduler: its groups "
+            "carry initial_lr, so a scheduler drives them, and many recompute each rate from their own base "
+            "rates and would silently drop the factor. Pass scheduler=; if it is no longer used, delete "
+            "initial_lr from the groups."
+        )
     return RateScaling(float(factor), tuple(_rate_changes(known, drivers, factor)))
 
 
-def check_driven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> list[Optimizer]:
-    """The optimizers that the schedulers drive; raises if they are others than those given."""
-    driven = [unwrapped(scheduler.optimizer) for scheduler in schedulers]
-    for scheduler, optimizer in zip(schedulers, driven, strict=True):
+def check_driven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> None:
+    """Refuse schedulers that drive other optimizers than those given."""
+    for scheduler in schedulers:
+        optimizer = unwrapped(scheduler.optimizer)
         if not any(optimizer is each for each in optimizers):
             raise OptimizerError(
                 f"the {called(scheduler)} drives an optimizer ({called(optimizer)}) other than those given, so it "
                 "could not follow. Pass the optimizer that the scheduler was made for."
             )
-    return driven
+
+
+def _undriven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> list[Optimizer]:
+    """The optimizers that a scheduler drives which was not given: their groups carry initial_lr."""
+    driven = {id(unwrapped(scheduler.optimizer)) for scheduler in schedulers}
+    scheduled = [each for each in optimizers if any("initial_lr" in group for group in each.param_groups)]
+    return [each for each in scheduled if id(each) not in driven]
 
 
 def _rate_changes(
@@ -134,7 +139,12 @@ def _rate_changes(
             for key in GROUP_RATES:
                 yield from change("optimizer", index, key, i, group.get(key))
     for index, scheduler in enumerate(schedulers):
-        for key in (*_SCHEDULER_RATES, *(("eps",) if isinstance(scheduler, ReduceLROnPlateau) else ())):
+        for key in (
+            *_RATES,
+            "default_min_lr",
+            "eta_min",
+            *(("eps",) if isinstance(scheduler, ReduceLROnPlateau) else ()),
+        ):
             value = getattr(scheduler, key, None)
             if isinstance(value, list):
                 for i, each in enumerate(value):
@@ -196,10 +206,6 @@ def _write(holders: Holders, change: RateChange, number: float) -> None:
 # checks everything, then the change.
 
 
-_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs")  # one per group, in units of a learning rate
-_OTHERS = ("lr_lambdas", "base_momentums", "max_momentums")  # one per group, in other units
-
-
 @dataclass(frozen=True)
 class OwnRate(Plain):
     """The groups that a growth has added, by the number of their optimizer and their own; plain data, so that `undo` can follow."""
@@ -239,47 +245,22 @@ class OwnRate(Plain):
         for number, index in reversed(self.groups):
             keep_groups(known[number], drivers, [i for i in range(len(known[number].param_groups)) if i != index])
 
+    def redirect(self, joining: Joining, optimizers: Optimizers) -> Joining:
+        """The newcomers join the growth's own groups, which are there, and not those of their neighbours."""
+        known, own = as_optimizers(optimizers), dict[int, Group]()
+        for (number, index), source in zip(self.groups, self.sources, strict=True):
+            groups = known[number].param_groups
+            own[id(groups[source])] = groups[index]
+        return replace(joining, places=tuple((new, its, own[id(group)]) for new, its, group in joining.places))
+
 
 def keep_groups(optimizer: Optimizer, schedulers: Sequence[LRScheduler], order: Sequence[int]) -> None:
     """Keep the groups of these numbers, in this order, and the schedulers' entries for them."""
     groups = optimizer.param_groups
-    for scheduler in schedulers:
-        if unwrapped(scheduler.optimizer) is optimizer:
-            for name in (*_RATES, *_OTHERS):
-                values = getattr(scheduler, name, None)
-                if isinstance(values, list) and len(values) == len(groups):
-                    # A new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
-                    setattr(scheduler, name, [values[index] for index in order])
+    for scheduler, name, values in _kept_per_group(optimizer, schedulers):
+        if len(values) == len(groups):
+            setattr(scheduler, name, [values[index] for index in order])
     groups[:] = [groups[index] for index in order]  # the same list: a wrapper may hold it too
-
-
-@dataclass(frozen=True, eq=False)
-class OwnRatePlan:
-    """New groups and what they are like; nothing has changed before `apply`."""
-
-    factor: float
-    joining: Joining  # into the groups of the neighbours, as it would be without
-    optimizers: tuple[Optimizer, ...]
-    schedulers: tuple[LRScheduler, ...]
-
-    def apply(self) -> OwnRate:
-        """Add the groups, let the newcomers join them, extend the schedulers."""
-        made: list[tuple[Group, Group]] = []  # the neighbours' group, the new one
-        added: list[tuple[int, int]] = []
-        sources: list[int] = []
-        for _, optimizer, source in self.joining.places:
-            if all(source is not known for known, _ in made):
-                index = next(i for i, group in enumerate(optimizer.param_groups) if group is source)
-                number = next(i for i, each in enumerate(self.optimizers) if each is optimizer)
-                added.append((number, len(optimizer.param_groups)))
-                sources.append(index)
-                made.append((source, _add_group(optimizer, self.schedulers, index, self.factor)))
-        places = tuple(
-            (newcomer, optimizer, next(new for known, new in made if known is source))
-            for newcomer, optimizer, source in self.joining.places
-        )
-        replace(self.joining, places=places).apply()
-        return OwnRate(self.factor, tuple(added), tuple(sources))
 
 
 def check_own_factor(factor: float) -> float:
@@ -295,8 +276,11 @@ def check_own_rate(optimizers: Optimizers, factor: float) -> float:
     return factor
 
 
-def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joining, factor: float) -> OwnRatePlan:
-    """Check that every scheduler can follow a new group."""
+def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joining, factor: float) -> OwnRate:
+    """Check that every scheduler can follow new groups, and say which there will be; nothing has changed before `OwnRate.add`.
+
+    ``joining`` is into the groups of the neighbours, as it would be without.
+    """
     factor = check_own_rate(optimizers, factor)
     known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
     _refuse_undriven(known, drivers, "the new layer cannot have a separate learning rate")
@@ -310,31 +294,26 @@ def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joini
                     "a new group would break it, and what the new entry should be is not known here. Leave out own_rate=, so that the new "
                     "layer joins its neighbour's group, or use a scheduler of torch."
                 )
-    return OwnRatePlan(factor, joining, known, drivers)
+    added: dict[tuple[int, int], tuple[int, int]] = {}  # from the neighbours' groups to the new ones
+    for _, optimizer, source in joining.places:
+        number = next(i for i, each in enumerate(known) if each is optimizer)
+        index = next(i for i, group in enumerate(optimizer.param_groups) if group is source)
+        more = sum(its == number for its, _ in added)
+        added.setdefault((number, index), (number, len(optimizer.param_groups) + more))
+    return OwnRate(factor, tuple(added.values()), tuple(source for _, source in added))
 
 
-def _refuse_undriven(optimizers: tuple[Optimizer, ...], schedulers: tuple[LRScheduler, ...], what: str) -> None:
-    driven = [unwrapped(scheduler.optimizer) for scheduler in schedulers]
-    for optimizer in optimizers:
-        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-        if scheduled and all(optimizer is not each for each in driven):
-            raise OptimizerError(
-                f"{what} without the scheduler of {called(optimizer)}: its groups carry initial_lr, so a scheduler drives them, and it "
-                "keeps one entry per group. Pass scheduler=; if it is no longer used, delete initial_lr from the groups."
-            )
+def _refuse_undriven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], what: str) -> None:
+    for optimizer in _undriven(optimizers, schedulers):
+        raise OptimizerError(
+            f"{what} without the scheduler of {called(optimizer)}: its groups carry initial_lr, so a scheduler drives them, and it "
+            "keeps one entry per group. Pass scheduler=; if it is no longer used, delete initial_lr from the groups."
+        )
 
 
-def _add_group(optimizer: Optimizer, schedulers: tuple[LRScheduler, ...], source: int, factor: float) -> Group:
-    """An empty group like the source, with all rates times a factor, and the schedulers' entries for it."""
-    new = _group_like(optimizer.param_groups[source], factor)
-    for scheduler in schedulers:
-        if unwrapped(scheduler.optimizer) is optimizer:
-            _extend(scheduler, source, factor)
-    optimizer.param_groups.append(new)
-    return new
-
-
-def _group_like(source: Group, factor: float) -> Group:
+def _add_group(optimizer: Optimizer, schedulers: Sequence[LRScheduler], index: int, factor: float) -> None:
+    """An empty group like the one of this number, with all rates times a factor, and the schedulers' entries for it."""
+    source = optimizer.param_groups[index]
     group = {key: value for key, value in source.items() if key not in ("params", "param_names")}
     for key in GROUP_RATES:
         if group.get(key) is not None:
@@ -342,16 +321,26 @@ def _group_like(source: Group, factor: float) -> Group:
     group["params"] = []
     if "param_names" in source:
         group["param_names"] = []
-    return group
-
-
-def _extend(scheduler: LRScheduler, index: int, factor: float) -> None:
-    for name in (*_RATES, *_OTHERS):
-        values = getattr(scheduler, name, None)
-        if isinstance(values, list) and index < len(values):
+    for scheduler, name, values in _kept_per_group(optimizer, schedulers):
+        if index < len(values):
             entry = values[index] if name in _OTHERS else _times(values[index], factor)
-            # A new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
             setattr(scheduler, name, [*values, entry])
+    optimizer.param_groups.append(group)
+
+
+def _kept_per_group(
+    optimizer: Optimizer, schedulers: Sequence[LRScheduler]
+) -> Iterator[tuple[LRScheduler, str, list[Any]]]:
+    """The lists that schedulers of an optimizer keep, with one entry per group.
+
+    Whoever changes one makes a new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
+    """
+    for scheduler in schedulers:
+        if unwrapped(scheduler.optimizer) is optimizer:
+            for name in (*_RATES, *_OTHERS):
+                values = getattr(scheduler, name, None)
+                if isinstance(values, list):
+                    yield scheduler, name, values
 
 
 def _times(rate: Any, factor: float) -> Any:
