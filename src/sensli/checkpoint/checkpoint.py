@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,11 +19,11 @@ from sensli.checkpoint import storage
 from sensli.checkpoint.states import (
     follow_groups,
     frozen_in,
-    load_each,
     load_model,
     load_optimizer,
     load_scheduler,
     loading,
+    pair_saved,
     saved_optimizer,
     with_shards,
 )
@@ -109,15 +108,14 @@ _PARTS: dict[str, Callable[[Any], bool]] = {  # of a checkpoint, and what each m
 }
 
 
-def checked(content: dict[str, Any], path: Any) -> dict[str, Any]:
-    """The parts of a checkpoint, or an error that names the one that is missing or of another kind."""
+def check_parts(content: Mapping[str, Any], path: Any) -> None:
+    """Refuse a checkpoint with an error that names the part that is missing or of another kind."""
     for name, fine in _PARTS.items():
         if name not in content or not fine(content[name]):
             what = f"was altered: it is {brief(content[name])}" if name in content else "is missing"
             raise CheckpointError(f"the part {name!r} of {path} {what}. Use an intact copy, or an earlier checkpoint.")
     if "shards" not in content and any(map(storage.is_missing, tensors(content))):
         raise CheckpointError(f"the part 'shards' of {path} is missing. Use an intact copy, or an earlier checkpoint.")
-    return content
 
 
 @dataclass(frozen=True)
@@ -228,70 +226,54 @@ def load_checkpoint(
     try:
         with Together.of_the_job(what) if wrap is not None else Together(None, what) as together:
             path = checks.path("path", path)
-            factories = _Factories(make_model, make_optimizer, make_scheduler, make_grower, wrap)
+            checks.factory("make_model", make_model, "the model that growing began with")
+            for name, factory, returns in (
+                ("make_optimizer", make_optimizer, "an optimizer, given the model"),
+                ("make_scheduler", make_scheduler, "a scheduler, given the optimizer"),
+                ("make_grower", make_grower, "a Grower, given model, optimizer and scheduler"),
+                ("wrap", wrap, "the wrapped model, given the model"),
+            ):
+                if factory is not None:
+                    checks.factory(name, factory, returns)
             checks.flag("random", random)
-            return _load(path, together, factories, random)
+
+            content = storage.read(path)
+            check_parts(content, path)
+            storage.check_files(path, content, together)
+            history = History.from_dict(content["history"])
+            model: Any = checks.model("what make_model() returns", make_model())
+            network = bare(replay(model, history))
+            load_model(network, content, path)
+            together.agree_on(numbered("growth", (growth.name for growth in history)), last=False)
+            if wrap is not None:
+                model = wrap(model)
+                network = bare(model)
+            optimizer = make_optimizer(model) if make_optimizer is not None else None
+            scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
+            names = [saved["names"] for saved in content["optimizers"]]
+            follow_groups(history, optimizer, scheduler, names, network)
+            with loading("what lies in shards"):
+                content = with_shards(path, content, network, as_optimizers(optimizer))
+            together.agree(last=False)  # before the states are dealt out to the shards
+            # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
+            for each, saved in pair_saved("optimizer", optimizer, content["optimizers"]):
+                load_optimizer(each, saved, network, content["model"])
+            for each, saved in pair_saved("scheduler", scheduler, content["schedulers"]):
+                load_scheduler(each, saved)
+            grower = make_grower(model, optimizer, scheduler) if make_grower is not None else None
+            if grower is not None:
+                checks.instance("what make_grower(...) returns", grower, Grower, "a Grower")
+                if content["grower"] is None:
+                    raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to restore.")
+                with loading("the grower"):
+                    grower.load_state_dict(content["grower"])
+            together.agree()
+            if random:
+                states = content["random"]
+                rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+                with loading("the random states"):
+                    random_state.restore(states[rank] if rank < len(states) else states[0])
+            return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
     except BaseException:
         random_state.restore(before)  # the factories have drawn from it
         raise
-
-
-@dataclass(frozen=True)
-class _Factories:
-    """The functions of a training script, under the names of the arguments."""
-
-    make_model: Callable[[], nn.Module]
-    make_optimizer: Callable[[Any], Any] | None
-    make_scheduler: Callable[[Any], Any] | None
-    make_grower: Callable[[Any, Any, Any], Grower] | None
-    wrap: Callable[[nn.Module], Any] | None
-
-    def __post_init__(self) -> None:
-        checks.factory("make_model", self.make_model, "the model that growing began with")
-        for name, returns in (
-            ("make_optimizer", "an optimizer, given the model"),
-            ("make_scheduler", "a scheduler, given the optimizer"),
-            ("make_grower", "a Grower, given model, optimizer and scheduler"),
-            ("wrap", "the wrapped model, given the model"),
-        ):
-            if getattr(self, name) is not None:
-                checks.factory(name, getattr(self, name), returns)
-
-
-def _load(path: Path, together: Together, make: _Factories, random: bool) -> Checkpoint:
-    content = checked(storage.read(path), path)
-    storage.check_files(path, content, together)
-    history = History.from_dict(content["history"])
-    model: Any = checks.model("what make_model() returns", make.make_model())
-    network = bare(replay(model, history))
-    load_model(network, content, path)
-    together.agree_on(numbered("growth", (growth.name for growth in history)), last=False)
-    if make.wrap is not None:
-        model = make.wrap(model)
-        network = bare(model)
-    optimizer = make.make_optimizer(model) if make.make_optimizer is not None else None
-    scheduler = make.make_scheduler(optimizer) if make.make_scheduler is not None else None
-    names = [saved["names"] for saved in content["optimizers"]]
-    follow_groups(history, optimizer, scheduler, names, network)
-    with loading("what lies in shards"):
-        content = with_shards(path, content, network, as_optimizers(optimizer))
-    together.agree(last=False)  # before the states are dealt out to the shards
-    # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
-    load_each(
-        "optimizer", as_list(optimizer), content["optimizers"],
-        lambda o, saved: load_optimizer(o, saved, network, content["model"]),
-    )  # fmt: skip
-    load_each("scheduler", as_list(scheduler), content["schedulers"], load_scheduler)
-    grower = make.make_grower(model, optimizer, scheduler) if make.make_grower is not None else None
-    if grower is not None:
-        checks.instance("what make_grower(...) returns", grower, Grower, "a Grower")
-        if content["grower"] is None:
-            raise CheckpointError(f"{path} was saved without grower=, so make_grower has nothing to restore.")
-        with loading("the grower"):
-            grower.load_state_dict(content["grower"])
-    together.agree()
-    if random:
-        states, rank = content["random"], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        with loading("the random states"):
-            random_state.restore(states[rank] if rank < len(states) else states[0])
-    return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])

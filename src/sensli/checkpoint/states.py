@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,22 +58,6 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, parameters: Sequence
             _check_moments(optimizer, group, states, {index: parameters[index] for index in indices})
     strangers = [index for index in states if index not in range(first)]
     _expect(not strangers, f"the state of {name} refers to parameters {strangers[:3]}, but there are {first}")
-
-
-def check_scheduler_state(scheduler: Any, saved: Any) -> None:
-    """Raise CheckpointError unless the state is like the one that the scheduler has now."""
-    name = type(scheduler).__name__
-    _expect(isinstance(saved, Mapping), f"the state of {name} is a {type(saved).__name__}")
-    if not _is_of_torch(scheduler):
-        return
-    ours = {key: value for key, value in scheduler.state_dict().items() if key not in _NEWER}
-    for key in ours.keys() & saved.keys():
-        _check_alike(saved[key], ours[key], f"{key!r} of {name}")
-    missing = sorted(key for key in ours if key not in saved and not key.startswith("_"))
-    _expect(not missing, f"the state of {name} lacks {missing}")
-    if "total_steps" in ours and "last_epoch" in saved:
-        steps, total = saved["last_epoch"], saved["total_steps"]
-        _expect(type(total) is int and steps < total, f"{name} has taken {steps} of {brief(total)} steps")
 
 
 def _check_group(group: Mapping[str, Any], ours: Mapping[str, Any], place: str, *, strictly: bool) -> None:
@@ -244,9 +228,9 @@ def with_shards(
         if name in parameters
     }
     targets = {storage.key_of_weight(name): value for name, value in weights.items()}
-    read: dict[str, torch.Tensor] = {}
+    read: dict[str, Tensor] = {}
 
-    def target(key: str, saved: torch.Tensor) -> torch.Tensor:
+    def target(key: str, saved: Tensor) -> Tensor:
         if storage.is_missing(saved):
             read[key] = targets[key] if key in targets else empty_like(saved, owners.get(key))
         return read.get(key, saved)
@@ -260,23 +244,30 @@ def with_shards(
     }
 
 
-def load_each(what: str, made: Iterable[Any], saved: list[Any], load: Callable[[Any, Any], None]) -> None:
-    """Load as many as were made, if any were; as many must have been saved."""
-    made = list(made)
-    if not made:
-        return  # not asked for
-    if len(made) != len(saved):
+def pair_saved(what: str, made: Any, saved: list[Any]) -> list[tuple[Any, Any]]:
+    """What a factory made, if it was asked for, each with its saved state; as many must have been saved."""
+    found = as_list(made)
+    if found and len(found) != len(saved):
         raise CheckpointError(
-            f"make_{what} gave {len(made)}, but the checkpoint holds {len(saved)}. Save and load the same {what}s, in the same order."
+            f"make_{what} gave {len(found)}, but the checkpoint holds {len(saved)}. Save and load the same {what}s, in the same order."
         )
-    for each, state in zip(made, saved, strict=True):
-        load(each, state)
+    return list(zip(found, saved, strict=False))
 
 
 def load_scheduler(scheduler: Any, saved: Any) -> None:
-    """The state of one scheduler."""
-    check_scheduler_state(scheduler, saved)
-    with loading(f"the state of {type(scheduler).__name__}"):
+    """The state of one scheduler, which must be like the one that it has now."""
+    name = type(scheduler).__name__
+    _expect(isinstance(saved, Mapping), f"the state of {name} is a {type(saved).__name__}")
+    if _is_of_torch(scheduler):
+        ours = {key: value for key, value in scheduler.state_dict().items() if key not in _NEWER}
+        for key in ours.keys() & saved.keys():
+            _check_alike(saved[key], ours[key], f"{key!r} of {name}")
+        missing = sorted(key for key in ours if key not in saved and not key.startswith("_"))
+        _expect(not missing, f"the state of {name} lacks {missing}")
+        if "total_steps" in ours and "last_epoch" in saved:
+            steps, total = saved["last_epoch"], saved["total_steps"]
+            _expect(type(total) is int and steps < total, f"{name} has taken {steps} of {brief(total)} steps")
+    with loading(f"the state of {name}"):
         scheduler.load_state_dict(saved)
 
 
@@ -289,15 +280,15 @@ _AROUND = re.compile(r"around(\d+):(.*)")  # which wrapper, and the name of what
 
 def names_in(optimizer: Optimizer, network: nn.Module) -> list[list[str]]:
     """The names of the parameters in each group, in their order."""
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    known = {id(parameter): name for name, parameter in network.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if id(parameter) not in known:
                 raise CheckpointError(
                     f"group {index} of {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not part "
                     "of the model, so it has no name to be found by again. Make it a parameter of the model."
                 )
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def frozen_in(network: nn.Module) -> list[str]:
@@ -413,14 +404,17 @@ def load_optimizer(given: Any, saved: Mapping[str, Any], network: nn.Module, wei
     check_optimizer_state(optimizer, state, ordered)
     _load_around(given, around, ordered)
     with loading(f"the state of {type(optimizer).__name__}"):
-        state["state"] = {index: _spread(its, ordered[index]) for index, its in state["state"].items()}
+        for index, its in state["state"].items():
+            for key, value in its.items():
+                if isinstance(value, Tensor):  # sharded as its parameter is
+                    its[key] = distributed_like(value, ordered[index])
         made = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
         for group, known in zip(optimizer.param_groups, made, strict=True):
             if known.keys() - group.keys():
                 raise KeyError(*sorted(known.keys() - group.keys()))
             for key, value in known.items():  # a rate that is a tensor goes where make_optimizer had it
-                if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):
+                if isinstance(value, Tensor) and isinstance(group[key], Tensor):
                     group[key] = group[key].to(value.device)
     # torch casts a state to the type of its parameter, and what it keeps in float32 (NAdam's mu_product, ASGD's eta) is another number then
     names = [name for group in saved["names"] for name in group]
@@ -430,7 +424,7 @@ def load_optimizer(given: Any, saved: Mapping[str, Any], network: nn.Module, wei
             continue  # the model has another precision than the saved one, and its optimizer follows it
         now = optimizer.state[parameter]
         for key, value in its.items():
-            if isinstance(value, torch.Tensor) and now[key].dtype != value.dtype:
+            if isinstance(value, Tensor) and now[key].dtype != value.dtype:
                 now[key] = value.to(now[key].device)
 
 
@@ -466,11 +460,6 @@ def _load_around(given: Any, saved: Mapping[tuple[int, int, str], Any], ordered:
     with loading(f"the state of {type(given).__name__}"):
         for (number, index, key), value in saved.items():
             parameter = ordered[index]
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 value = distributed_like(value, parameter).to(parameter.device)
             wrappers[number].setdefault(parameter, {})[key] = value
-
-
-def _spread(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """The state of one parameter, sharded as the parameter is."""
-    return {key: distributed_like(v, parameter) if isinstance(v, torch.Tensor) else v for key, v in state.items()}
