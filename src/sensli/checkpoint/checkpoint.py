@@ -113,9 +113,9 @@ def check_parts(content: Mapping[str, Any], path: Any) -> None:
     for name, fine in _PARTS.items():
         if name not in content or not fine(content[name]):
             what = f"was altered: it is {brief(content[name])}" if name in content else "is missing"
-            raise CheckpointError(f"the part {name!r} of {path} {what}. Use an intact copy, or an earlier checkpoint.")
+            raise CheckpointError(f"the part {name!r} of {path} {what}. {storage.REMEDY}")
     if "shards" not in content and any(map(storage.is_missing, tensors(content))):
-        raise CheckpointError(f"the part 'shards' of {path} is missing. Use an intact copy, or an earlier checkpoint.")
+        raise CheckpointError(f"the part 'shards' of {path} is missing. {storage.REMEDY}")
 
 
 @dataclass(frozen=True)

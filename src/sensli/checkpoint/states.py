@@ -76,7 +76,9 @@ def _check_moments(
     optimizer: Optimizer, group: Mapping[str, Any], states: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]
 ) -> None:
     """Each state holds what the optimizer keeps of such a parameter after a step, or nothing."""
-    known = {few: _kept(optimizer, group, few) for few in {parameter.ndim < 2 for parameter in parameters.values()}}
+    known = {
+        few: _kept_entries(optimizer, group, few) for few in {parameter.ndim < 2 for parameter in parameters.values()}
+    }
     for index, parameter in parameters.items():
         kept = known[parameter.ndim < 2]
         if kept is None:
@@ -89,7 +91,7 @@ def _check_moments(
             _expect(fine, f"{key!r} in {place} is {brief(value)}, which does not fit {tuple(parameter.shape)}")
 
 
-def _kept(optimizer: Optimizer, group: Mapping[str, Any], few: bool) -> dict[str, str] | None:
+def _kept_entries(optimizer: Optimizer, group: Mapping[str, Any], few: bool) -> dict[str, str] | None:
     """What an optimizer of this class and with these settings keeps of a vector or a matrix: found by a step of a small one.
 
     Its constructor checks the settings on the way. None where a small one cannot be made or stepped, as the optimizer's own group shows.
@@ -220,22 +222,15 @@ def with_shards(
     # Keys are of sharded tensors only; of an optimizer that is not asked for nothing is read.
     wanted = {**content, "optimizers": content["optimizers"][: len(optimizers)]}
     parameters, weights = dict(network.named_parameters()), network.state_dict()
-    owners = {
-        storage.key_of_state(number, name, entry): parameters[name]
-        for number, saved in enumerate(wanted["optimizers"])
-        for index, name in enumerate(name for group in saved["names"] for name in group)
-        for entry in saved["state"]["state"].get(index, ())
-        if name in parameters
-    }
-    targets = {storage.key_of_weight(name): value for name, value in weights.items()}
     read: dict[str, Tensor] = {}
 
-    def target(key: str, saved: Tensor) -> Tensor:
+    def target(key: str, saved: Tensor, name: str, entry: str | None) -> Tensor:
         if storage.is_missing(saved):
-            read[key] = targets[key] if key in targets else empty_like(saved, owners.get(key))
+            its_own = entry is None and name in weights
+            read[key] = weights[name] if its_own else empty_like(saved, parameters.get(name))
         return read.get(key, saved)
 
-    wanted = storage.replaced(wanted, target)
+    wanted = storage.replace_tensors(wanted, target)
     storage.read_shards(path, content, read)
     return {
         **content,
@@ -400,7 +395,7 @@ def load_optimizer(given: Any, saved: Mapping[str, Any], network: nn.Module, wei
     optimizer = unwrapped(given)
     arrange(optimizer, saved["names"], network)
     ordered = _ordered(optimizer)
-    state, around = _parted(saved["state"])
+    state, around = _split_wrapped(saved["state"])
     check_optimizer_state(optimizer, state, ordered)
     _load_around(given, around, ordered)
     with loading(f"the state of {type(optimizer).__name__}"):
@@ -432,7 +427,7 @@ def _ordered(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parted(saved: Any) -> tuple[Any, dict[tuple[int, int, str], Any]]:
+def _split_wrapped(saved: Any) -> tuple[Any, dict[tuple[int, int, str], Any]]:
     """A saved state without what wrappers kept, and that by the wrapper, the parameter and the name."""
     around: dict[tuple[int, int, str], Any] = {}
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):

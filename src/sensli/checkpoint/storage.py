@@ -16,10 +16,10 @@ import shutil
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from sensli.text.files import ABANDONED, replacing
 FORMAT = 1
 MAGIC = b"sensli checkpoint\n"
 FILE = "checkpoint"  # its name where a checkpoint is a folder (`shards`)
+REMEDY = "Use an intact copy, or an earlier checkpoint."
 _ROOM = 160  # bytes of the JSON line, padded: it is filled in when the rest has been written
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -65,7 +66,7 @@ class _Hashed:
 class Unusable(Exception):
     """What is wrong with a file, as the rest of a sentence that begins with its path; and what to do about a checkpoint."""
 
-    def __init__(self, reason: str, remedy: str = "Use an intact copy, or an earlier checkpoint.") -> None:
+    def __init__(self, reason: str, remedy: str = REMEDY) -> None:
         super().__init__(reason)
         self.remedy = remedy
 
@@ -139,22 +140,21 @@ def read_tensors(path: str | os.PathLike[str], magic: bytes) -> tuple[dict[str, 
         content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise Unusable(
-            f"holds more than tensors and plain data, and was not loaded because that could run code: {told(error)}", ""
+            f"holds more than tensors and plain data, and was not loaded because that could run code: {reason_in(error)}",
+            "",
         ) from error
     except Exception as error:  # what torch raises for bytes that are not an archive is not a short list
-        raise Unusable(f"does not hold what torch.save wrote: {type(error).__name__}: {told(error)}") from error
+        raise Unusable(f"does not hold what torch.save wrote: {type(error).__name__}: {reason_in(error)}") from error
     if not isinstance(content, dict):
         raise Unusable(f"holds a {type(content).__name__} instead of named parts.")
     return content, found
 
 
-def told(error: Exception) -> str:
+def reason_in(error: Exception) -> str:
     """The line that says what is wrong; torch adds many that advise to load the file nevertheless."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = next(
-        (line for line in lines if "WeightsUnpickler error: " in line), lines[0] if lines else "no reason given"
-    )
-    return found.rpartition("WeightsUnpickler error: ")[2]
+    telling = [line for line in lines if "WeightsUnpickler error: " in line]
+    return (*telling, *lines, "no reason given")[0].rpartition("WeightsUnpickler error: ")[2]
 
 
 def check_plain(value: Any, place: str) -> Any:
@@ -182,11 +182,9 @@ def _plain(value: Any, place: str) -> Any:
     if kind in (dict, OrderedDict, Counter):
         pairs = [(_plain(key, f"a key of {place}"), _plain(part, f"{place}[{key!r}]")) for key, part in value.items()]
         return Counter(dict(pairs)) if kind is Counter else kind(pairs)
-    hint = (
-        "float(...) or int(...) of it"
-        if isinstance(value, (int, float))
-        else "its state_dict(), or numbers, strings and tensors"
-    )
+    hint = "its state_dict(), or numbers, strings and tensors"
+    if isinstance(value, (int, float)):
+        hint = "float(...) or int(...) of it"
     raise CheckpointError(
         f"{place} is a {kind.__module__}.{kind.__qualname__}, which only code could rebuild, and loading a checkpoint runs none. "
         f"Store {hint}."
@@ -203,31 +201,27 @@ def _plain(value: Any, place: str) -> Any:
 
 
 _START = "shards-"
-_REMEDY = "Use an intact copy, or an earlier checkpoint."
 
 
-def key_of_weight(name: str) -> str:
-    """Under which name a weight of the model is among the shards."""
-    return f"model/{name}"
+# From a key among the shards, a tensor, and the names of the weight and, of an optimizer, of what it keeps of it.
+Change: TypeAlias = Callable[[str, Tensor, str, str | None], Tensor]
 
 
-def key_of_state(number: int, name: str, entry: str) -> str:
-    """Under which name an entry of an optimizer's state of a parameter is among the shards."""
-    return f"optimizer{number}/{name}/{entry}"
+def replace_tensors(content: Mapping[str, Any], change: Change) -> dict[str, Any]:
+    """The content with each tensor of the model and the optimizers replaced by what ``change`` makes of it."""
 
+    def of(key: str, value: Any, name: str, entry: str | None = None) -> Any:
+        return change(key, value, name, entry) if isinstance(value, Tensor) else value
 
-def replaced(content: Mapping[str, Any], change: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """The content with each tensor of the model and the optimizers, known by its key, replaced by what ``change`` makes of it."""
-
-    def of(key: str, value: Any) -> Any:
-        return change(key, value) if isinstance(value, Tensor) else value
-
-    model = {name: of(key_of_weight(name), value) for name, value in content["model"].items()}
+    model = {name: of(f"model/{name}", value, name) for name, value in content["model"].items()}
     optimizers = []
     for number, saved in enumerate(content["optimizers"]):
         names = [name for group in saved["names"] for name in group]
         states = {
-            index: {entry: of(key_of_state(number, names[index], entry), value) for entry, value in its.items()}
+            index: {
+                entry: of(f"optimizer{number}/{names[index]}/{entry}", value, names[index], entry)
+                for entry, value in its.items()
+            }
             for index, its in saved["state"]["state"].items()
         }
         optimizers.append({**saved, "state": {**saved["state"], "state": states}})
@@ -241,27 +235,26 @@ def write_shards(path: str | os.PathLike[str], content: Mapping[str, Any], toget
     """Write the folder; all processes that hold shards call it at once, and what fails on one fails on all."""
     tensors: dict[str, Tensor] = {}
 
-    def taken(key: str, tensor: Tensor) -> Tensor:
+    def take(key: str, tensor: Tensor, *_: str | None) -> Tensor:
         if not hasattr(tensor, "full_tensor"):
             return tensor
         tensors[key] = tensor.detach()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    plain = {name: check_plain(value, name) for name, value in replaced(content, taken).items()}
+    plain = {name: check_plain(value, name) for name, value in replace_tensors(content, take).items()}
     target = Path(os.path.realpath(path))
     token = together.agree_on(numbered("shard", tensors), secrets.token_hex(8), last=False)[0]
     folder = target / f"{_START}{token}"
     try:
-        with _in_words(path):
-            if together.rank == 0:
-                if target.exists() and not target.is_dir():
-                    raise OSError("it is a file, and a sharded model is saved as a folder")
-                folder.mkdir(parents=True)
-            together.agree(last=False)
-            index = _write_shards(folder, tensors, together)
-            # By name and not by rank: a process may have had nothing to write.
-            own = [file.name for file in sorted(folder.glob(f"__{together.rank}_*.distcp"))]
-            files = together.agree({name: _digest(folder / name) for name in own}, last=False)
+        if together.rank == 0:
+            if target.exists() and not target.is_dir():
+                raise OSError("it is a file, and a sharded model is saved as a folder")
+            folder.mkdir(parents=True)
+        together.agree(last=False)
+        index = _write_shards(folder, tensors, together)
+        # By name and not by rank: a process may have had nothing to write.
+        own = [file.name for file in sorted(folder.glob(f"__{together.rank}_*.distcp"))]
+        files = together.agree({name: _digest(folder / name) for name in own}, last=False)
         if together.rank == 0:
             plain["shards"] = {
                 "folder": folder.name,
@@ -271,9 +264,13 @@ def write_shards(path: str | os.PathLike[str], content: Mapping[str, Any], toget
             earlier = _earlier(target)
             write(target / FILE, plain)
             _sweep(target, folder, earlier)
-    except BaseException:
+    except BaseException as error:
         if together.rank == 0 and _earlier(target) != folder.name:
             shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{path} cannot be written: {error.strerror or error}. Choose another place; an earlier checkpoint there is as it was."
+            ) from error
         raise
 
 
@@ -299,16 +296,6 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], together: Together) 
             place = metadata.storage_data[MetadataIndex(key, offsets)]
             index[key].append([list(offsets), list(size), place.relative_path, place.offset, place.length])
     return index
-
-
-@contextmanager
-def _in_words(path: Any) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written: {error.strerror or error}. Choose another place; an earlier checkpoint there is as it was."
-        ) from error
 
 
 def _earlier(target: Path) -> str | None:
@@ -355,10 +342,10 @@ def check_files(path: Any, content: Mapping[str, Any], together: Together) -> No
         try:
             found = _digest(folder / name)
         except OSError as error:
-            raise CheckpointError(f"cannot read {name} of the checkpoint {path}: {error}. {_REMEDY}") from error
+            raise CheckpointError(f"cannot read {name} of the checkpoint {path}: {error}. {REMEDY}") from error
         if found != files[name]:
             what = "is cut short" if found[0] < files[name][0] else "was altered after it was written"
-            raise CheckpointError(f"{name} of the checkpoint {path} {what}. {_REMEDY}")
+            raise CheckpointError(f"{name} of the checkpoint {path} {what}. {REMEDY}")
     together.agree(last=False)
 
 
@@ -379,7 +366,7 @@ def read_shards(path: Any, content: Mapping[str, Any], tensors: dict[str, Tensor
         cause: Any = next(iter(failures.values()))[0] if failures else error
         let_memory_through(cause)
         raise CheckpointError(
-            f"the shards of {path} cannot be read: {type(cause).__name__}: {told(cause)}. {_REMEDY}"
+            f"the shards of {path} cannot be read: {type(cause).__name__}: {reason_in(cause)}. {REMEDY}"
         ) from error
 
 
@@ -393,7 +380,7 @@ def _places(path: Any, content: Mapping[str, Any]) -> tuple[Path, dict[str, Any]
     except (TypeError, KeyError, AttributeError, IndexError):
         fine = False
     if not fine:
-        raise CheckpointError(f"the part 'shards' of {path} is missing or was altered. {_REMEDY}")
+        raise CheckpointError(f"the part 'shards' of {path} is missing or was altered. {REMEDY}")
     return Path(path) / folder, files, index
 
 
@@ -405,7 +392,7 @@ def _reader(path: Any, content: Mapping[str, Any], tensors: Mapping[str, Tensor]
     folder, _, index = _places(path, content)
     lacking = sorted(tensors.keys() - index.keys())
     if lacking:
-        raise CheckpointError(f"{path} has no shards of {lacking[0]} ({len(lacking)} such). {_REMEDY}")
+        raise CheckpointError(f"{path} has no shards of {lacking[0]} ({len(lacking)} such). {REMEDY}")
     described, places = {}, {}
     for key, tensor in tensors.items():
         chunks = []
@@ -415,7 +402,7 @@ def _reader(path: Any, content: Mapping[str, Any], tensors: Mapping[str, Tensor]
         # torch's loader does not mind a part of a tensor that no shard covers: it would stay as it is.
         if sum(chunk.sizes.numel() for chunk in chunks) != tensor.numel():
             raise CheckpointError(
-                f"the shards of {key} in {path} do not make up a whole of {tuple(tensor.shape)}. {_REMEDY}"
+                f"the shards of {key} in {path} do not make up a whole of {tuple(tensor.shape)}. {REMEDY}"
             )
         properties = parts.TensorProperties(dtype=tensor.dtype)
         described[key] = parts.TensorStorageMetadata(properties, tensor.shape, chunks)

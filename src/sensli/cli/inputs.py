@@ -138,7 +138,7 @@ def read_batches(path: Path) -> list[Any]:
         raise
     except Exception as error:
         raise BadExample(
-            f"'{path}' cannot be read as a batch: {type(error).__name__}: {storage.told(error)}. Give a dict or a tuple of tensors "
+            f"'{path}' cannot be read as a batch: {type(error).__name__}: {storage.reason_in(error)}. Give a dict or a tuple of tensors "
             "written by torch.save, or a .safetensors file."
         ) from error
     if isinstance(found, Tensor) or (isinstance(found, list) and found and all(isinstance(x, Tensor) for x in found)):
