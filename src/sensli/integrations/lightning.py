@@ -28,7 +28,7 @@ from sensli.modules.running import count_samples
 from sensli.modules.wrappers import bare
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history import History
-from sensli.surgery.rewinding import carried, rewind
+from sensli.surgery.rewinding import carried_history, rewind
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -64,7 +64,7 @@ def grow_like(module: LightningModule, checkpoint: dict[str, Any]) -> None:
 def _grow_like(module: LightningModule, checkpoint: dict[str, Any], averaged: Averaged = None) -> None:
     for state in (*checkpoint.get("callbacks", {}).values(), checkpoint.get(_WEIGHTS_ONLY)):
         if isinstance(state, dict) and isinstance(state.get("grower"), dict):
-            rewind(module, carried(module), _history_of(state), averaged=averaged)
+            rewind(module, carried_history(module), _history_of(state), averaged=averaged)
             return
 
 

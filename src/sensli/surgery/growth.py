@@ -114,12 +114,12 @@ class Outputs:
         allowed = site.move.tolerance
         try:
             now = _run(model, self.given, layers)
-            distance = _moved(self.plain, now, allowed)
+            distance = _distance(self.plain, now, allowed)
             # A model that draws in a loop over its blocks (LayerDrop) draws once more now, and every later mask is another one. Only where
             # the numbers drawn were the same is a difference the layer's doing.
             other_masks = not random_state.same(self.plain.drawn, now.drawn)
             if distance and other_masks and self.without_dropout is not None:
-                distance = _moved(self.without_dropout, _run(model, self.given, layers, dropout=False), allowed)
+                distance = _distance(self.without_dropout, _run(model, self.given, layers, dropout=False), allowed)
         except Exception as error:
             let_memory_through(error)
             raise FunctionChanged(
@@ -149,7 +149,7 @@ def _run(model: nn.Module, given: Any, layers: Sequence[nn.Module] = (), *, drop
             handle.remove()
 
 
-def _moved(before: OutputRun, after: OutputRun, allowed: float | None) -> float:
+def _distance(before: OutputRun, after: OutputRun, allowed: float | None) -> float:
     """By how much the outputs differ, relative to their size; 0 within what is allowed: rounding, in double precision not even that."""
     if [t.shape for t in before.tensors] != [t.shape for t in after.tensors]:
         return float("inf")
@@ -236,7 +236,7 @@ def grow(
         rates = plan_rate_scaling(optimizer, scheduler, lr_scale)
         own = None if own_rate is None else plan_own_rate(optimizer, scheduler, joining, own_rate)
         together.agree(last=False)  # before sharded parameters and states are gathered, for which all ranks are needed
-        resting = _resting(network) if freeze_rest else []
+        resting = _to_freeze(network) if freeze_rest else []
         resizing.build()
         number = 1 + max((number for number, _, _ in grown(network)), default=0)
         before = Outputs.of(network, check) if check is not None else None
@@ -260,8 +260,8 @@ def grow(
             name=edit.name,
             parameters=tuple(new.name for new in edit.new),
             resized=tuple(Resized(each.name, each.old_shape, each.new_shape) for each in edit.resized),
-            renames=edit.renames,
-            beside=edit.beside,
+            renames=dict(edit.renames),
+            beside=dict(edit.beside),
             rates=rates if rates.changes else None,
             own_rate=own,
             frozen=_freeze(network, resting),
@@ -298,13 +298,18 @@ def _refuse_parts(edit: Edit, freeze_rest: bool, own_rate: float | None) -> None
         )
 
 
-def _resting(model: nn.Module) -> list[nn.Parameter]:
+def carried_growths(model: nn.Module) -> list[Growth]:
+    """The records of its growths that a model carries itself, oldest first. One growth may have made several modules."""
+    records = {number: told(module, number) for number, _, module in grown(model) if told(module, number)}
+    return [records[number] for number in sorted(records)]
+
+
+def _to_freeze(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that train now and will not beside a new layer: all but those of layers that came to train alone, or not at all yet.
 
     Every new layer has parameters that begin at zero. One that rests before it has trained would have no effect for ever.
     """
-    records = sorted((number, told(module, number)) for number, _, module in grown(model))
-    growths = [growth for _, growth in records if growth is not None]
+    growths = carried_growths(model)
     named = dict(model.named_parameters())
     of = {id(named[name]): growth.number for name, growth in names_of_today(growths).items() if name in named}
     training = [parameter for parameter in own_parameters(model) if parameter.requires_grad]

@@ -10,11 +10,11 @@ from torch import nn
 from sensli.errors import HistoryError
 from sensli.modules.copies import copied_model
 from sensli.modules.engines.all_or_nothing import AllOrNothing
-from sensli.modules.grown import count_growths, grown, told
+from sensli.modules.grown import count_growths
 from sensli.modules.running import without_inference_mode
 from sensli.modules.wrappers import bare
 from sensli.surgery.averaging import Averaged, check_alike, follow, kept_of, unfollow
-from sensli.surgery.growth import repeat, undo
+from sensli.surgery.growth import carried_growths, repeat, undo
 from sensli.surgery.history import Growth, History
 from sensli.surgery.optimizers import Optimizers, as_optimizers
 from sensli.surgery.rates import Schedulers, as_schedulers
@@ -51,15 +51,15 @@ def rewind(
             now.append(growth)
 
 
-def carried(model: nn.Module) -> History:
+def carried_history(model: nn.Module) -> History:
     """The growths of a model, from the records that it carries itself."""
-    found = sorted((number, told(module, number)) for number, _, module in grown(model) if told(module, number))
-    if len(found) != count_growths(model):
+    found, count = carried_growths(model), count_growths(model)
+    if len(found) != count:
         raise HistoryError(
-            f"this {type(model).__name__} has grown {count_growths(model)} times, but carries {len(found)} records. Give the small model "
+            f"this {type(model).__name__} has grown {count} times, but carries {len(found)} records. Give the small model "
             "that growing began with."
         )
-    return History(growth for _, growth in found)
+    return History(found)
 
 
 def _go(model: nn.Module, gone: list[Growth], new: list[Growth], averaged: Averaged = None, **followers: Any) -> None:
