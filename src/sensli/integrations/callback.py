@@ -19,7 +19,7 @@ from sensli.merits.merits import Merits
 from sensli.modules import checks
 from sensli.modules.flops import count_flops
 from sensli.modules.wrappers import bare, is_average, own_parameters
-from sensli.surgery.averaging import Copies, as_list, averaged_parts, check_alike, network_of, same_values
+from sensli.surgery.averaging import Copies, as_averages, averaged_parts, check_alike, network_of, same_values
 from sensli.text.commands import UNMEASURED
 
 # ---- What the callbacks of different trainers do at a look: a loss step in place of forward, and what is logged.
@@ -265,7 +265,7 @@ class GrowingCallback:
             check_trial(self.options.trial)
         self.grower: Grower | None = None  # made when there is a batch
         # Those that are given and those that other callbacks keep. The Grower has this list itself: one may come later.
-        self._averages = as_list(self._given.pop("averaged", None))
+        self._averages = as_averages(self._given.pop("averaged", None))
         self._given_averages = tuple(self._averages)
         self._copies: Copies | None = None  # those that the model had before its first step
         self._loaded: dict[str, Any] | None = None  # the state from a checkpoint, until the grower has it

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import permutations
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ def check_alike(model: nn.Module, averaged: Averaged) -> None:
     """Refuse an average that is not one of this model or of a part of it, before anything changes; those in the model count too."""
     own = bare(model)
     inside = averages_in(own)
-    for average in as_list(averaged):
+    for average in as_averages(averaged):
         if not any(average is each for each in inside.values()):
             _remember(own, average, "averaged= holds")
     for path, average in inside.items():
@@ -49,7 +49,7 @@ def check_alike(model: nn.Module, averaged: Averaged) -> None:
 
 def follow(averaged: Averaged, growth: Growth, model: nn.Module) -> None:
     """Make the growth of the model in each average, at the same place; what is new begins as the model's."""
-    own, averages, taking = bare(model), as_list(averaged), list[Any]()
+    own, averages, taking = bare(model), as_averages(averaged), list[Any]()
     with Together(own if averages and is_sharded(own) else None, "let the averages follow") as together:
         for average in averages:
             if not _has_made(average, growth, own):  # one that the model holds has grown with it
@@ -59,20 +59,20 @@ def follow(averaged: Averaged, growth: Growth, model: nn.Module) -> None:
         _take_values(target, again, own, trains)
 
 
-def unfollow(averaged: Averaged, growth: Growth, model: nn.Module | None = None) -> None:
-    """Take the last growth back in each average that has made it. The model, needed for averages of its parts, still has it."""
-    own = None if model is None else bare(model)
-    for average in as_list(averaged):
+def unfollow(averaged: Averaged, growth: Growth, model: nn.Module) -> None:
+    """Take the last growth back in each average that has made it. The model still has it."""
+    own = bare(model)
+    for average in as_averages(averaged):
         if _has_made(average, growth, own):
             network = network_of(average)
             source = _source(own, network)
-            target = network if source is None or source[1] is own else _around(own, source[1], network)
+            target = _around(own, source[1], network) if _is_part(source, own) else network
             undo(target, growth)
             if not any(module is network for module in target.modules()):
-                _become(average, _anchor(network), source)
+                _become(average, network.get_submodule("anchor"), source)
 
 
-def as_list(averaged: Averaged) -> list[nn.Module]:
+def as_averages(averaged: Averaged) -> list[nn.Module]:
     """The averages; what is none is refused."""
     several = isinstance(averaged, Sequence) and not isinstance(averaged, str)
     given: Any = averaged if several else [] if averaged is None else [averaged]
@@ -83,7 +83,7 @@ def as_list(averaged: Averaged) -> list[nn.Module]:
 
 def kept_of(averaged: Averaged) -> list[nn.Module]:
     """What a change keeps of averages: themselves, and the networks that a wrapper may hide."""
-    averages = as_list(averaged)
+    averages = as_averages(averaged)
     return [*averages, *map(network_of, averages)]
 
 
@@ -152,17 +152,19 @@ def same_values(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a.detach(), b.detach().to(a)) for a, b in pairs)
 
 
-def _source(own: nn.Module | None, network: nn.Module) -> tuple[str, nn.Module] | None:
+_Source: TypeAlias = tuple[str, nn.Module]
+
+
+def _source(own: nn.Module, network: nn.Module) -> _Source | None:
     """What a network is known to be an average of, in this model: with the layers that stand around it since."""
-    if own is None:
-        return None
     known = _SOURCES.get(network)
     found = None if known is None else known.find(own)
     if found is None:
         parts = averaged_parts(own, network)  # in a copy of the model, say
-        if len(parts) == 1:
-            _SOURCES[network] = Ref.to(*parts[0])
-        return parts[0] if len(parts) == 1 else None
+        if len(parts) != 1:
+            return None
+        _SOURCES[network] = Ref.to(*parts[0])
+        return parts[0]
     path, module = found
     while path.endswith("anchor") and isinstance(own.get_submodule(path.rpartition(".")[0]), Chain):
         path = path.rpartition(".")[0]
@@ -170,64 +172,59 @@ def _source(own: nn.Module | None, network: nn.Module) -> tuple[str, nn.Module] 
     return path, module
 
 
-def _has_made(average: nn.Module, growth: Growth, own: nn.Module | None) -> bool:
+def _is_part(source: _Source | None, own: nn.Module) -> TypeGuard[_Source]:
+    """Whether this is a part of the model, and not all of it."""
+    return source is not None and source[1] is not own
+
+
+def _has_made(average: nn.Module, growth: Growth, own: nn.Module) -> bool:
     network = network_of(average)
-    source, path, name = _source(own, network), "", growth.name
-    if source is not None and source[1] is not own:
-        path = f"{source[0]}."
+    source, name = _source(own, network), growth.name
+    if _is_part(source, own):
         if _form(network) != _form(source[1]):
             return False
-        if not name.startswith(path):
+        if not name.startswith(f"{source[0]}."):
             return True  # elsewhere: there is no more to make
-    numbers = {name for number, name, _ in grown(network) if number == growth.number}
-    return name.removeprefix(path) in numbers
+        name = name.removeprefix(f"{source[0]}.")
+    return any(number == growth.number and path == name for number, path, _ in grown(network))
 
 
 def _grow(average: nn.Module, growth: Growth, own: nn.Module) -> tuple[nn.Module, Growth, bool]:
     """The same growth once more in one average. What it grew in, and what `_take_values` needs."""
     network = network_of(average)
     trains = any(parameter.requires_grad for parameter in network.parameters())
-    source, target = _source(own, network), network
-    if source is not None and source[1] is not own:
-        # The model as it was before, with the average in the place of its source: what else grew with it grows in a copy.
-        before = copied_model(own, _without_averages(own))
-        part = before.get_submodule(_SOURCES[network].find(own)[0])  # type: ignore[index]
-        undo(before, growth)
-        target = _around(before, part, network)
+    source = _source(own, network)
+    if not _is_part(source, own):
+        return network, repeat(network, growth), trains
+    # The model as it was before, with the average in the place of its source: what else grew with it grows in a copy.
+    before = copied_model(own, _without_averages(own))
+    part = before.get_submodule(_SOURCES[network].find(own)[0])  # type: ignore[index]
+    undo(before, growth)
+    target = _around(before, part, network)
     again = repeat(target, growth)
-    if source is not None and source[1] is not own:
-        _become(average, target.get_submodule(source[0]), source)
+    _become(average, target.get_submodule(source[0]), source)
     return target, again, trains
 
 
-def _become(average: Any, network: nn.Module, source: tuple[str, nn.Module] | None) -> None:
+def _become(average: Any, network: nn.Module, source: _Source | None) -> None:
     """The averaged network is another one from now on, if a layer went around it or was taken away."""
     if source is None or network_of(average) is network:
         return
     path, module = source
     average.module = network
-    _SOURCES[network] = Ref.to(path, module if isinstance(network, Chain) else _anchor(module))
-
-
-def _anchor(chain: nn.Module) -> nn.Module:
-    return chain.get_submodule("anchor")
+    _SOURCES[network] = Ref.to(path, module if isinstance(network, Chain) else module.get_submodule("anchor"))
 
 
 def _without_averages(own: nn.Module) -> dict[int, Any]:
     return {id(average): nn.Identity() for average in averages_in(own).values()}
 
 
-def _around(model: nn.Module | None, part: nn.Module, network: nn.Module) -> nn.Module:
+def _around(model: nn.Module, part: nn.Module, network: nn.Module) -> nn.Module:
     """A copy of the model with an average in the place of the part that it averages."""
-    assert model is not None
     instead = _without_averages(model)
-    for mine, its in (
-        (part.named_modules(remove_duplicate=False), network.named_modules(remove_duplicate=False)),
-        (part.named_parameters(remove_duplicate=False), network.named_parameters(remove_duplicate=False)),
-        (part.named_buffers(remove_duplicate=False), network.named_buffers(remove_duplicate=False)),
-    ):
-        there: dict[str, Any] = dict(its)
-        instead.update({id(value): there[name] for name, value in mine if name in there})
+    for kind in ("named_modules", "named_parameters", "named_buffers"):
+        mine, its = (dict(getattr(each, kind)(remove_duplicate=False)) for each in (part, network))
+        instead.update({id(value): its[name] for name, value in mine.items() if name in its})
     return copied_model(model, instead)
 
 
@@ -235,9 +232,11 @@ def _take_values(target: nn.Module, growth: Growth, model: nn.Module, trains: bo
     """Give what is new in an average the values that it has in the model. Copies are of what is there in the average."""
     edit = growth.site.move.made(target, growth.site, target.get_submodule(growth.name), growth.name)
     with torch.no_grad():
-        if not edit.copies:
-            _copy(target.get_submodule(growth.name), model.get_submodule(growth.name), growth)
-        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if growth.parameters and not edit.copies:
+            values = _values(model.get_submodule(growth.name))
+            for name, tensor in _values(edit.module).items():
+                tensor.copy_(sharded_like(whole(values[name]).to(tensor.device, tensor.dtype), tensor))
+        values = _values(model)
         for each in edit.resized:
             old, value = whole(each.tensor), whole(values[each.name])
             each.tensor.copy_(sharded_like(torch.where(is_own(each), old, value.to(old)), each.tensor))
@@ -246,13 +245,8 @@ def _take_values(target: nn.Module, growth: Growth, model: nn.Module, trains: bo
     edit.settled()
 
 
-def _copy(new: nn.Module, values: nn.Module, growth: Growth) -> None:
-    """The values of a module that the growth has made."""
-    if not growth.parameters:
-        return
-    theirs: dict[str, Tensor] = {**dict(values.named_parameters()), **dict(values.named_buffers())}
-    for name, tensor in (*new.named_parameters(), *new.named_buffers()):
-        tensor.copy_(sharded_like(whole(theirs[name]).to(tensor.device, tensor.dtype), tensor))
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 # ---- Averages that a model keeps and its owner updates by hand: they cannot follow a growth, and are recognised by what

@@ -23,7 +23,7 @@ from sensli.text.tables import html_table
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# ---- The record of one growth: plain data that goes to JSON and comes back.
+# ---- One growth.
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,18 @@ class Growth(Plain):
 
     _needed: ClassVar[tuple[str, ...]] = ("site", "number", "name", "parameters", "renames", "rates", "details")
 
-    site: Site  # with the path that the anchor had at that moment
-    number: int  # 1 for the first growth of a model
-    name: str  # path of the module that is new or has changed
-    parameters: tuple[str, ...]  # names of the new parameters
-    resized: tuple[Resized, ...] = ()  # what got another shape
-    renames: Mapping[str, str] = field(default_factory=dict)  # old to new, for names that the container could not keep
-    beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the neighbours' parameters
-    rates: RateScaling | None = None  # what the learning-rate factor changed
-    own_rate: OwnRate | None = None  # its separate groups
-    frozen: tuple[str, ...] = ()  # names of the parameters that were trained before and rest since
-    # a later growth that freezes the rest does not freeze this one
+    site: Site
+    number: int
+    name: str
+    parameters: tuple[str, ...]
+    resized: tuple[Resized, ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rates: RateScaling | None = None
+    own_rate: OwnRate | None = None
+    frozen: tuple[str, ...] = ()
     freeze_rest: bool = field(default=False, metadata={"sparse": True})
-    details: Mapping[str, Any] = field(default_factory=dict)  # when and why it was chosen: epoch or step, merit, ratio
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"growth {self.number}: {self._what}" + because(self.details)
@@ -188,7 +187,7 @@ def names_of_today(growths: Iterable[Growth]) -> dict[str, Growth]:
     return names
 
 
-# ---- The record of all growths of a model: plain data that goes to JSON and comes back.
+# ---- All growths of a model.
 
 
 FORMAT = 1

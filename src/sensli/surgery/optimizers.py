@@ -97,9 +97,8 @@ class Joining:
     places: tuple[tuple[New, Optimizer, Group], ...]
     groups: tuple[Group, ...]
     renames: Mapping[str, str]
-    around: Mapping[
-        int, Sequence[tuple[Any, States]]
-    ]  # by the identity of an optimizer: what wrappers of it keep themselves
+    # By the identity of an optimizer: what wrappers of it keep themselves.
+    around: Mapping[int, Sequence[tuple[Any, States]]]
 
     def apply(self) -> None:
         _rename(self.groups, self.renames)
@@ -134,9 +133,8 @@ def plan_joining(
     chosen = _chosen_group(known, group)
     # by the identity of a parameter: a scan for each would take long
     holders: dict[int, list[tuple[Optimizer, Group]]] = {}
-    for pair in pairs:
-        for parameter in pair[1]["params"]:
-            holders.setdefault(id(parameter), []).append(pair)
+    for optimizer, its, parameter in _held(known):
+        holders.setdefault(id(parameter), []).append((optimizer, its))
     places = tuple((newcomer, *_place(newcomer, pairs, holders, chosen)) for newcomer in newcomers) if known else ()
     around = {id(unwrapped(given)): states_of(given)[:-1] for given in as_list(optimizers)}
     return Joining(places, tuple(its for _, its in pairs), dict(renames or {}), around)
@@ -145,17 +143,15 @@ def plan_joining(
 def check_able(optimizers: Iterable[Optimizer]) -> None:
     """Refuse the optimizers whose state cannot follow any growth."""
     for optimizer in optimizers:
-        for kind in kinds(optimizer) & _REFUSED.keys():
-            raise OptimizerError(
-                f"{called(optimizer)} cannot follow a growth: {_REFUSED[kind]}. Use another optimizer (AdamW, "
-                "SGD, ...), or grow without optimizer= and rebuild it for the grown model."
-            )
+        reasons = [_REFUSED[kind] for kind in kinds(optimizer) & _REFUSED.keys()]
         for key, value in optimizer.state.items():
             if not isinstance(key, Tensor) and any(each.numel() > 1 for each in tensors_in(value)):
-                raise OptimizerError(
-                    f"{called(optimizer)} cannot follow a growth: it keeps tensors under {key!r}, which belongs to no parameter. Use "
-                    "another optimizer (AdamW, SGD, ...), or grow without optimizer= and rebuild it for the grown model."
-                )
+                reasons.append(f"it keeps tensors under {key!r}, which belongs to no parameter")
+        if reasons:
+            raise OptimizerError(
+                f"{called(optimizer)} cannot follow a growth: {reasons[0]}. Use another optimizer (AdamW, "
+                "SGD, ...), or grow without optimizer= and rebuild it for the grown model."
+            )
 
 
 def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Group | None = None) -> None:
@@ -168,8 +164,7 @@ def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Grou
 def check_own(model: nn.Module, known: Sequence[Optimizer]) -> None:
     """Refuse optimizers of another model."""
     own = {id(parameter) for parameter in model.parameters()}
-    held = (id(parameter) for optimizer in known for its in optimizer.param_groups for parameter in its["params"])
-    if known and own.isdisjoint(held):
+    if known and own.isdisjoint(id(parameter) for _, _, parameter in _held(known)):
         names = ", ".join(map(called, known))
         raise OptimizerError(
             f"optimizer={names} contains no parameter of this {called(model)}, so it belongs to another model, or was built before the "
@@ -201,6 +196,14 @@ def leave(
 def as_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
     """One optimizer, several, or none, as a tuple, each without a wrapper of Lightning or accelerate."""
     return tuple(unwrapped(each) for each in as_list(given))
+
+
+def _held(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, Group, nn.Parameter]]:
+    """Which optimizer has which parameter in which group."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield optimizer, group, parameter
 
 
 def check_needed(optimizers: Optimizers, **asked: bool) -> None:
@@ -286,9 +289,8 @@ def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tupl
     group = check_group(group)
     if isinstance(group, dict):
         for optimizer in known:
-            for its in optimizer.param_groups:
-                if its is group:
-                    return optimizer, its
+            if any(its is group for its in optimizer.param_groups):
+                return optimizer, group
         raise OptimizerError(
             f"group must be {_GROUP}, got a dict that is not a group of {', '.join(map(called, known))}. "
             "A copy of a group is a different group."
@@ -300,12 +302,10 @@ def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tupl
         )
     groups = known[0].param_groups
     if group >= len(groups):
-        raise OptimizerError(f"group={group} is out of range: {called(known[0])} has {_counted(len(groups))}.")
+        last = len(groups) - 1
+        count = f"{last + 1} parameter groups (0 to {last})" if last else "1 parameter group (0)"
+        raise OptimizerError(f"group={group} is out of range: {called(known[0])} has {count}.")
     return known[0], groups[group]
-
-
-def _counted(groups: int) -> str:
-    return "1 parameter group (0)" if groups == 1 else f"{groups} parameter groups (0 to {groups - 1})"
 
 
 def _place(
@@ -436,102 +436,88 @@ class _Gradient:
     """What a parameter has gathered so far, before and after: the edit drops it, because it has the old shape."""
 
     of: Resize
-    parameter: nn.Parameter
-    old: Tensor | None
     back: bool
-    new: Tensor | None = None
+    new: Tensor | None = None  # before `build`, or without a gradient: none
     lost: tuple[Tensor, ...] = ()
 
     def build(self) -> None:
-        if self.old is None:
+        old = self.of.tensor.grad
+        if old is None:
             return
-        dense = whole(self.old).to_dense()  # that of an embedding may be sparse
+        dense = whole(old).to_dense()  # that of an embedding may be sparse
         if self.back:
             new = self.of.shrunk(dense, back=self.of.lost.get(_GRADIENT, 0.0))
         else:
             new, self.lost = self.of.stretched(dense), self.of.taken(dense)
-        self.new = sharded_like(like_layout(new, dense), self.old)
+        self.new = sharded_like(like_layout(new, dense), old)
 
     def apply(self) -> None:
         if self.lost:
             self.of.lost[_GRADIENT] = self.lost
-        self.parameter.grad = self.new
-
-    def settle(self) -> None:
-        if self.of.new_shape != self.of.old_shape:
-            _new_accumulator(self.parameter)
+        self.of.tensor.grad = self.new
 
 
 @dataclass(frozen=True, eq=False)
 class Resizing:
     """What becomes of the states and gradients of resized parameters; nothing has changed before `apply`."""
 
-    changes: tuple[_Change, ...]
-    gradients: tuple[_Gradient, ...]
+    states: Sequence[_Change]
+    gradients: Sequence[_Gradient]
+
+    @property
+    def _all(self) -> list[_Change | _Gradient]:
+        return [*self.states, *self.gradients]
 
     def build(self) -> None:
         """Make room, before the parameters change; with sharded models all ranks come here."""
-        _tell_copies(self.changes)
-        for change in self.changes:
-            change.build()
-        for each in self.gradients:
+        _tell_copies(self.states)
+        for each in self._all:
             each.build()
 
     def apply(self) -> None:
         """After the parameters have changed."""
-        for change in self.changes:
-            change.apply()
-        for each in self.gradients:
+        for each in self._all:
             each.apply()
 
     def settle(self) -> None:
         """After all ranks have agreed: DistributedDataParallel has to be rebuilt from here on."""
         for each in self.gradients:
-            each.settle()
+            if each.of.new_shape != each.of.old_shape:
+                _new_accumulator(each.of.tensor)
 
 
 def plan_resizing(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing:
     """What the optimizers keep of each parameter with the parameter's new shape. Refuses what it does not understand."""
-    known, parameters = as_optimizers(optimizers), [each for each in resized if each.is_parameter]
+    known, parameters = as_optimizers(optimizers), {id(each.tensor): each for each in resized if each.is_parameter}
     check_able(known)
-    if known and parameters and not any(True for _ in _held(known, parameters)):
-        names = ", ".join(each.name for each in parameters[:2])
+    if known and parameters and not any(id(parameter) in parameters for _, _, parameter in _held(known)):
+        names = ", ".join(each.name for each in list(parameters.values())[:2])
         raise OptimizerError(
             f"none of the parameters that would get new entries ({names}, ...) is in {', '.join(map(called, known))}, so nothing "
             "would train them. Add them to the optimizer, or grow without optimizer=."
         )
-    changes = tuple(_changes(optimizers, parameters, back=False))
-    return Resizing(changes, _gradients(parameters, back=False))
+    return _plan(optimizers, resized, back=False)
 
 
 def plan_shrinking(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing:
     """The way back: of all states the old entries. A state that did not follow has no others, and stays."""
-    parameters = [each for each in resized if each.is_parameter]
-    changes = tuple(_changes(optimizers, parameters, back=True))
-    return Resizing(changes, _gradients(parameters, back=True))
+    return _plan(optimizers, resized, back=True)
 
 
-def _held(optimizers: Sequence[Optimizer], parameters: Sequence[Resize]) -> Iterator[tuple[Optimizer, Group, Resize]]:
-    """Which optimizer has which parameter in which group."""
-    by_id = {id(each.tensor): each for each in parameters}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in by_id:
-                    yield optimizer, group, by_id[id(parameter)]
-
-
-def _changes(optimizers: Optimizers, parameters: Sequence[Resize], *, back: bool) -> Iterator[_Change]:
+def _plan(optimizers: Optimizers, resized: Sequence[Resize], *, back: bool) -> Resizing:
+    parameters, changes = {id(each.tensor): each for each in resized if each.is_parameter}, list[_Change]()
     for given in as_list(optimizers):
-        for (_, group, each), (optimizer, states) in product(_held(as_optimizers(given), parameters), states_of(given)):
+        held = [(group, parameters[id(p)]) for _, group, p in _held(as_optimizers(given)) if id(p) in parameters]
+        for (group, each), (optimizer, states) in product(held, states_of(given)):
             state = states.get(each.tensor, {})
+            shape = each.new_shape if back else each.old_shape
             for key, value in state.items():
                 along = _along(optimizer, each, key, value, back=back)
                 if along:
-                    copy = tuple(value.shape) == (each.new_shape if back else each.old_shape) and is_copy(
-                        optimizer, key
-                    )
-                    yield _Change(optimizer, state, key, each, along, _fill(optimizer, group, key, value), back, copy)
+                    copy = tuple(value.shape) == shape and is_copy(optimizer, key)
+                    fill = _fill(optimizer, group, key, value)
+                    changes.append(_Change(optimizer, state, key, each, along, fill, back, copy))
+    return Resizing(changes, [_Gradient(each, back) for each in parameters.values()])
 
 
 def _tell_copies(changes: Iterable[_Change]) -> None:
@@ -607,15 +593,7 @@ def _mean(stretch: Stretch | Exchange, tensor: Tensor) -> Tensor:
     return (left if left.numel() else tensor).mean(stretch.dim, keepdim=True).expand(shape)
 
 
-def _gradients(parameters: Sequence[Resize], *, back: bool) -> tuple[_Gradient, ...]:
-    found = []
-    for each in parameters:
-        assert isinstance(each.tensor, nn.Parameter)
-        found.append(_Gradient(each, each.tensor, each.tensor.grad, back))
-    return tuple(found)
-
-
-def _new_accumulator(parameter: nn.Parameter) -> None:
+def _new_accumulator(parameter: Tensor) -> None:
     """Let autograd take notice of the new shape, which it does not by itself as long as a graph with the old one is alive."""
     if hasattr(parameter, "full_tensor"):
         return  # a sharded parameter takes part in no graph: the whole ones, made for each pass, do
@@ -629,7 +607,7 @@ def _new_accumulator(parameter: nn.Parameter) -> None:
     parameter.data = value
 
 
-def _check_gradient(parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
+def _check_gradient(parameter: Tensor, gradients: tuple[Tensor | None, ...]) -> None:
     """Of a graph from before a change of the shape: torch would store a gradient that does not fit."""
     if gradients[0] is not None and gradients[0].shape != parameter.shape:
         raise RuntimeError(

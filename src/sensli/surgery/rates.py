@@ -31,6 +31,7 @@ Schedulers: TypeAlias = LRScheduler | Sequence[LRScheduler] | None
 
 GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three come from OneCycleLR and SWALR
 _RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs")  # of schedulers: one per group, in units of a learning rate
+_FLOORS = ("default_min_lr", "eta_min")
 _OTHERS = ("lr_lambdas", "base_momentums", "max_momentums")  # one per group, in other units
 
 
@@ -127,30 +128,23 @@ def _undriven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]
 def _rate_changes(
     optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], factor: float
 ) -> Iterator[RateChange]:
-    def change(holder: str, index: int, key: str, group: int | None, value: Any) -> Iterator[RateChange]:
+    rates: list[tuple[str, int, str, int | None, Any]] = []
+    for index, optimizer in enumerate(optimizers):
+        for i, group in enumerate(optimizer.param_groups):
+            rates += [("optimizer", index, key, i, group.get(key)) for key in GROUP_RATES]
+    for index, scheduler in enumerate(schedulers):
+        for key in (*_RATES, *_FLOORS, *(["eps"] if isinstance(scheduler, ReduceLROnPlateau) else [])):
+            value = getattr(scheduler, key, None)
+            if isinstance(value, list):
+                rates += [("scheduler", index, key, i, each) for i, each in enumerate(value)]
+            else:
+                rates.append(("scheduler", index, key, None, value))
+    for holder, index, key, its_group, value in rates:
         if value is not None:
             new = _number(value) * factor
             if isinstance(value, Tensor):  # what it will hold in its own precision: `revert` compares with that
                 new = _number(torch.tensor(new, dtype=value.dtype, device="cpu"))
-            yield RateChange(holder, index, key, group, _number(value), new)
-
-    for index, optimizer in enumerate(optimizers):
-        for i, group in enumerate(optimizer.param_groups):
-            for key in GROUP_RATES:
-                yield from change("optimizer", index, key, i, group.get(key))
-    for index, scheduler in enumerate(schedulers):
-        for key in (
-            *_RATES,
-            "default_min_lr",
-            "eta_min",
-            *(("eps",) if isinstance(scheduler, ReduceLROnPlateau) else ()),
-        ):
-            value = getattr(scheduler, key, None)
-            if isinstance(value, list):
-                for i, each in enumerate(value):
-                    yield from change("scheduler", index, key, i, each)
-            else:
-                yield from change("scheduler", index, key, None, value)
+            yield RateChange(holder, index, key, its_group, _number(value), new)
 
 
 def as_schedulers(given: Schedulers) -> tuple[LRScheduler, ...]:

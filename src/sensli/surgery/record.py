@@ -165,16 +165,16 @@ class Look(Plain):
     call: int
     tau: float
     select: str
-    reason: str  # one sentence: why this site, or why none
+    reason: str
     norm: str | None = None
     batches: int = 0
     samples: int | None = None
-    merits: tuple[SiteMerit, ...] = ()  # best first
-    inserted: tuple[int, ...] = ()  # numbers of the growths
-    chosen: tuple[int, ...] = ()  # which of the merits went in, in the same order
-    parameters: int | None = None  # of the model before the look
-    flops: int | None = None  # likewise, per sample, counted only where it grew
-    added: tuple[int, ...] = ()  # parameters; of two widths at once the second may cost more than it would have alone
+    merits: tuple[SiteMerit, ...] = ()
+    inserted: tuple[int, ...] = ()
+    chosen: tuple[int, ...] = ()
+    parameters: int | None = None
+    flops: int | None = None
+    added: tuple[int, ...] = ()  # of two widths at once the second may cost more than it would have alone
     per: str | None = None
     unit: str = "epoch"
     tried: Tried | None = None
@@ -258,9 +258,9 @@ class Record(Plain):
     _needed = ("looks", "metrics", "outlines", "stride", "calls")
 
     looks: list[Look] = field(default_factory=list)
-    metrics: list[tuple[int, float | None]] = field(default_factory=list)  # (call, metric)
-    outlines: list[tuple[int, tuple[Unit, ...]]] = field(default_factory=list)  # (call, layers from then on)
-    stride: int = 1  # of the metrics kept
+    metrics: list[tuple[int, float | None]] = field(default_factory=list)
+    outlines: list[tuple[int, tuple[Unit, ...]]] = field(default_factory=list)
+    stride: int = 1
     calls: int = 0
     unit: str = "epoch"
     metric: str | None = None
@@ -398,11 +398,9 @@ def reason_of(
     ratio, whose = (best.ratio, "the largest merit, ") if control else (first.ratio, "")
     if rule:
         ratio, whose = max(_stack(merits, first), key=lambda each: each.value).ratio, "the largest merit there, "
-    passed = (
-        f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
-        if ratio is not None
-        else ""
-    )
+    passed = ""
+    if ratio is not None:
+        passed = f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
     what = "growths" if any(each.site.kind == "units" for each in chosen) else "layers"
     more = f" ({len(chosen)} {what} at once)" if len(chosen) > 1 else ""
     return f"{ground}{passed}{more}"
@@ -411,8 +409,6 @@ def reason_of(
 def _ahead(first: float, second: float) -> str:
     if second <= 0 or first == second:
         return ""
-    return (
-        f", {first / second:.2g} times the next"
-        if first >= 1.5 * second
-        else f", {100 * (first / second - 1):.1f} % ahead of the next"
-    )
+    if first >= 1.5 * second:
+        return f", {first / second:.2g} times the next"
+    return f", {100 * (first / second - 1):.1f} % ahead of the next"
