@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from sensli.errors import HistoryError, WrongType, brief
@@ -79,10 +79,20 @@ class Growth(Plain):
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"growth {self.number}: {self._what}" + because(self.details)
+        return f"growth {self._line}"
 
     def __repr__(self) -> str:
-        return f"Growth({self.number}: {self._what}{because(self.details)})"
+        return f"Growth({self._line})"
+
+    @property
+    def _line(self) -> str:
+        """What has grown, when, and why there."""
+        why = [f"{unit} {self.details[unit]}" for unit in UNITS if unit in self.details]
+        if "merit" in self.details:
+            why.append(f"merit {self.details['merit']:.2e}")
+        if self.details.get("ratio") is not None:
+            why.append(f"{self.details['ratio']:.2f} x mean")
+        return f"{self.number}: {self._what}" + (f" ({', '.join(why)})" if why else "")
 
     @property
     def _what(self) -> str:
@@ -153,10 +163,8 @@ def check_growth(growth: Growth) -> None:
     own = growth.own_rate
     if own is not None and (len(own.groups) != len(own.sources) or min(sum(own.groups, own.sources), default=0) < 0):
         raise ValueError(f"{own} does not say which groups were added")
-    check_types(
-        _Shown(**{name: growth.details[name] for name in (*UNITS, "merit", "ratio") if name in growth.details}),
-        "details",
-    )
+    shown = {each.name: growth.details[each.name] for each in fields(_Shown) if each.name in growth.details}
+    check_types(_Shown(**shown), "details")
 
 
 @dataclass(frozen=True)
@@ -167,15 +175,6 @@ class _Shown:
     step: int = 0
     merit: float = 0.0
     ratio: float | None = None
-
-
-def because(details: Mapping[str, Any]) -> str:
-    parts = [f"{unit} {details[unit]}" for unit in UNITS if unit in details]
-    if "merit" in details:
-        parts.append(f"merit {details['merit']:.2e}")
-    if details.get("ratio") is not None:
-        parts.append(f"{details['ratio']:.2f} x mean")
-    return f" ({', '.join(parts)})" if parts else ""
 
 
 def names_of_today(growths: Iterable[Growth]) -> dict[str, Growth]:
