@@ -22,7 +22,7 @@ from sensli.errors import (
 from sensli.merits.measuring import made_for
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks, random_state
-from sensli.modules.copies import NoDropout, copied_model
+from sensli.modules.copies import NoDropout
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.engines.fsdp import whole
@@ -473,10 +473,8 @@ def replay(model: nn.Module, history: History) -> nn.Module:
         together.agree_on({"the number of growths": len(growths)})
         if any(True for _ in grown(network)):
             raise HistoryError(f"this {type(network).__name__} has grown already; replay needs a fresh model.")
-        trial = copied_model(network)  # a history that does not fit must leave the model as it was
-        for target in (trial, network):
-            for growth in growths:
-                repeat(target, growth)
+        for growth in growths:
+            repeat(network, growth)
     return model
 
 

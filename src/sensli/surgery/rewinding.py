@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from torch import nn
 
 from sensli.errors import HistoryError
-from sensli.modules.copies import copied_model
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.grown import count_growths
 from sensli.modules.running import without_inference_mode
-from sensli.modules.wrappers import bare
 from sensli.surgery.averaging import Averaged, check_alike, follow, kept_of, unfollow
 from sensli.surgery.growth import carried_growths, repeat, undo
 from sensli.surgery.history import Growth, History
@@ -41,13 +38,14 @@ def rewind(
         return
     gone, new = now[shared:], wanted[shared:]
     check_alike(model, averaged)
-    _go(copied_model(bare(model)), gone, new)  # a history that does not fit must leave the model as it was
     with AllOrNothing() as change:
         change.keep(model, now, *as_optimizers(optimizer), *as_schedulers(scheduler), *kept_of(averaged))
-        _go(model, gone, new, averaged, optimizer=optimizer, scheduler=scheduler)
-        for _ in gone:
+        for growth in reversed(gone):
+            unfollow(averaged, growth, model)
+            undo(model, growth, optimizer=optimizer, scheduler=scheduler)
             now.pop()
         for growth in new:
+            follow(averaged, repeat(model, growth, optimizer=optimizer, scheduler=scheduler), model)
             now.append(growth)
 
 
@@ -60,14 +58,6 @@ def carried_history(model: nn.Module) -> History:
             "that growing began with."
         )
     return History(found)
-
-
-def _go(model: nn.Module, gone: list[Growth], new: list[Growth], averaged: Averaged = None, **followers: Any) -> None:
-    for growth in reversed(gone):
-        unfollow(averaged, growth, model)
-        undo(model, growth, **followers)
-    for growth in new:
-        follow(averaged, repeat(model, growth, **followers), model)
 
 
 def _alike(one: Growth, other: Growth) -> bool:
