@@ -21,7 +21,7 @@ from sensli.moves.sites import Kind, Move, Site, Sites, Skipped, Where, check_wh
 from sensli.moves.stacking import StackKind
 from sensli.moves.trace.flow import check_values, record
 from sensli.moves.trace.stacks import parent_of
-from sensli.moves.trial import Rehearsal
+from sensli.moves.trial import LayerRehearsal
 from sensli.moves.twin.finding import TwinKind
 from sensli.moves.twin.twins import INITS
 from sensli.moves.width.finding import WidthKind
@@ -154,7 +154,7 @@ def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site
     flow = record(model, example)
     if (note := tf32_note_of(model)) is not None:
         flow.note(note)
-    trial = Rehearsal(flow, example)
+    trial = LayerRehearsal(flow, example)
     kinds = asked_for(request.grow)
     search = Search(model, example, flow, request, kinds)
     sites, skipped = search.find(trial)

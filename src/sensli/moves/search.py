@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,9 +17,7 @@ from sensli.moves.sites import Kind, Site, Skipped
 from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
 from sensli.moves.trace.graph import is_weight, origin
 from sensli.moves.trace.stacks import LAYERS, Surroundings, find_stacks, parent_of
-from sensli.moves.trial import Rehearsal, Verdict
-
-_ATTEMPTS = 24  # trials of one search: more would cost more than they find
+from sensli.moves.trial import LayerRehearsal, Verdict, bisect, move_of
 
 
 class Refused(SensliError):
@@ -45,6 +44,20 @@ class _Candidate:
     moment: int  # in the run, to sort by the data flow
     site: Site
     others: Iterator[Site]
+
+    def take_other(self) -> bool:
+        """Become the next best at the point; False where there is none."""
+        try:
+            self.site = next(self.others)
+            return True
+        except (StopIteration, Refused):
+            return False
+
+    @property
+    def family(self) -> object:
+        """Sites that go into the same container in the same way hold or fall together."""
+        point = self.site.point
+        return parent_of(self.site.path), point.chained, point.place is not None, move_of(self.site).family
 
 
 class Search:
@@ -75,7 +88,7 @@ class Search:
         self.stacks = find_stacks(flow, added=added and request.layer != "residual") if blocks else []
         self.around = Surroundings(flow, self.stacks)
 
-    def find(self, trial: Rehearsal) -> tuple[list[Site], list[Skipped]]:
+    def find(self, trial: LayerRehearsal) -> tuple[list[Site], list[Skipped]]:
         self._say_refused()
         for kind in self._kinds:
             kind.propose(self)
@@ -158,56 +171,20 @@ class Search:
 
     # --- what holds ---
 
-    def _confirm(self, trial: Rehearsal) -> None:
+    def _confirm(self, trial: LayerRehearsal) -> None:
         """Keep what holds in the model; what does not is replaced by the next best, or skipped with the reason."""
         self.found.sort(key=lambda candidate: candidate.moment)
+        good, refused = bisect(
+            [each for each in self.found if isinstance(each.site.move, Inserts)],
+            partial(_attempt, trial),
+            family=lambda each: each.family,
+            fall_together=_fall_together,
+            take_other=_Candidate.take_other,
+            at_limit="{}, when tried together with other places",
+        )
+        self.skipped.update({each.call.path: reason for each, reason in refused})
         # A kind that changes the model in another way has tried its moves itself.
-        confirmed = [each for each in self.found if not isinstance(each.site.move, Inserts)]
-        waiting, attempts = [[each for each in self.found if isinstance(each.site.move, Inserts)]], 0
-        while waiting:
-            group = waiting.pop()
-            if not group:
-                continue
-            attempts += 1
-            verdict = _attempt(trial, group)
-            if verdict.good:
-                confirmed += group
-            elif attempts >= _ATTEMPTS:
-                for each in group:
-                    reason = verdict.together or verdict.wrong.get(
-                        group.index(each), "a neighbouring place failed the trial"
-                    )
-                    self.skipped[each.call.path] = f"{reason}, when tried together with other places"
-            elif verdict.wrong:
-                waiting.append(
-                    [e for i, e in enumerate(group) if i not in verdict.wrong or self._next(e, verdict.wrong[i])]
-                )
-            else:
-                waiting += self._apart(group, verdict.together or "")
-        self.found = confirmed
-
-    def _apart(self, group: list[_Candidate], reason: str) -> list[list[_Candidate]]:
-        """A group that does not hold together: by containers, then in another way, then in halves, to find those that do not hold."""
-        families: dict[object, list[_Candidate]] = {}
-        for each in group:
-            families.setdefault(_family(each.site), []).append(each)
-        if len(families) > 1:
-            return list(families.values())
-        point = group[0].site.point
-        in_container = point.chained or point.place is not None
-        if len(group) == 1 or (in_container and not _move(group[0].site).fixed(point)):
-            return [[each for each in group if self._next(each, reason)]]
-        half = len(group) // 2
-        return [group[:half], group[half:]]
-
-    def _next(self, candidate: _Candidate, reason: str) -> bool:
-        """Take the next best for a point; where there is none, say why."""
-        try:
-            candidate.site = next(candidate.others)
-            return True
-        except (StopIteration, Refused):
-            self.skipped[candidate.call.path] = reason
-            return False
+        self.found = [*(each for each in self.found if not isinstance(each.site.move, Inserts)), *good]
 
     def _say_refused(self) -> None:
         """Modules that could not be grown beside or into, said at once."""
@@ -227,10 +204,11 @@ class Search:
                 )
 
 
-def _attempt(trial: Rehearsal, group: list[_Candidate]) -> Verdict:
+def _attempt(trial: LayerRehearsal, group: list[_Candidate]) -> Verdict:
     """Try all places of a group at once, and of every family of them one twice: a second growth must work too."""
     sites = [each.site for each in group]
-    first = {(_family(s), getattr(s.move, "form", None), s.side): i for i, s in reversed(list(enumerate(sites)))}
+    numbered = reversed(list(enumerate(group)))
+    first = {(each.family, getattr(each.site.move, "form", None), each.site.side): index for index, each in numbered}
     again = list(first.values())
     verdict = trial.attempt([*sites, *(sites[i] for i in again)])
     for index in list(verdict.wrong):
@@ -239,11 +217,8 @@ def _attempt(trial: Rehearsal, group: list[_Candidate]) -> Verdict:
     return verdict
 
 
-def _move(site: Site) -> Inserts:
-    assert isinstance(site.move, Inserts)
-    return site.move
-
-
-def _family(site: Site) -> object:
-    """Sites that go into the same container in the same way hold or fall together."""
-    return (parent_of(site.path), site.point.chained, site.point.place is not None, _move(site).family)
+def _fall_together(group: list[_Candidate], reason: str) -> bool:
+    """Whether what fails in one place of a container fails in all of them: another form may do there."""
+    site = group[0].site
+    in_container = site.point.chained or site.point.place is not None
+    return in_container and not move_of(site).fixed(site.point)

@@ -1,7 +1,7 @@
-"""Whether a layer at a site would do what is promised, found by putting it there: into a copy of the model, all sites at once.
+"""What could be done is tried on a copy of the model, all of it at once: only what holds there is offered.
 
-Every new layer must run exactly once, give what it is given, in eval and in training mode, and get the gradient that a measurement would
-catch at its site; and everything that the model returns must stay. Only a site that has passed is offered.
+A new layer must run exactly once, give what it is given, in eval and in training mode, and get the gradient that a measurement would
+catch at its site; and everything that the model returns must stay.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,119 @@ from sensli.moves.trace.stacks import manner
 
 if TYPE_CHECKING:
     from sensli.moves.layers import Layer
+
+# ---- One trial for all that could be done: many candidates at once and, where they fail, fewer of them.
+
+
+_ATTEMPTS = 24  # trials of one search: more would cost more than they find
+
+T = TypeVar("T")
+
+
+@dataclass
+class Verdict:
+    """What a trial of several candidates told: what is wrong with single ones, or with all of them together."""
+
+    wrong: dict[int, str] = field(default_factory=dict)
+    together: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.wrong and not self.together
+
+
+def bisect(
+    candidates: Sequence[T],
+    attempt: Callable[[list[T]], Verdict],
+    *,
+    family: Callable[[T], object] = lambda each: None,
+    fall_together: Callable[[list[T], str], bool] = lambda group, reason: False,
+    take_other: Callable[[T], bool] = lambda each: False,
+    limit: int = _ATTEMPTS,
+    at_limit: str = "{}",
+) -> tuple[list[T], list[tuple[T, str]]]:
+    """Those that hold, and the others with the reason. All are tried at once, then family by family, then in halves.
+
+    ``fall_together``: whether what is wrong with a family is wrong with each of it. ``take_other``: whether a candidate that fails has
+    become another one, to be tried instead. After ``limit`` attempts what is left is refused, and ``at_limit`` is the text for it.
+    """
+    good: list[T] = []
+    refused: list[tuple[T, str]] = []
+    waiting, attempts = [list(candidates)], 0
+    while waiting:
+        group = waiting.pop()
+        if not group:
+            continue
+        attempts += 1
+        verdict = attempt(group)
+        families: dict[object, list[T]] = {}
+        for each in group:
+            families.setdefault(family(each), []).append(each)
+        half = 0 if verdict.wrong else len(group) // 2
+        if verdict.good:
+            good += group
+        elif attempts >= limit:
+            reason = verdict.together or "a neighbouring place failed the trial"
+            refused += [(each, at_limit.format(verdict.wrong.get(i, reason))) for i, each in enumerate(group)]
+        elif half and len(families) > 1:
+            waiting += families.values()
+        elif half and not fall_together(group, verdict.together):
+            waiting += [group[:half], group[half:]]
+        else:
+            failed = verdict.wrong or dict.fromkeys(range(len(group)), verdict.together)
+            lost = [i for i in sorted(failed) if not take_other(group[i])]
+            refused += [(group[i], failed[i]) for i in lost]
+            waiting.append([each for i, each in enumerate(group) if i not in lost])
+    return good, refused
+
+
+class Rehearsal:
+    """The copy of the model that the example ran through, to be changed, run and put back again and again."""
+
+    def __init__(self, flow: Flow, example: Any) -> None:
+        self.model, self._flow = flow.model, flow
+        self.example = to_device(example, device_of(self.model))
+        self._examples = {False: self.example, True: self.example}  # by the mode: evaluation, training
+        self._more: Any = with_another(self.example)  # for a model that needs all of them, or one more than there is
+        self._base: dict[bool, Any] = {}  # what the copy returns as it is
+
+    def _run(self, training: bool) -> Any:
+        """What the copy returns as it is now."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _running(self, training: bool, *, graph: bool) -> Iterator[Any]:
+        """The copy in one of its modes, and what it is called with; what a run would change is put back."""
+        # Never chained: somebody's train() returns None.
+        self.model.train(training)
+        try:
+            with untouched(self.model), torch.set_grad_enabled(graph), eager():
+                random_state.seed_torch(0)
+                yield self._examples[training]
+        finally:
+            self.model.eval()
+
+    def _baseline(self, training: bool) -> Any:
+        """What the copy returns as it is; None where it does not run in this mode."""
+        if training not in self._base:
+            try:
+                self._base[training] = self._run(training)
+            except Exception as error:
+                let_memory_through(error)
+                if training and self._take_more():
+                    return self._baseline(True)
+                note(error)
+                self._base[training] = None
+                if training:
+                    self._flow.note_untrained(error)
+        return self._base[training]
+
+    def _take_more(self) -> bool:
+        """Train with more samples from now on, where so few may be too small a batch for a norm; False if there is nothing to gain."""
+        fewer = self._examples[True] is not self._more
+        self._examples[True] = self._more
+        return fewer
+
 
 # ---- What takes the place of a new layer in a trial: it does what the layer does as long as it is an identity, at hardly
 # any cost.
@@ -236,80 +349,52 @@ def alike(one: Tensor | None, other: Tensor | None, on: Tensor | None) -> bool:
     )
 
 
-@dataclass
-class Verdict:
-    """What a trial of several sites told: what is wrong with single ones, or with all of them together."""
-
-    wrong: dict[int, str] = field(default_factory=dict)
-    together: str | None = None
-
-    @property
-    def good(self) -> bool:
-        return not self.wrong and self.together is None
-
-
-class Rehearsal:
-    """The copy of the model that the example ran through, to be grown and put back again and again."""
+class LayerRehearsal(Rehearsal):
+    """New layers on trial."""
 
     def __init__(self, flow: Flow, example: Any) -> None:
-        self.model, self._flow = flow.model, flow
-        whole = to_device(example, device_of(self.model))
+        super().__init__(flow, example)
         # In training both runs are ours, so that a few samples tell the same; more than one, for statistics of a batch.
-        self._examples = {False: whole, True: first_samples(whole, 2, count_samples(whole))}
-        self._more: Any = with_another(whole)  # for a model that needs all of them, or one more than there is
-        self._takes_gradients = flow.takes_gradients
-        self._output = flow.output  # in eval mode, as it came out when the run was recorded
+        self._examples[True] = first_samples(self.example, 2, count_samples(self.example))
         self._seen: dict[tuple[str, str], SeenTensor | None] = {}
         for call in flow.calls:
             self._seen[call.path, "after"] = call.result or call.output
             self._seen[call.path, "before"] = call.given or next(iter(call.inputs), None)
         self._cotangents: dict[int, Tensor | None] = {}  # of the run that was recorded, by the tensor's id
         self._numbers = {id(module): number for number, module in enumerate(self.model.modules())}
-        self._base: dict[bool, Any] = {}  # outputs in eval and in training mode, with numbered random numbers
-        self._random: dict[bool, bool] = {}  # whether they differ when nothing does
+        self._random: dict[bool, bool] = {}  # whether outputs differ when nothing does
         self._ungraded: str | None = None  # why gradients could not be asked for
         self._layers = Layers(self.model, {call.path for call in flow.calls if call.output is not None})
 
     def attempt(self, sites: Sequence[Site]) -> Verdict:
         """Put a layer at every site, run the example in both modes, and take them out again."""
         self._ungraded = None
-        verdict = self._evaluate(sites)
-        if verdict.good:
-            verdict = self._train(sites)
+        verdict = self._in_mode(False, sites)
+        if verdict.good and self._baseline(True) is not None:  # otherwise it cannot train on the example
+            verdict = self._in_mode(True, sites)
         if verdict.good and (self._flow.frozen or self._ungraded):
             verdict = self._backward(sites)
         return verdict
 
-    # --- the two modes ---
-
-    def _evaluate(self, sites: Sequence[Site]) -> Verdict:
+    def _in_mode(self, training: bool, sites: Sequence[Site]) -> Verdict:
         with self._layers.inserted(sites) as new:
             try:
-                output = self._run(False, new, graph=True)
+                output = self._run(training, new, graph=not training)
             except Exception as error:
                 note(error)
-                return Verdict(together=_raised(error))
-            wrong = locally_wrong(new, "eval")
+                return Verdict(together=f"the forward pass fails with a layer there ({brief_error(error)})")
+            wrong = locally_wrong(new, "training" if training else "eval")
+            if wrong:
+                return Verdict(wrong)
             outputs = [each.output for each in new]
-            gradients = None if wrong else self._gradients(output, [*outputs, *(each.given for each in new)])
-        verdict = Verdict(wrong) if wrong else self._compared(False, output, new)
+            wanted = [*outputs, *(each.given for each in new)]
+            gradients = None if training else self._gradients(output, wanted)
+        verdict = self._compared(training, output, new)
         if verdict.good and gradients is not None:
             # Units that a ReLU turned off are left out: another new layer after them, with its own ReLU, gives them nothing back.
             on = [None if o is None else o.detach() != 0 for o in outputs]
             verdict.wrong = self._other_gradients(sites, gradients[: len(new)], gradients[len(new) :], on)
         return verdict
-
-    def _train(self, sites: Sequence[Site]) -> Verdict:
-        if self._baseline(True) is None:
-            return Verdict()  # it cannot train on the example
-        with self._layers.inserted(sites) as new:
-            try:
-                output = self._run(True, new)
-            except Exception as error:
-                note(error)
-                return Verdict(together=_raised(error))
-        wrong = locally_wrong(new, "training")
-        return Verdict(wrong) if wrong else self._compared(True, output, new)
 
     def _backward(self, sites: Sequence[Site]) -> Verdict:
         """One backward pass as the model trains, with what is frozen and the layers themselves.
@@ -358,62 +443,41 @@ class Rehearsal:
     def _compared(self, training: bool, output: Any, new: list[NewLayer]) -> Verdict:
         """The output with the layers against the one without; they have been taken out again."""
         in_list = any(each.cut.way == "list" for each in new)
-        if not training and not difference(self._output, output, in_list):
+        # In eval mode it mostly is as it came out when the run was recorded.
+        if not training and not difference(self._flow.output, output, in_list):
             return Verdict()
         base = self._baseline(training)
         problem = difference(base, output, in_list) if base is not None else ""
         if problem and self._is_random(training):
             return Verdict()  # it differs from run to run: that its layers are identities is all that can be known
         mode = "training" if training else "eval"
-        return Verdict(together=f"{problem} in {mode} mode with a layer there: {_WHY}" if problem else None)
-
-    def _baseline(self, training: bool) -> Any:
-        """The outputs of the copy as it is; None where it does not run in this mode."""
-        if training not in self._base:
-            try:
-                self._base[training] = self._run(training, [])
-            except Exception as error:
-                let_memory_through(error)
-                if training and self._examples[True] is not self._more:
-                    self._examples[True] = self._more
-                    return self._baseline(True)
-                note(error)
-                self._base[training] = None
-                if training:
-                    self._flow.note_untrained(error)
-        return self._base[training]
+        return Verdict(together=f"{problem} in {mode} mode with a layer there: {_WHY}" if problem else "")
 
     def _is_random(self, training: bool) -> bool:
         if training not in self._random:
-            self._random[training] = bool(difference(self._base[training], self._run(training, []), False))
+            self._random[training] = bool(difference(self._base[training], self._run(training), False))
         return self._random[training]
 
     def _run(
         self,
         training: bool,
-        new: list[NewLayer],
+        new: Sequence[NewLayer] = (),
         *,
         graph: bool = False,
         nodes: bool = True,
         then: Callable[[Any], object] | None = None,
     ) -> Any:
         """What the copy returns; ``then`` is given it before buffers are put back, which a graph may have saved."""
-        model = self.model
-        # Never chained: somebody's train() returns None.
-        model.train(training)
-        with ExitStack() as stack:
-            for context in (untouched(model), torch.inference_mode(False), eager()):
-                stack.enter_context(context)
-            stack.enter_context(torch.set_grad_enabled(graph))
+        with self._running(training, graph=graph) as example:
             handles = [handle for each in new for handle in watched(each)]
-            for module in model.modules():
+            for module in self.model.modules():
                 if id(module) in self._numbers and not isinstance(module, torch.jit.ScriptModule):
                     handles.append(module.register_forward_pre_hook(self._numbered(), prepend=True))
             try:
                 _seed(0)
                 if "numpy" in sys.modules:
                     sys.modules["numpy"].random.seed(0)
-                output = run(model, fresh(self._examples[training], nodes=graph and nodes and self._takes_gradients))
+                output = run(self.model, fresh(example, nodes=graph and nodes and self._flow.takes_gradients))
                 if then is not None:
                     then(output)
                 return output
@@ -467,7 +531,7 @@ class Rehearsal:
         values = [None if s is None or s.overwritten else s.tensor for s in seen]
         unknown = {id(v): v for v in values if v is not None and id(v) not in self._cotangents}
         if unknown:
-            found = self._gradients(self._output, list(unknown.values()), again=True)
+            found = self._gradients(self._flow.output, list(unknown.values()), again=True)
             self._cotangents.update(zip(unknown, found or [None] * len(unknown), strict=True))
         return [None if v is None else self._cotangents[id(v)] for v in values]
 
@@ -484,7 +548,7 @@ class Rehearsal:
 
         handles = [tap(s.point, self.model.get_submodule(s.path), watcher(i)) for i, s in enumerate(sites)]
         try:
-            output = self._run(False, [], graph=True)
+            output = self._run(False, graph=True)
         except Exception as error:
             note(error)
             self._ungraded = brief_error(error)
@@ -530,10 +594,6 @@ def _gradients(
     found = torch.autograd.grad(results, asked, weights, allow_unused=True, retain_graph=again)
     by_id = {id(w): g for w, g in zip(asked, found, strict=True)}
     return [None if w is None else by_id.get(id(w)) for w in wanted]
-
-
-def _raised(error: Exception) -> str:
-    return f"the forward pass fails with a layer there ({brief_error(error)})"
 
 
 def _seed(number: int) -> None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 from zlib import crc32
@@ -18,28 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
-from sensli.modules import random_state
 from sensli.modules.copies import NoDropout
 from sensli.modules.flops import count_flops
 from sensli.modules.running import (
     brief_error,
-    device_of,
     first_tensor,
     let_memory_through,
     moved,
     note,
     run,
     tensors,
-    to_device,
-    untouched,
-    with_another,
 )
-from sensli.modules.wrappers import eager
 from sensli.moves.point import Ref
 from sensli.moves.roles import role_of
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.stretching import Stretch
+from sensli.moves.trial import Rehearsal, Verdict, bisect
 from sensli.moves.twin.counting import build_again, differences, shapes
 from sensli.moves.width.marking import common_path, held_objects
 from sensli.moves.width.replica import Replica
@@ -47,12 +43,15 @@ from sensli.moves.width.starts import STARTS, drawn_rows
 from sensli.moves.width.widening import Widening, covers_all_blocks, resizes
 from sensli.moves.width.width import TOLERANCE, Axis, Entries, Size, Width, family
 
-_ATTEMPTS = 24  # more would cost more than they find
 _LARGE = (1000.0, 10.0, 1.0)  # times the usual rows: what competes wins then; less where the model cannot take so much
 _TURNS = 3  # so often all candidates run beside each other, as a measurement has three for each unit that would come
 _LEAST = 8  # candidates: as many places in the row of units are tried
 _ALIKE = 1000  # rounding errors of what makes units: a norm on the way may enlarge them
 _MODES = (False, True)  # evaluation, training
+_SIZES = {
+    False: 1.0,
+    True: -1.0,
+}  # of rows: the other way round in training, so that behind a ReLU every unit is above zero once
 _APART = (
     "what is read of a unit depends on its number or on the other units, as with topk, sort or cumsum, so new ones could not be "
     "measured. Compute each unit alone and all of them alike, or leave this width as it is"
@@ -60,66 +59,49 @@ _APART = (
 
 
 def confirm(trial: WidthRehearsal, sites: Sequence[Site]) -> tuple[list[Site], list[tuple[Site, str]]]:
-    """Those that hold, and the others with the reason. All are tried at once, then layer by layer of equal blocks, then in halves."""
-    good: list[Site] = []
-    wrong: list[tuple[Site, str]] = []
+    """Those that hold, and the others with the reason."""
     for training in _MODES:
         trial.hear(sites, training)  # all in one pass; what fails here is found below
-    waiting, attempts = [list(sites)], 0
-    while waiting:
-        group = waiting.pop()
-        if not group:
-            continue
-        attempts += 1
-        problem = trial.moves(group)
-        families: dict[str, list[Site]] = {}
-        for site in group:
-            families.setdefault(family(site.path), []).append(site)
-        if not problem:
-            good += group
-        elif len(group) == 1 or attempts >= _ATTEMPTS:
-            wrong += [(site, problem) for site in group]
-        elif len(families) > 1:
-            waiting += families.values()
-        elif trial.moves(group[:1]) == problem:  # what one of them does wrong its equals do too
-            wrong += [(site, problem) for site in group]
-        else:
-            waiting += [group[: len(group) // 2], group[len(group) // 2 :]]
-    apart = trial.apart(good)
-    wrong += [(site, apart[id(site)]) for site in good if id(site) in apart]
-    return _able(trial, [site for site in good if id(site) not in apart], wrong)
+    good, refused = bisect(
+        sites,
+        lambda group: Verdict(together=trial.moves(group)),
+        family=lambda site: family(site.path),  # layers of equal blocks
+        fall_together=lambda group, problem: trial.moves(group[:1]) == problem,  # its equals do wrong what one does
+    )
+    reasons = trial.apart(good)
+    able = [site for site in good if id(site) not in reasons]
+    reasons |= {id(site): reason for site in able if (reason := _start_refusal(trial, site))}
+    refused += [(site, reasons[id(site)]) for site in good if id(site) in reasons]
+    return [site for site in good if id(site) not in reasons], refused
 
 
-def _able(
-    trial: WidthRehearsal, sites: Sequence[Site], wrong: list[tuple[Site, str]]
-) -> tuple[list[Site], list[tuple[Site, str]]]:
-    """Those whose units can start as they should, and the others with the reason."""
-    good = []
-    for site in sites:
-        assert isinstance(site.move, Width)
-        try:
-            reason = STARTS[site.move.start].refusal(site, trial)
-        except Exception as error:
-            note(error)
-            reason = f'start="{site.move.start}" fails there ({brief_error(error)})'
-        if reason:
-            wrong.append((site, reason))
-        else:
-            good.append(site)
-    return good, wrong
+def _start_refusal(trial: WidthRehearsal, site: Site) -> str:
+    """Why the units of a site that holds cannot start as they should; empty if they can."""
+    start = width_of(site).start
+    try:
+        return STARTS[start].refusal(site, trial)
+    except Exception as error:
+        note(error)
+        return f'start="{start}" fails there ({brief_error(error)})'
 
 
-class WidthRehearsal:
-    """The copy that the example ran through."""
+@dataclass
+class _Tried:
+    """A site on trial, with what was learned of it in each mode. It is held, so that no other gets its id."""
+
+    site: Site
+    width: Width  # bound to the copy
+    # what candidates alone give to each reader, call by call
+    heard: dict[bool, dict[str, list[Tensor]]] = field(default_factory=dict)
+    given: dict[bool, _Given] = field(default_factory=dict)  # likewise what the widened copy gave them
+
+
+class WidthRehearsal(Rehearsal):
+    """More units on trial."""
 
     def __init__(self, search: Search) -> None:
-        self.model = search.flow.model
-        self.example = to_device(search.example, device_of(self.model))
-        self._flow, self._training = search.flow, self.example
-        self._base: dict[bool, list[Tensor] | None] = {}
-        # by mode and site, which is held so that no other gets its number: what candidates alone give to each reader
-        self._heard: dict[tuple[bool, int], tuple[Site, dict[str, list[Tensor]]]] = {}
-        self._given: dict[tuple[bool, int], _Given] = {}  # likewise what the widened copy gave them
+        super().__init__(search.flow, search.example)
+        self._tried: dict[int, _Tried] = {}  # by the id of the site
         # torch's encoder takes another way without gradients, and leaves padded positions zero there
         self._fast = any(isinstance(module, nn.TransformerEncoderLayer) for module in self.model.modules())
 
@@ -136,102 +118,76 @@ class WidthRehearsal:
             if base is None:
                 continue  # a batch too small for its norms: it cannot train on the example
             try:
-                first, given = self._outputs(sites, training)
-                second = self._of_large(sites, training, first)
+                first, given = self._outputs(sites, training, _SIZES[training])
+                second = self._outputs_of_large(sites, training, first)
             except Exception as error:
                 note(error)
                 return f"the model fails with more of them ({brief_error(error)})"
             if [t.shape for t in first] != [t.shape for t in base]:
                 return "what the model returns changes its shape with more of them"
-            if any(moved(old, new) > _tolerance(old) for old, new in zip(base, first, strict=True)):
+            if _differ(base, first):
                 return "what the model returns changes with more of them"
             if not all(torch.equal(one, other) for one, other in zip(first, second, strict=True)):
                 return "what the model returns depends on units whose columns are zero"
-            self._given.update({(training, id(site)): given for site in sites})
+            for site in sites:
+                self._on_copy(site).given[training] = given
         return ""
 
     def apart(self, sites: Sequence[Site], modes: Sequence[bool] = _MODES) -> dict[int, str]:
         """Of sites that move nothing, by their ids, those whose new units cannot be measured as candidates alone, and why."""
         found: dict[int, str] = {}
         for training in (mode for mode in modes if self._baseline(mode) is not None):
-            problem, half = self.hear(sites, training), len(sites) // 2
-            if problem and half:
-                found.update({**self.apart(sites[:half], [training]), **self.apart(sites[half:], [training])})
-            elif problem:
-                found[id(sites[0])] = problem
-            else:
-                found.update({id(site): _APART for site in sites if not self._is_alike(site, training)})
+            heard, unheard = bisect(sites, partial(self.hear, training=training), limit=2 * len(sites))
+            found.update({id(site): problem for site, problem in unheard})
+            found.update({id(site): _APART for site in heard if not self._is_alike(site, training)})
         return found
 
-    def _of_large(self, sites: Sequence[Site], training: bool, usual: Sequence[Tensor]) -> list[Tensor]:
+    def _outputs_of_large(self, sites: Sequence[Site], training: bool, usual: Sequence[Tensor]) -> list[Tensor]:
         """What the copy returns with rows the other way round, so large that they win where units compete."""
         found: list[Tensor] = []
         for times in _LARGE:
-            found, _ = self._outputs(sites, training, -times)
+            found, _ = self._outputs(sites, training, -times * _SIZES[training])
             if all(torch.equal(one.isfinite(), other.isfinite()) for one, other in zip(found, usual, strict=True)):
                 break  # otherwise the model cannot take them: zero times infinity is not a number
         return found
 
-    def hear(self, sites: Sequence[Site], training: bool) -> str:
+    def hear(self, sites: Sequence[Site], training: bool) -> Verdict:
         """Learn what a measurement would say that new units give to their readers; or say why it cannot."""
-        sites = [site for site in sites if (training, id(site)) not in self._heard]
-        if not sites:
-            return ""
+        asking = [tried for tried in map(self._on_copy, sites) if training not in tried.heard]
+        if not asking:
+            return Verdict()
         replica = Replica(self.model)
-        for site in sites:
-            width = self._width(site)
-            replica.ask(site, width, self._rows(site, training).taken(width, _several(width)))
+        for tried in asking:
+            rows = _drawn(tried, _SIZES[training])
+            replica.ask(tried, tried.width, rows.taken(tried.width, _several(tried.width)))
         try:
             with replica.beside():
                 output = self._run(training, gradients=True)
-                said: dict[int, dict[str, list[Tensor]]] = {id(site): {} for site in sites}
-                for (asker, path), values in replica.last.read.items():
-                    said[asker][path] = [value.detach() for value in values]
+                said = {key: [value.detach() for value in values] for key, values in replica.last.read.items()}
         except Exception as error:
-            if training and self._take_another():
+            if training and self._take_more():
                 return self.hear(sites, training)
             note(error)
             cause = error.__cause__ or error  # a measurement would say more, of another moment
             why = str(cause).split("\n")[0] if isinstance(cause, MeasurementError) else brief_error(cause)
-            return f"new units cannot be measured, because the model's code does not run on them alone ({why})"
-        self._heard.update({(training, id(site)): (site, said[id(site)]) for site in sites})
+            problem = f"new units cannot be measured, because the model's code does not run on them alone ({why})"
+            return Verdict(together=problem)
+        for tried in asking:
+            tried.heard[training] = {path: values for (asker, path), values in said.items() if asker == id(tried)}
         if training or not self._fast:
             self._base.setdefault(training, output)  # which is what the model returns as it is
-        return ""
+        return Verdict()
 
     def _is_alike(self, site: Site, training: bool) -> bool:
         """Whether the readers of a site got of the new units what candidates alone give them."""
-        width, (_, said), given = self._width(site), self._heard[training, id(site)], self._given[training, id(site)]
-        for axis in width.axes:
+        tried = self._on_copy(site)
+        said, given = tried.heard[training], tried.given[training]
+        for axis in tried.width.axes:
             # None where torch's own layers read the weights without calling the module.
             there = given.values.get((id(site), axis.module.path), []) if axis.fill == "column" else []
-            if there and not _read_alike(axis, width, said.get(axis.module.path, []), there, given.largest):
+            if there and not _read_alike(axis, tried.width, said.get(axis.module.path, []), there, given.largest):
                 return False
         return True
-
-    def _rows(self, site: Site, training: bool, times: float = 1.0) -> Entries:
-        """Rows for new units; the other way round in training, so that behind a ReLU every unit is above zero once."""
-        return _drawn(self._width(site), crc32(site.path.encode()), -times if training else times)
-
-    def _take_another(self) -> bool:
-        """Train with one more sample from now on, where one alone is too small for a norm; False if there is nothing to gain."""
-        before = self._training
-        self._training = with_another(self.example) if before is self.example else before
-        return self._training is not before
-
-    def _baseline(self, training: bool) -> list[Tensor] | None:
-        if training not in self._base:
-            try:
-                self._base[training] = self._run(training)
-            except Exception as error:
-                let_memory_through(error)
-                if training and self._take_another():
-                    return self._baseline(True)
-                note(error)
-                if training:
-                    self._flow.note_untrained(error)
-                self._base[training] = None
-        return self._base[training]
 
     def flops(self, site: Site) -> int:
         """What a site that holds adds to a forward pass, per sample."""
@@ -239,20 +195,38 @@ class WidthRehearsal:
         with self.widened([site]):
             return count_flops(self.model, self.example) - before
 
-    def _outputs(self, sites: Sequence[Site], training: bool, times: float = 1.0) -> tuple[list[Tensor], _Given]:
-        """What the copy returns with new rows, and what its readers get of the new units."""
-        with self.widened(sites, training, times), self._watched(sites) as given:
+    def changes(self, site: Site) -> bool:
+        """Whether the output moves with new units as they start without a measurement."""
+        base = self._baseline(False)
+        now, _ = self._outputs([site], False, None)
+        return base is None or _differ(base, now)
+
+    def largest(self, site: Site) -> float:
+        """The largest value that a reader gets of new units as they start without a measurement."""
+        _, given = self._outputs([site], False, None)
+        return max((float(x.abs().max()) for values in given.values.values() for x in values if x.numel()), default=0.0)
+
+    def _outputs(self, sites: Sequence[Site], training: bool, size: float | None) -> tuple[list[Tensor], _Given]:
+        """What the widened copy returns, and what its readers get of the new units."""
+        with self.widened(sites, size), self._watched(sites) as given:
             return self._run(training), given
 
     @contextmanager
-    def widened(self, sites: Sequence[Site], training: bool = False, times: float = 1.0) -> Iterator[None]:
-        """The copy is wider as long as the context lasts."""
-        with ExitStack() as stack:
+    def widened(self, sites: Sequence[Site], size: float | None = 1.0) -> Iterator[None]:
+        """The copy is wider as long as the context lasts: by drawn rows of this size, or as units start without a measurement."""
+        sites = in_order(sites)
+        moves = [self._on_copy(site).width for site in sites]
+        if size is not None:
             # However units start, they must do nothing as long as nothing reads them. Drawn for the layers as they are.
-            rows = [self._rows(site, training, times) for site in in_order(sites)]
-            for site, entries in zip(in_order(sites), rows, strict=True):
-                move = replace(self._width(site), start="random", _entries=entries)
-                self._widen(replace(site, move=move), stack)
+            rows = [_drawn(self._on_copy(site), size) for site in sites]
+            moves = [replace(move, start="random", _entries=its) for move, its in zip(moves, rows, strict=True)]
+        with ExitStack() as stack:
+            for site, move in zip(sites, moves, strict=True):
+                point = replace(site.point, anchor=site.point.by_path().anchor, neighbours=())
+                edit = Widening(self.model, replace(site, point=point, move=move), strict=False)
+                edit.build()
+                edit.apply()
+                stack.callback(edit.revert)
             yield
 
     @contextmanager
@@ -262,65 +236,39 @@ class WidthRehearsal:
         labels: dict[str, Tensor] = {}  # along the axis of a reader: whose new units lie where, -1 for all others
         makers: set[str] = set()
         for site in in_order(sites):
-            width = self._width(site)
+            width = self._on_copy(site).width
             for axis in width.axes:
                 path = axis.module.path
                 if axis.fill == "column":
                     stretch = Stretch(0, width.units, width.more, axis.start, axis.outer, axis.inner)
-                    labels[path] = stretch.applied(
-                        labels.get(path, torch.full((axis.length,), -1, device="cpu")), id(site)
-                    )
+                    before = labels.get(path, torch.full((axis.length,), -1, device="cpu"))
+                    labels[path] = stretch.applied(before, id(site))
                 elif axis.fill == "row":
                     makers.add(path)
-        modules = {path: self.model.get_submodule(path) for path in {*labels, *makers}}
-        handles = [modules[path].register_forward_hook(given.made) for path in makers]
+        handles = [self.model.get_submodule(path).register_forward_hook(given.made) for path in makers]
         for path, places in labels.items():
             hook = given.reading(path, places)
-            handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
+            handles.append(self.model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
         try:
             yield given
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _width(self, site: Site) -> Width:
-        """The width of a site, bound to the copy."""
-        assert isinstance(site.move, Width)
-        return site.move.by_path().on(self.model)
-
-    def changes(self, site: Site) -> bool:
-        """Whether the output moves with new units as they start without a measurement."""
-        base = self._baseline(False)
-        now, _ = self._started(site)
-        return base is None or any(moved(old, new) > _tolerance(old) for old, new in zip(base, now, strict=True))
-
-    def largest(self, site: Site) -> float:
-        """The largest value that a reader gets of new units as they start without a measurement."""
-        _, given = self._started(site)
-        return max((float(x.abs().max()) for values in given.values.values() for x in values if x.numel()), default=0.0)
-
-    def _started(self, site: Site) -> tuple[list[Tensor], _Given]:
-        with ExitStack() as stack:
-            self._widen(replace(site, move=site.move.by_path()), stack)
-            given = stack.enter_context(self._watched([site]))
-            return self._run(False), given
-
-    def _widen(self, site: Site, stack: ExitStack) -> None:
-        """Widen the copy until the stack is closed."""
-        point = replace(site.point, anchor=site.point.by_path().anchor, neighbours=())
-        edit = Widening(self.model, replace(site, point=point), strict=False)
-        edit.build()
-        edit.apply()
-        stack.callback(edit.revert)
+    def _on_copy(self, site: Site) -> _Tried:
+        """The site on trial, bound to the copy once."""
+        if id(site) not in self._tried:
+            self._tried[id(site)] = _Tried(site, width_of(site).by_path().on(self.model))
+        return self._tried[id(site)]
 
     def _run(self, training: bool, *, gradients: bool = False) -> list[Tensor]:
-        # Never chained: somebody's train() returns None.
-        self.model.train(training)
-        with untouched(self.model), torch.set_grad_enabled(gradients), eager(), NoDropout():
-            random_state.seed_torch(0)
-            output: Any = run(self.model, self._training if training else self.example)
-        self.model.eval()
-        return [t.detach().clone() for t in tensors(output)]
+        with self._running(training, graph=gradients) as example, NoDropout():
+            return [t.detach().clone() for t in tensors(run(self.model, example))]
+
+
+def _differ(base: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
+    """Whether outputs have moved by more than rounding does."""
+    return any(moved(old, new) > _tolerance(old) for old, new in zip(base, now, strict=True))
 
 
 def _tolerance(output: Tensor) -> float:
@@ -328,14 +276,16 @@ def _tolerance(output: Tensor) -> float:
     return 1e-9 if output.dtype == torch.float64 else TOLERANCE
 
 
+def width_of(site: Site) -> Width:
+    """The width of a site for more units."""
+    assert isinstance(site.move, Width)
+    return site.move
+
+
 def in_order(sites: Sequence[Site]) -> list[Site]:
     """An order in which a site keeps its positions although others were widened before: from the end of shared axes."""
 
-    def last(site: Site) -> int:
-        assert isinstance(site.move, Width)
-        return max(axis.start for axis in site.move.axes)
-
-    return sorted(sites, key=last, reverse=True)
+    return sorted(sites, key=lambda site: max(axis.start for axis in width_of(site).axes), reverse=True)
 
 
 @dataclass
@@ -389,12 +339,12 @@ def _read_alike(axis: Axis, width: Width, alone: Sequence[Tensor], there: Sequen
     return True
 
 
-def _drawn(width: Width, seed: int, times: float) -> Entries:
+def _drawn(tried: _Tried, size: float) -> Entries:
     """Rows for a trial: all units point one way, so that all are on where one is. The bias is not zero: an example may be."""
-    generator = torch.Generator().manual_seed(seed)
+    width, generator = tried.width, torch.Generator().manual_seed(crc32(tried.site.path.encode()))
     one = drawn_rows(replace(width, more=1), generator)
     spread = max((float(v.std(correction=0)) for v in one.values if v is not None and v.dim() > 1), default=1.0)
-    sizes = times * torch.linspace(0.5, 1.5, width.more, device="cpu")
+    sizes = size * torch.linspace(0.5, 1.5, width.more, device="cpu")
     values: list[Tensor | None] = []
     for axis, value in zip(width.axes, one.values, strict=True):
         if value is not None:
@@ -440,7 +390,7 @@ def _alike(sites: Sequence[Site], named: Callable[[str], str]) -> list[list[Site
     """Sites by what they do, whatever block they do it in."""
     groups: dict[object, list[Site]] = {}
     for site in sites:
-        move = _width(site)
+        move = width_of(site)
         axes = tuple((named(axis.module.path), replace(axis, module=Ref(""))) for axis in move.axes)
         groups.setdefault((move.units, move.more, move.heads, axes), []).append(site)
     return list(groups.values())
@@ -477,9 +427,9 @@ class _Built:
 
 
 def _together(trial: WidthRehearsal, model: nn.Module, group: list[Site], built: _Built) -> Site | None:
-    if len(group) > 1 and not STARTS[_width(group[0]).start].together:
+    if len(group) > 1 and not STARTS[width_of(group[0]).start].together:
         return None
-    described = built.around([axis.module.path for site in group for axis in _width(site).axes])
+    described = built.around([axis.module.path for site in group for axis in width_of(site).axes])
     return None if described is None else _Together(trial, model, group, *described).site()
 
 
@@ -489,7 +439,7 @@ class _Together:
     def __init__(self, trial: WidthRehearsal, model: nn.Module, group: list[Site], owner: str, name: str) -> None:
         self.trial, self.model, self.owner, self.name = trial, model, owner, name
         self.module = trial.model.get_submodule(owner)
-        moves = [_width(site) for site in group]
+        moves = [width_of(site) for site in group]
         self.point = group[0].point
         self.move = replace(
             moves[0],
@@ -590,8 +540,3 @@ def _parts(held: Any) -> Iterator[tuple[str, Any]]:
     for name, part in vars(held).items():
         if hasattr(part, "__dict__") and hasattr(part, "to_dict"):
             yield name, part
-
-
-def _width(site: Site) -> Width:
-    assert isinstance(site.move, Width)
-    return site.move
