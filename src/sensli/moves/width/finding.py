@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,57 +16,24 @@ from sensli.modules.engines.fsdp import check_resized
 from sensli.modules.grown import WideAttention, holder_of
 from sensli.modules.running import brief_error, note
 from sensli.moves.point import Ref
-from sensli.moves.roles import Role, role_of
+from sensli.moves.roles import role_of
 from sensli.moves.search import Search
 from sensli.moves.sites import Site
-from sensli.moves.trace.flow import ModuleCall, SeenTensor
-from sensli.moves.width.confirming import WidthRehearsal, as_configured, confirm
+from sensli.moves.stretching import Resize
+from sensli.moves.trace.flow import ModuleCall
+from sensli.moves.width.confirming import WidthRehearsal, as_configured, confirm, width_of
 from sensli.moves.width.marking import Count, Group, Grouping, Layout, NoWidth, common_path, counts, guesses
 from sensli.moves.width.widening import check_hooks, layers_in, resizes
 from sensli.moves.width.width import Axis, Size, Width, family
 
-# ---- Heads of torch's `nn.MultiheadAttention`, whose weights are known by their names: one call holds all of them, so no
-# mark shows them.
+# ---- The site of a group of layers: every axis and number that changes, what more units cost, and what counts heads.
 
 
-# What makes heads, its axis, and how many maps lie one after the other along it.
+# What makes the heads of torch's `nn.MultiheadAttention`, its axis, and how many maps lie one after the other along it.
 _MAKES = (
     ("in_proj_weight", 0, 3), ("q_proj_weight", 0, 1), ("k_proj_weight", 0, 1), ("v_proj_weight", 0, 1), ("in_proj_bias", 0, 3),
     ("bias_k", 2, 1), ("bias_v", 2, 1),
 )  # fmt: skip
-
-
-def why_not(module: nn.MultiheadAttention) -> str:
-    """Why an attention gets no more heads; empty if it may."""
-    if is_parametrized(module) or is_parametrized(module.out_proj):
-        return "its weights come from a parametrization (weight_norm, spectral_norm, ...), which has their shape too"
-    if type(module) not in (nn.MultiheadAttention, WideAttention):
-        return f"is a {type(module).__name__}, not torch's own nn.MultiheadAttention, so its class cannot be exchanged"
-    return ""
-
-
-def axes_of(path: str, module: nn.MultiheadAttention) -> Iterator[Axis]:
-    """The axes of an attention that hold its heads."""
-    size, own = module.head_dim, Ref.to(path, module)
-    for name, dim, maps in _MAKES:
-        tensor = getattr(module, name, None)
-        if tensor is not None:
-            yield Axis(own, name, dim, "row", outer=maps, inner=size, length=int(tensor.shape[dim]))
-    out = module.out_proj
-    yield Axis(
-        Ref.to(f"{path}.out_proj".removeprefix("."), out), "weight", 1, "column", inner=size, length=out.in_features
-    )
-
-
-def sizes_of(path: str, module: nn.MultiheadAttention) -> Iterator[Size]:
-    """The attributes of an attention that count its heads; the size of what it takes and returns stays."""
-    yield Size(Ref.to(path, module), "num_heads")
-    yield Size(Ref.to(f"{path}.out_proj".removeprefix("."), module.out_proj), "in_features", module.head_dim)
-
-
-# ---- The site of a group of layers: every axis and number that changes, what more units cost, and what counts heads.
-
-
 _ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")  # classes of peft
 _GUESSES = 24  # of what counts heads: more would cost more than they find
 
@@ -98,31 +65,72 @@ class Siting:
         self.learned: dict[object, _Learned] = {}  # of the heads of one block, for its equals
 
     def of(self, group: Group) -> Site:
+        """The site of layers that make the same units, as marks have shown."""
         first = min(group.makers, key=lambda path: self.calls[path].began)
         try:
             site = self._site(group, first)
-            return self._counted(group, site) if group.heads else site
+            if not group.heads:
+                return site
+            alike = family(site.path), group.units, *group.makers.values()
+            return self._counted(site, alike, group)
         except NoWidth:
             if group.other is None:
                 raise
             return self.of(group.other)
 
+    def of_attention(self, path: str, module: nn.MultiheadAttention) -> Site:
+        """More heads for torch's own attention. One call holds all of them, so no mark shows them: its weights are known by name."""
+        out, size = module.out_proj, module.head_dim
+        if is_parametrized(module) or is_parametrized(out):
+            raise NoWidth(
+                "its weights come from a parametrization (weight_norm, spectral_norm, ...), which has their shape too"
+            )
+        if type(module) not in (nn.MultiheadAttention, WideAttention):
+            raise NoWidth(
+                f"is a {type(module).__name__}, not torch's own nn.MultiheadAttention, so its class cannot be exchanged"
+            )
+        own, reader = Ref.to(path, module), Ref.to(f"{path}.out_proj".removeprefix("."), out)
+        axes = [
+            Axis(own, name, dim, "row", outer=maps, inner=size, length=int(getattr(module, name).shape[dim]))
+            for name, dim, maps in _MAKES
+            if getattr(module, name, None) is not None
+        ]
+        axes.append(Axis(reader, "weight", 1, "column", inner=size, length=out.in_features))
+        # The size of what it takes and returns stays.
+        sizes = Size(own, "num_heads"), Size(reader, "in_features", size)
+        move = Width(module.num_heads, 1, "MultiheadAttention", tuple(axes), sizes, (reader.path,), heads=1)
+        alike = family(path), *(replace(axis, module=Ref("")) for axis in axes)
+        return self._counted(self._complete(move, path), alike)
+
     def _site(self, group: Group, first: str) -> Site:
         axes: list[Axis] = []
         sizes: list[Size] = []
+
+        def add(path: str, does: str, parts: Sequence[Layout]) -> None:
+            module = self.model.get_submodule(path)
+            ref, role = Ref.to(path, module), role_of(module)
+            assert role is not None
+            named = {
+                "makes": [(name, dim, "row") for name, dim in role.makes],
+                "passes": role.passes,
+                "reads": [(name, dim, "column") for name, dim in role.reads],
+            }
+            axes.extend(
+                Axis(ref, name, dim, fill, where.start, where.outer, where.inner, int(getattr(module, name).shape[dim]))
+                for where in parts
+                for name, dim, fill in named[does]
+                if getattr(module, name, None) is not None
+            )
+            per_unit = sum(where.outer * where.inner for where in parts)
+            counted = role.out_size if does == "makes" else role.in_size
+            sizes.extend(Size(ref, name, per_unit) for name in counted if hasattr(module, name))
+
         for path, parts in group.makers.items():
-            role = self._role(path)
-            for where in parts:
-                axes += self._axes(path, [(name, dim, "row") for name, dim in role.makes], where)
-            sizes += self._sizes(path, role.out_size, sum(where.outer * where.inner for where in parts))
+            add(path, "makes", parts)
         for path, where in group.passes.items():
-            role = self._role(path)
-            axes += self._axes(path, list(role.passes), where)
-            sizes += self._sizes(path, role.in_size, where.outer * where.inner)
+            add(path, "passes", [where])
         for path, where in group.reads.items():
-            role = self._role(path)
-            axes += self._axes(path, [(name, dim, "column") for name, dim in role.reads], where)
-            sizes += self._sizes(path, role.in_size, where.outer * where.inner)
+            add(path, "reads", [where])
         layer = type(self.copy.get_submodule(first)).__name__  # its own name also where the model is sharded
         move = Width(group.units, 1, layer, tuple(axes), tuple(sizes), tuple(group.reads), heads=group.heads)
         return self._complete(move, first)
@@ -156,12 +164,12 @@ class Siting:
         except UnsupportedSite as reason:
             raise NoWidth(str(reason)) from None
         call = self.calls[first]
-        seen = _given(call)
+        seen = call.output or call.result
         if seen is None:
             raise NoWidth(f"returns {call.returned}, not a tensor")
         if not self.search.flow.reaches(seen):
             raise NoWidth("no gradient arrives there")
-        added, flops = self._cost(move)
+        added, flops = self._cost(move, resized)
         point = self.search.point(call, "after", seen)
         return Site(replace(point, chained=False), replace(move, added=added, flops=flops))
 
@@ -176,24 +184,27 @@ class Siting:
         """Whether somebody works in place on what a reader gives."""
         held = holder_of(self.model, axis.module.path)
         call = self.calls.get(axis.module.path if held is None else held[0])
-        seen = None if call is None else _given(call)
+        seen = None if call is None else call.output or call.result
         return axis.fill == "column" and seen is not None and seen.overwritten
 
-    def _counted(self, group: Group, site: Site) -> Site:
-        """The site of heads with all numbers that must follow, found by trial, and with what the heads cost."""
-        around = common_path([*group.makers, *group.reads])
-        alike = family(site.path), group.units, *group.makers.values()
-        known = self.learned.get(alike)
-        if known is None:
-            known = self.learned[alike] = self._learn(group, site, around)
+    def _counted(self, site: Site, alike: object, group: Group | None = None) -> Site:
+        """The site of heads with all numbers that must follow, found by trial, and with what the heads cost.
+
+        ``alike``: the same for the heads of equal blocks, which are tried once. ``group``: where it is not known what counts them.
+        """
+        around = "" if group is None else common_path([*group.makers, *group.reads])
+        if alike not in self.learned:
+            guessed = [()] if group is None else guesses(counts(self.model, group), _GUESSES)
+            self.learned[alike] = self._learn(site, guessed, around)
+        known = self.learned[alike]
         if known.problem:
             raise NoWidth(known.problem)
         found = [replace(count, path=around + count.path) for count in known.counts]
         return _with_counts(site, self.model, found, known.flops)
 
-    def _learn(self, group: Group, site: Site, around: str) -> _Learned:
+    def _learn(self, site: Site, guessed: Iterable[tuple[Count, ...]], around: str) -> _Learned:
         problems = []
-        for guess in guesses(counts(self.model, group), _GUESSES):
+        for guess in guessed:
             counted = _with_counts(site, self.model, guess)
             problems.append(self.trial.of([counted], modes=(False,)))
             if not problems[-1]:
@@ -201,25 +212,8 @@ class Siting:
                 return _Learned(within, self.trial.flops(counted))
         return _Learned(problem=problems[0])
 
-    def _role(self, path: str) -> Role:
-        role = role_of(self.model.get_submodule(path))
-        assert role is not None
-        return role
-
-    def _axes(self, path: str, named: list[tuple[str, int, str]], where: Layout) -> list[Axis]:
-        module = self.model.get_submodule(path)
-        ref = Ref.to(path, module)
-        return [
-            Axis(ref, name, dim, fill, where.start, where.outer, where.inner, int(getattr(module, name).shape[dim]))
-            for name, dim, fill in named
-            if getattr(module, name, None) is not None
-        ]
-
-    def _sizes(self, path: str, names: tuple[str, ...], per_unit: int) -> list[Size]:
-        module = self.model.get_submodule(path)
-        return [Size(Ref.to(path, module), name, per_unit) for name in names if hasattr(module, name)]
-
-    def _cost(self, move: Width) -> tuple[int, int]:
+    def _cost(self, move: Width, resized: Sequence[Resize]) -> tuple[int, int]:
+        """Parameters and FLOPs that come with the units."""
         added = flops = 0
         positions = {}
         for axis in move.axes:
@@ -232,28 +226,12 @@ class Siting:
             if tensor is not None and isinstance(getattr(module, axis.name), nn.Parameter):
                 shape = [size for dim, size in enumerate(tensor.shape[1:], 1) if dim != role.channel % tensor.dim()]
                 positions[id(getattr(module, axis.name))] = math.prod(shape)
-        for each in resizes(self.model, move):
+        for each in resized:
             if each.is_parameter:
                 more = math.prod(each.new_shape) - math.prod(each.old_shape)
                 added += more
                 flops += 2 * more * positions.get(id(each.tensor), 0) if each.tensor.dim() > 1 else 0
         return added, flops
-
-    def of_attention(self, path: str, module: nn.MultiheadAttention) -> Site:
-        if why_not(module):
-            raise NoWidth(why_not(module))
-        axes, sizes = tuple(axes_of(path, module)), tuple(sizes_of(path, module))
-        move = Width(module.num_heads, 1, "MultiheadAttention", axes, sizes, (axes[-1].module.path,), heads=1)
-        site = self._complete(move, path)
-        alike = family(path), *(replace(axis, module=Ref("")) for axis in axes)
-        known = self.learned.get(alike)
-        if known is None:
-            problem = self.trial.of([site], modes=(False,))
-            known = _Learned(problem=problem) if problem else _Learned(flops=self.trial.flops(site))
-            self.learned[alike] = known
-        if known.problem:
-            raise NoWidth(known.problem)
-        return _with_counts(site, self.model, (), known.flops)
 
 
 def _adapter_around(model: nn.Module, path: str) -> str:
@@ -266,16 +244,11 @@ def _adapter_around(model: nn.Module, path: str) -> str:
     return ""
 
 
-def _given(call: ModuleCall) -> SeenTensor | None:
-    """What a module gave, or the first part of it."""
-    return call.output or call.result
-
-
 def _with_counts(site: Site, model: nn.Module, found: Sequence[Count], flops: int = 0) -> Site:
     """The site with further numbers that follow its units, and with its cost."""
-    assert isinstance(site.move, Width)
+    move = width_of(site)
     sizes = [Size(Ref.to(c.path, model.get_submodule(c.path)), c.name, c.per_unit, c.through) for c in found]
-    return replace(site, move=replace(site.move, sizes=(*site.move.sizes, *sizes), flops=flops))
+    return replace(site, move=replace(move, sizes=(*move.sizes, *sizes), flops=flops))
 
 
 # ---- The widths of a search: layers whose units are read by others that are known, as far as a trial confirms it.
@@ -299,9 +272,9 @@ class WidthKind:
         sites.sort(key=lambda site: siting.calls[site.path].ended)
         good, wrong = confirm(trial, sites)
         for site, problem in wrong:
-            assert isinstance(site.move, Width)
-            makers = {axis.module.path for axis in site.move.axes if axis.fill == "row"}
-            grouping.refuse(makers, problem, "heads" if site.move.heads else "units")
+            width = width_of(site)
+            makers = {axis.module.path for axis in width.axes if axis.fill == "row"}
+            grouping.refuse(makers, problem, "heads" if width.heads else "units")
         for site in as_configured(trial, search.model, good):
             search.keep(siting.calls[site.path], siting.calls[site.path].ended, site)
         for path, why in grouping.refused.items():

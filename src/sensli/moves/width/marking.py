@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sensli.modules.grown import holder_of
 from sensli.modules.running import brief_error, first_tensor, mapped, note, run, tensors, untouched
 from sensli.modules.wrappers import eager
-from sensli.moves.roles import Role, role_of, why_unknown
+from sensli.moves.roles import Role, role_of, units_made, why_unknown
 from sensli.moves.search import Search
 
 # ---- Who reads a unit: it is marked, and the marks are looked for.
@@ -56,7 +56,7 @@ class SeenMarks:
 
 def watch(model: nn.Module, example: Any, makers: Sequence[tuple[str, nn.Module]]) -> dict[str, SeenMarks]:
     """Mark units of all makers, and tell where they are read. The model is a copy in eval mode."""
-    seen = {path: SeenMarks(path, _rows(module)) for path, module in makers}
+    seen = {path: SeenMarks(path, units_made(module)) for path, module in makers}
     # Enough to tell how units are laid out, in one group or, as fused gates are, in two.
     _mark(model, example, seen, [(path, unit) for path, each in seen.items() for unit in _at_ends(each.units, 2)])
     return seen
@@ -76,7 +76,7 @@ def watch_fused(model: nn.Module, example: Any, seen: Sequence[SeenMarks]) -> No
 
 def _mark(model: nn.Module, example: Any, seen: dict[str, SeenMarks], marks: list[tuple[str, int]]) -> None:
     for start in range(0, len(marks), _SAMPLES):
-        _Run(model, marks[start : start + _SAMPLES], seen).of(example)
+        _Run(model, marks[start : start + _SAMPLES], seen).look(example)
 
 
 def _at_ends(rows: int, parts: int) -> list[int]:
@@ -85,17 +85,21 @@ def _at_ends(rows: int, parts: int) -> list[int]:
     return sorted(unit for unit in {1, *ends, *(end - 1 for end in ends)} if 0 <= unit < rows)
 
 
-def layout(units: int, seen: dict[int, frozenset[int]]) -> Layout | None:
-    """How the units lie along the axis of a reader; None if it is not known how."""
-    first = sorted(seen.get(0, ()))
+def layout(units: int, marks: dict[int, frozenset[int]]) -> Layout | None:
+    """How the units lie along the axis of a reader, where several rows of a layer may make one; None if it is not known how."""
+    first = next((sorted(places) for row, places in marks.items() if row % units == 0), [])
     if not first:
         return None
     inner = next((i for i in range(1, len(first)) if first[i] != first[0] + i), len(first))
-    outer, rest = divmod(len(first), inner)
-    if rest:
-        return None
-    found = Layout(first[0], outer, inner)
-    return found if all(places == columns(found, units, unit) for unit, places in seen.items()) else None
+    found = Layout(first[0], len(first) // inner, inner)
+    return found if all(places == columns(found, units, row % units) for row, places in marks.items()) else None
+
+
+def layouts(units: int, seen: dict[str, dict[int, frozenset[int]]]) -> dict[str, Layout] | None:
+    """The same for all readers; None if it is not known of one of them."""
+    found = {path: layout(units, marks) for path, marks in seen.items()}
+    known = {path: where for path, where in found.items() if where is not None}
+    return known if len(known) == len(found) else None
 
 
 def columns(where: Layout, units: int, unit: int) -> frozenset[int]:
@@ -104,13 +108,18 @@ def columns(where: Layout, units: int, unit: int) -> frozenset[int]:
     return frozenset(start + i for start in starts for i in range(where.inner))
 
 
+def all_columns(where: Layout, units: int) -> frozenset[int]:
+    """The entries along an axis that belong to any unit."""
+    return frozenset().union(*(columns(where, units, unit) for unit in range(units)))
+
+
 class _Run:
     """One run with a mark in every sample."""
 
     def __init__(self, model: nn.Module, marks: list[tuple[str, int]], seen: dict[str, SeenMarks]) -> None:
         self.model, self.marks, self.seen = model, marks, seen
 
-    def of(self, example: Any) -> None:
+    def look(self, example: Any) -> None:
         handles = list(self._hooks())
         try:
             # torch's fused attention takes NaN for a masked value; the plain one passes it on.
@@ -120,10 +129,9 @@ class _Run:
             for handle in handles:
                 handle.remove()
         for tensor in tensors(output):
-            each = _by_sample(tensor, len(self.marks))  # a mean over all samples, such as a loss, tells of nobody
-            if each is not None and each.is_floating_point():
-                for sample in each.flatten(1).isnan().any(1).nonzero().flatten().tolist() if each.dim() > 1 else ():
-                    self.seen[self.marks[sample][0]].leaves = True
+            share = self._share(tensor)  # a mean over all samples, such as a loss, tells of nobody
+            for sample in (share > 0).nonzero().flatten().tolist() if share is not None else ():
+                self.seen[self.marks[sample][0]].leaves = True
 
     def _hooks(self) -> Iterator[Any]:
         for path, module in self.model.named_modules():
@@ -137,16 +145,14 @@ class _Run:
 
     def _before(self, path: str, role: Role) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            x = first_tensor(args) if args else first_tensor(tuple(kwargs.values()))
-            if x is None or not x.is_floating_point():
-                return None
-            found = self._marked(x, role.channel)
+            x = first_tensor(args or tuple(kwargs.values()))
+            found = {} if x is None or not x.is_floating_point() else self._marked(x, role.channel)
             for sample, places in found.items():
                 maker, unit = self.marks[sample]
                 into = self.seen[maker].reads if role.reads else self.seen[maker].passes
                 held = into.setdefault(path, {})
                 held[unit] = held.get(unit, frozenset()) | places
-            if not role.reads or not found:
+            if not role.reads or not found or x is None:
                 return None
             clean = torch.where(x.isnan(), torch.zeros_like(x), x)
             if args:
@@ -192,7 +198,7 @@ class _Run:
     def _marked(self, x: Tensor, channel: int) -> dict[int, frozenset[int]]:
         """For every sample with marks the places along the channels that have one."""
         each = _by_sample(x, len(self.marks))
-        if not x.is_floating_point() or not bool(x.isnan().any()):
+        if not bool(x.isnan().any()):
             return {}
         if each is None:  # nobody knows whose marks these are: everybody's
             return {sample: frozenset(range(x.shape[-1] if x.dim() else 1)) for sample in range(len(self.marks))}
@@ -203,13 +209,6 @@ class _Run:
         for sample, place in places.nonzero().tolist():  # all at once: on a device each question is a wait
             found.setdefault(sample, set()).add(place)
         return {sample: frozenset(marked) for sample, marked in found.items()}
-
-
-def _rows(module: nn.Module) -> int:
-    role = role_of(module)
-    assert role is not None
-    name, dim = role.makes[0]
-    return int(getattr(module, name).shape[dim])
 
 
 def _by_sample(x: Tensor, samples: int) -> Tensor | None:
@@ -244,23 +243,20 @@ class Group:
     """Layers that make the same units, with the layout of the units in each of them and in all that reads or passes them."""
 
     units: int
-    makers: dict[str, tuple[Layout, ...]] = field(
-        default_factory=dict
-    )  # several where keys and values are fewer than the queries before them
-    reads: dict[str, Layout] = field(default_factory=dict)
-    passes: dict[str, Layout] = field(default_factory=dict)
-    heads: int = (
-        0  # of an attention that make one unit: several queries' where they share keys and values; 0: single units
-    )
+    makers: dict[str, tuple[Layout, ...]]  # several where keys and values are fewer than the queries before them
+    reads: dict[str, Layout]
+    passes: dict[str, Layout]
+    # of an attention that make one unit: several queries' where they share keys and values; 0: single units
+    heads: int = 0
     other: Group | None = None  # what it may be instead, if the trial refuses it
 
     def touches(self, other: Group) -> bool:
         """Whether two groups have entries of some axis in common."""
-        return any(overlap for overlap, _ in self._common(other))
+        return bool(self._in_common(other))
 
     def agrees(self, other: Group) -> bool:
         """Whether the units of two groups are the same units."""
-        same = all(equal for overlap, equal in self._common(other) if overlap)
+        same = all(here == there for here, there in self._in_common(other))
         return self.units == other.units and self.heads == other.heads and same
 
     def take(self, other: Group) -> None:
@@ -269,18 +265,18 @@ class Group:
         self.reads.update(other.reads)
         self.passes.update(other.passes)
 
-    def _common(self, other: Group) -> list[tuple[bool, bool]]:
-        """Of every axis that both groups have: whether they share entries, and whether the units lie alike."""
-        found = []
-        for these, those in ((self.reads, other.reads), (self.passes, other.passes)):
-            for path in these.keys() & those.keys():
-                overlap = bool(_all(these[path], self.units) & _all(those[path], other.units))
-                found.append((overlap, these[path] == those[path]))
-        return found
-
-
-def _all(where: Layout, units: int) -> set[int]:
-    return {place for unit in range(units) for place in columns(where, units, unit)}
+    def _in_common(self, other: Group) -> list[tuple[Layout, Layout]]:
+        """How the units of both groups lie along the axes where they share entries."""
+        pairs = [
+            (these[path], those[path])
+            for these, those in ((self.reads, other.reads), (self.passes, other.passes))
+            for path in these.keys() & those.keys()
+        ]
+        return [
+            (here, there)
+            for here, there in pairs
+            if not all_columns(here, self.units).isdisjoint(all_columns(there, other.units))
+        ]
 
 
 # ---- Attention heads as units: a mark in a row of the queries or keys fills all columns of its head, one of the values
@@ -295,7 +291,12 @@ _FUSED = (1, 2, 3)  # maps that may lie one after the other in one layer: querie
 
 def heads_of(seen: Sequence[SeenMarks]) -> Group | None:
     """The heads that layers make together; None where marks leave the block of one unit."""
-    spans = {path: _span(path, seen) for each in seen for path in each.reads}
+    spans: dict[str, tuple[int, int]] = {}  # the columns of a reader that the marks of all layers fill
+    for each in seen:
+        for path in each.reads:
+            start, end = each.span(path)
+            first, last = spans.get(path, (start, end))
+            spans[path] = min(first, start), max(last, end)
     longest = max((end - start for start, end in spans.values()), default=0)
     filled = min((len(p) for each in seen for m in each.reads.values() for p in m.values() if _is_run(p)), default=0)
     if not filled or any(each.leaves or not each.reads for each in seen):
@@ -305,7 +306,9 @@ def heads_of(seen: Sequence[SeenMarks]) -> Group | None:
             continue
         reads = {path: Layout(start, 1, (end - start) // units) for path, (start, end) in spans.items()}
         makers = {each.path: _layouts(each, units, reads) for each in seen}
-        if all(makers.values()) and all(map(_passes_rows, seen)):
+        # what the rows pass on their way (a depthwise convolution) must have them in their order
+        passed = (marks for each in seen for marks in each.passes.values())
+        if all(makers.values()) and all(places == {row} for marks in passed for row, places in marks.items()):
             found = None
             # One head fills everything, whatever the order in a fused layer: a trial will tell.
             for layouts in reversed(list(zip(*makers.values(), strict=False))):
@@ -320,12 +323,6 @@ def may_be_fused(seen: SeenMarks) -> bool:
     """Whether a layer that nothing else is read with may have queries, keys and values one after the other."""
     places = [each for marks in seen.reads.values() for each in marks.values()]
     return any(_is_run(each) for each in places) and len(set(places)) > 1
-
-
-def _span(reader: str, seen: Sequence[SeenMarks]) -> tuple[int, int]:
-    """The columns of a reader that the marks of all layers fill; first and last rows were marked."""
-    spans = [each.span(reader) for each in seen if each.reads.get(reader)]
-    return min(start for start, _ in spans), max(end for _, end in spans)
 
 
 def _is_run(places: frozenset[int]) -> bool:
@@ -357,11 +354,6 @@ def _orders(seen: SeenMarks, units: int, reads: dict[str, Layout]) -> Iterator[t
     others, rest = divmod(seen.units - units * queries, 2 * units)
     if 0 < others < queries and not rest and not seen.passes:
         yield Layout(0, 1, queries), Layout(units * queries, 2, others)
-
-
-def _passes_rows(seen: SeenMarks) -> bool:
-    """Whether what the rows pass on their way (a depthwise convolution) has them in their order."""
-    return all(places == {row} for marks in seen.passes.values() for row, places in marks.items())
 
 
 # --- what counts heads ---
@@ -557,13 +549,9 @@ class Grouping:
             if seen.units % groups or seen.units // groups < 2:
                 continue
             units = seen.units // groups
-            reads = {path: layout(units, _by_unit(marks, units)) for path, marks in seen.reads.items()}
-            passes = {path: layout(units, _by_unit(marks, units)) for path, marks in seen.passes.items()}
-            if all(reads.values()) and all(passes.values()):
-                known = Group(units, {seen.path: (Layout(0, groups, 1),)})
-                known.reads = {path: where for path, where in reads.items() if where}
-                known.passes = {path: where for path, where in passes.items() if where}
-                return known
+            reads, passes = layouts(units, seen.reads), layouts(units, seen.passes)
+            if reads is not None and passes is not None:
+                return Group(units, {seen.path: (Layout(0, groups, 1),)}, reads, passes)
         by = f" by {seen.mixed_by}" if seen.mixed_by else ""
         raise NoWidth(f"its units are mixed with each other{by} before they are read")
 
@@ -572,26 +560,15 @@ class Grouping:
         joined: list[Group] = []
         for group in groups:
             others = [other for other in joined if group.touches(other)]
-            if any(not group.agrees(other) for other in others):
-                self.refuse(group.makers, "its units are read together with others in a different order")
+            joined = [other for other in joined if other not in others]
+            if all(group.agrees(other) for other in others):
                 for other in others:
-                    self.refuse(other.makers, "its units are read together with others in a different order")
-                    joined.remove(other)
-                continue
-            for other in others:
-                joined.remove(other)
-                group.take(other)
-            joined.append(group)
+                    group.take(other)
+                joined.append(group)
+            else:
+                for each in (group, *others):
+                    self.refuse(each.makers, "its units are read together with others in a different order")
         return joined
-
-
-def _by_unit(marks: dict[int, frozenset[int]], units: int) -> dict[int, frozenset[int]]:
-    """Marks by unit, where several rows of a layer make one; rows that disagree leave no unit at all."""
-    found: dict[int, frozenset[int]] = {}
-    for row, places in marks.items():
-        if found.setdefault(row % units, places) != places:
-            return {}
-    return found
 
 
 def _is_plain(cluster: list[SeenMarks], plain: dict[str, Group]) -> bool:
@@ -611,8 +588,5 @@ def _read_together(seen: list[SeenMarks]) -> list[list[SeenMarks]]:
 
 
 def _meet(one: SeenMarks, other: SeenMarks) -> bool:
-    return any(
-        max(min(here), min(there)) <= min(max(here), max(there))
-        for path in one.reads.keys() & other.reads.keys()
-        if (here := set().union(*one.reads[path].values())) and (there := set().union(*other.reads[path].values()))
-    )
+    spans = ((one.span(path), other.span(path)) for path in one.reads.keys() & other.reads.keys())
+    return any(max(here[0], there[0]) < min(here[1], there[1]) for here, there in spans)
