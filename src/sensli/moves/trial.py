@@ -212,7 +212,7 @@ class Layers:
     def inserted(self, sites: Sequence[Site], *, themselves: bool = False) -> Iterator[list[NewLayer]]:
         """The copy with a layer at every site, in their order: with what stands in for it, or with the layers ``themselves``."""
         bound = [replace(site, point=site.point.on(self.model)) for site in sites]
-        real = _shown(self.model, sites)
+        real = _first_of_equals(self.model, sites)
         standing: Counter[Site] = Counter()
         layers: list[nn.Module] = []
         for index, site in enumerate(bound):  # before the first goes in: a block is copied as it is
@@ -251,7 +251,7 @@ def move_of(site: Site) -> Inserts:
     return site.move
 
 
-def _shown(model: nn.Module, sites: Sequence[Site]) -> set[int]:
+def _first_of_equals(model: nn.Module, sites: Sequence[Site]) -> set[int]:
     """Of the equal copies of blocks in one container the first: it is really inserted, and represents the others."""
     first: dict[object, int] = {}
     for index, site in enumerate(sites):
@@ -261,7 +261,7 @@ def _shown(model: nn.Module, sites: Sequence[Site]) -> set[int]:
     return set(first.values())
 
 
-def watched(each: NewLayer) -> list[Any]:
+def watch(each: NewLayer) -> list[Any]:
     """Hooks that see whether a layer runs once and gives what it is given."""
     each.calls, each.same, each.output, each.given = 0, True, None, None
     given: list[Tensor] = []
@@ -342,11 +342,9 @@ def alike(one: Tensor | None, other: Tensor | None, on: Tensor | None) -> bool:
     if one is None or other is None or one.shape != other.shape:
         return False
     difference = one - other if on is None else (one - other) * on
-    distance = torch.linalg.vector_norm(difference.float() if difference.dtype.itemsize < 4 else difference).item()
-    size = torch.linalg.vector_norm(one.float() if one.dtype.itemsize < 4 else one).item()
-    return (
-        bool(distance <= 100 * rounding(one.dtype) * size) if one.dtype.itemsize > 2 else bool(distance <= 0.1 * size)
-    )
+    half = one.dtype.itemsize < 4
+    distance, size = (torch.linalg.vector_norm(t.float() if half else t).item() for t in (difference, one))
+    return bool(distance <= (0.1 if half else 100 * rounding(one.dtype)) * size)
 
 
 class LayerRehearsal(Rehearsal):
@@ -389,7 +387,7 @@ class LayerRehearsal(Rehearsal):
             outputs = [each.output for each in new]
             wanted = [*outputs, *(each.given for each in new)]
             gradients = None if training else self._gradients(output, wanted)
-        verdict = self._compared(training, output, new)
+        verdict = self._compare(training, output, new)
         if verdict.good and gradients is not None:
             # Units that a ReLU turned off are left out: another new layer after them, with its own ReLU, gives them nothing back.
             on = [None if o is None else o.detach() != 0 for o in outputs]
@@ -440,7 +438,7 @@ class LayerRehearsal(Rehearsal):
                 parameter.requires_grad_(True)
         return None
 
-    def _compared(self, training: bool, output: Any, new: list[NewLayer]) -> Verdict:
+    def _compare(self, training: bool, output: Any, new: list[NewLayer]) -> Verdict:
         """The output with the layers against the one without; they have been taken out again."""
         in_list = any(each.cut.way == "list" for each in new)
         # In eval mode it mostly is as it came out when the run was recorded.
@@ -469,10 +467,10 @@ class LayerRehearsal(Rehearsal):
     ) -> Any:
         """What the copy returns; ``then`` is given it before buffers are put back, which a graph may have saved."""
         with self._running(training, graph=graph) as example:
-            handles = [handle for each in new for handle in watched(each)]
+            handles = [handle for each in new for handle in watch(each)]
             for module in self.model.modules():
                 if id(module) in self._numbers and not isinstance(module, torch.jit.ScriptModule):
-                    handles.append(module.register_forward_pre_hook(self._numbered(), prepend=True))
+                    handles.append(module.register_forward_pre_hook(self._seeding(), prepend=True))
             try:
                 _seed(0)
                 if "numpy" in sys.modules:
@@ -485,7 +483,7 @@ class LayerRehearsal(Rehearsal):
                 for handle in handles:
                     handle.remove()
 
-    def _numbered(self) -> Callable[..., None]:
+    def _seeding(self) -> Callable[..., None]:
         """Random numbers that depend on the module and on how often it was called, not on what else has drawn some."""
         calls = [0]
 
@@ -512,9 +510,9 @@ class LayerRehearsal(Rehearsal):
         # A loop of the model's own may treat gradients by a block's position, which the new ones have moved: those without them must be the
         # same.
         in_list = [i for i in tried if self._in_own_loop(sites[i]) and i not in open_ones]
-        recorded = self._recorded([sites[i] for i in in_list])
+        recorded = self._recorded_gradients([sites[i] for i in in_list])
         open_ones += [i for i, g in zip(in_list, recorded, strict=True) if not alike(gradients[i], g, on[i])]
-        caught = self._tapped([sites[i] for i in open_ones]) if open_ones else None
+        caught = self._caught_gradients([sites[i] for i in open_ones]) if open_ones else None
         if caught is not None:
             differ = (i for i, g in zip(open_ones, caught, strict=True) if not alike(gradients[i], g, on[i]))
             wrong.update(dict.fromkeys(differ, _OTHER_GRADIENT))
@@ -525,7 +523,7 @@ class LayerRehearsal(Rehearsal):
         container = self.model.get_submodule(site.path.rpartition(".")[0])
         return site.point.place is not None or (not site.point.chained and isinstance(container, nn.Sequential))
 
-    def _recorded(self, sites: Sequence[Site]) -> list[Tensor | None]:
+    def _recorded_gradients(self, sites: Sequence[Site]) -> list[Tensor | None]:
         """The gradients of the run that found the sites: of all uses of a value, which nearly always are the uses after the site."""
         seen = [self._seen.get((site.path, site.side)) for site in sites]
         values = [None if s is None or s.overwritten else s.tensor for s in seen]
@@ -535,7 +533,7 @@ class LayerRehearsal(Rehearsal):
             self._cotangents.update(zip(unknown, found or [None] * len(unknown), strict=True))
         return [None if v is None else self._cotangents[id(v)] for v in values]
 
-    def _tapped(self, sites: Sequence[Site]) -> list[Tensor | None] | None:
+    def _caught_gradients(self, sites: Sequence[Site]) -> list[Tensor | None] | None:
         """What a measurement would catch, in a separate run."""
         caught: list[Tensor | None] = [None] * len(sites)
 

@@ -38,7 +38,7 @@ from sensli.moves.stretching import Stretch
 from sensli.moves.trial import Rehearsal, Verdict, bisect
 from sensli.moves.twin.counting import build_again, differences, shapes
 from sensli.moves.width.marking import common_path, held_objects
-from sensli.moves.width.replica import Replica
+from sensli.moves.width.replica import Replica, by_label
 from sensli.moves.width.starts import STARTS, drawn_rows
 from sensli.moves.width.widening import Widening, covers_all_blocks, resizes
 from sensli.moves.width.width import TOLERANCE, Axis, Entries, Size, Width, family
@@ -158,12 +158,12 @@ class WidthRehearsal(Rehearsal):
             return Verdict()
         replica = Replica(self.model)
         for tried in asking:
-            rows = _drawn(tried, _SIZES[training])
+            rows = _draw_rows(tried, _SIZES[training])
             replica.ask(tried, tried.width, rows.taken(tried.width, _several(tried.width)))
         try:
             with replica.beside():
                 output = self._run(training, gradients=True)
-                said = {key: [value.detach() for value in values] for key, values in replica.last.read.items()}
+                said = {key: [value.detach() for value in values] for key, values in replica.read.items()}
         except Exception as error:
             if training and self._take_more():
                 return self.hear(sites, training)
@@ -208,7 +208,7 @@ class WidthRehearsal(Rehearsal):
 
     def _outputs(self, sites: Sequence[Site], training: bool, size: float | None) -> tuple[list[Tensor], _Given]:
         """What the widened copy returns, and what its readers get of the new units."""
-        with self.widened(sites, size), self._watched(sites) as given:
+        with self.widened(sites, size), self._watching(sites) as given:
             return self._run(training), given
 
     @contextmanager
@@ -218,7 +218,7 @@ class WidthRehearsal(Rehearsal):
         moves = [self._on_copy(site).width for site in sites]
         if size is not None:
             # However units start, they must do nothing as long as nothing reads them. Drawn for the layers as they are.
-            rows = [_drawn(self._on_copy(site), size) for site in sites]
+            rows = [_draw_rows(self._on_copy(site), size) for site in sites]
             moves = [replace(move, start="random", _entries=its) for move, its in zip(moves, rows, strict=True)]
         with ExitStack() as stack:
             for site, move in zip(sites, moves, strict=True):
@@ -230,7 +230,7 @@ class WidthRehearsal(Rehearsal):
             yield
 
     @contextmanager
-    def _watched(self, sites: Sequence[Site]) -> Iterator[_Given]:
+    def _watching(self, sites: Sequence[Site]) -> Iterator[_Given]:
         """What the readers of the widened copy get of new units as long as the context lasts."""
         given = _Given()
         labels: dict[str, Tensor] = {}  # along the axis of a reader: whose new units lie where, -1 for all others
@@ -306,11 +306,8 @@ class _Given:
             x, role = first_tensor(args or tuple(kwargs.values())), role_of(module)
             if x is None or role is None:
                 return
-            for site in labels.unique().tolist():
-                if site >= 0:
-                    places = (labels == site).nonzero().flatten().to(x.device)
-                    held = x.detach().index_select(role.channel % x.dim(), places)
-                    self.values.setdefault((site, path), []).append(held)
+            for site, held in by_label(x.detach(), role.channel, labels):
+                self.values.setdefault((site, path), []).append(held)
 
         return hook
 
@@ -339,7 +336,7 @@ def _read_alike(axis: Axis, width: Width, alone: Sequence[Tensor], there: Sequen
     return True
 
 
-def _drawn(tried: _Tried, size: float) -> Entries:
+def _draw_rows(tried: _Tried, size: float) -> Entries:
     """Rows for a trial: all units point one way, so that all are on where one is. The bias is not zero: an example may be."""
     width, generator = tried.width, torch.Generator().manual_seed(crc32(tried.site.path.encode()))
     one = drawn_rows(replace(width, more=1), generator)

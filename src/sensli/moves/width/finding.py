@@ -22,7 +22,7 @@ from sensli.moves.sites import Site
 from sensli.moves.stretching import Resize
 from sensli.moves.trace.flow import ModuleCall
 from sensli.moves.width.confirming import WidthRehearsal, as_configured, confirm, width_of
-from sensli.moves.width.marking import Count, Group, Grouping, Layout, NoWidth, common_path, counts, guesses
+from sensli.moves.width.marking import Group, Grouping, Layout, NoWidth, counts, guesses
 from sensli.moves.width.widening import check_hooks, layers_in, resizes
 from sensli.moves.width.width import Axis, Size, Width, family
 
@@ -42,7 +42,7 @@ _GUESSES = 24  # of what counts heads: more would cost more than they find
 class _Learned:
     """What must follow the number of heads, with paths within the attention, and what more heads cost; or why there are none."""
 
-    counts: tuple[Count, ...] = ()
+    sizes: tuple[Size, ...] = ()
     flops: int = 0
     problem: str = ""
 
@@ -72,7 +72,7 @@ class Siting:
             if not group.heads:
                 return site
             alike = family(site.path), group.units, *group.makers.values()
-            return self._counted(site, alike, group)
+            return self._count_heads(site, alike, group)
         except NoWidth:
             if group.other is None:
                 raise
@@ -100,7 +100,7 @@ class Siting:
         sizes = Size(own, "num_heads"), Size(reader, "in_features", size)
         move = Width(module.num_heads, 1, "MultiheadAttention", tuple(axes), sizes, (reader.path,), heads=1)
         alike = family(path), *(replace(axis, module=Ref("")) for axis in axes)
-        return self._counted(self._complete(move, path), alike)
+        return self._count_heads(self._complete(move, path), alike)
 
     def _site(self, group: Group, first: str) -> Site:
         axes: list[Axis] = []
@@ -187,30 +187,36 @@ class Siting:
         seen = None if call is None else call.output or call.result
         return axis.fill == "column" and seen is not None and seen.overwritten
 
-    def _counted(self, site: Site, alike: object, group: Group | None = None) -> Site:
+    def _count_heads(self, site: Site, alike: object, group: Group | None = None) -> Site:
         """The site of heads with all numbers that must follow, found by trial, and with what the heads cost.
 
         ``alike``: the same for the heads of equal blocks, which are tried once. ``group``: where it is not known what counts them.
         """
-        around = "" if group is None else common_path([*group.makers, *group.reads])
+        around = "" if group is None else group.around
         if alike not in self.learned:
-            guessed = [()] if group is None else guesses(counts(self.model, group), _GUESSES)
+            guessed = [()] if group is None else guesses(*counts(self.model, group), _GUESSES)
             self.learned[alike] = self._learn(site, guessed, around)
         known = self.learned[alike]
         if known.problem:
             raise NoWidth(known.problem)
-        found = [replace(count, path=around + count.path) for count in known.counts]
-        return _with_counts(site, self.model, found, known.flops)
+        return self._with_sizes(site, around, known.sizes, known.flops)
 
-    def _learn(self, site: Site, guessed: Iterable[tuple[Count, ...]], around: str) -> _Learned:
+    def _learn(self, site: Site, guessed: Iterable[tuple[Size, ...]], around: str) -> _Learned:
         problems = []
         for guess in guessed:
-            counted = _with_counts(site, self.model, guess)
+            counted = self._with_sizes(site, around, guess)
             problems.append(self.trial.of([counted], modes=(False,)))
             if not problems[-1]:
-                within = tuple(replace(count, path=count.path.removeprefix(around)) for count in guess)
-                return _Learned(within, self.trial.flops(counted))
+                return _Learned(guess, self.trial.flops(counted))
         return _Learned(problem=problems[0])
+
+    def _with_sizes(self, site: Site, around: str, sizes: Sequence[Size], flops: int = 0) -> Site:
+        """The site with further numbers that follow its units, of modules within the one ``around`` them, and with its cost."""
+        move = width_of(site)
+        paths = [f"{around}.{size.module.path}".strip(".") for size in sizes]
+        refs = [Ref.to(path, self.model.get_submodule(path)) for path in paths]
+        bound = (replace(size, module=ref) for size, ref in zip(sizes, refs, strict=True))
+        return replace(site, move=replace(move, sizes=(*move.sizes, *bound), flops=flops))
 
     def _cost(self, move: Width, resized: Sequence[Resize]) -> tuple[int, int]:
         """Parameters and FLOPs that come with the units."""
@@ -244,13 +250,6 @@ def _adapter_around(model: nn.Module, path: str) -> str:
     return ""
 
 
-def _with_counts(site: Site, model: nn.Module, found: Sequence[Count], flops: int = 0) -> Site:
-    """The site with further numbers that follow its units, and with its cost."""
-    move = width_of(site)
-    sizes = [Size(Ref.to(c.path, model.get_submodule(c.path)), c.name, c.per_unit, c.through) for c in found]
-    return replace(site, move=replace(move, sizes=(*move.sizes, *sizes), flops=flops))
-
-
 # ---- The widths of a search: layers whose units are read by others that are known, as far as a trial confirms it.
 
 
@@ -266,7 +265,7 @@ class WidthKind:
         sites = _attentions(search, grouping, siting)
         for group in grouping.groups():
             try:
-                sites.append(_planned(siting.of, group))
+                sites.append(_plan(siting.of, group))
             except NoWidth as reason:
                 grouping.give_up(group, str(reason))
         sites.sort(key=lambda site: siting.calls[site.path].ended)
@@ -296,13 +295,13 @@ def _attentions(search: Search, grouping: Grouping, siting: Siting) -> list[Site
     for path, module in search.model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and grouping.called_once(path, "heads"):
             try:
-                found.append(_planned(siting.of_attention, path, module))
+                found.append(_plan(siting.of_attention, path, module))
             except NoWidth as reason:
                 grouping.refuse([path], str(reason), "heads")
     return found
 
 
-def _planned(plan: Callable[..., Site], *given: Any) -> Site:
+def _plan(plan: Callable[..., Site], *given: Any) -> Site:
     """A site, or why there is none: one width that fails is no reason to lose all others."""
     try:
         return plan(*given)

@@ -203,7 +203,7 @@ def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
     ``gradients``: [candidates, columns of one]; ``likeness``: the inner products of the candidates' activations. Of very many a few are
     taken at a time, as they stand.
     """
-    gradients, likeness = _tamed(gradients), _tamed(likeness)
+    gradients, likeness = _scale_down(gradients), _scale_down(likeness)
     if not bool(gradients.isfinite().all() and likeness.isfinite().all()):
         return list(range(count))  # training has diverged: none is better than another, and their merits say so
     # Sums in single precision are not quite those of vectors: so little is added that it changes nothing.
@@ -230,7 +230,7 @@ def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
         likeness.addmm_(along.T, along, alpha=-1)
 
 
-def _tamed(values: Tensor) -> Tensor:
+def _scale_down(values: Tensor) -> Tensor:
     """The same, divided by a power of four where squares might overflow: only sizes beside each other matter."""
     largest = float(values.abs().max())
     return values / 4.0 ** math.floor(math.log(largest, 4)) if 2**16 < largest < math.inf else values
@@ -302,9 +302,9 @@ def calibrated(width: Width, entries: Entries, inputs: Mapping[str, Tensor], *, 
             continue
         bias = None if making.bias is None else values[making.bias]
         old_bias = None if making.bias is None else existing(width, width.axes[making.bias])
-        made = _made(given, rows, bias, axis)  # [places, outer, units, inner]
+        made = _units_made(given, rows, bias, axis)  # [places, outer, units, inner]
         mean = made.mean(0, keepdim=True) if bias is not None else torch.zeros_like(made[:1])
-        there = _made(given, existing(width, axis), old_bias, axis)
+        there = _units_made(given, existing(width, axis), old_bias, axis)
         centred = there - there.mean(0, keepdim=True) if bias is not None else there
         wanted = centred.square().mean(0, keepdim=True)
         if cut:
@@ -315,7 +315,7 @@ def calibrated(width: Width, entries: Entries, inputs: Mapping[str, Tensor], *, 
         # nothing to compare with where all that is there is dead, or a unit that does not move on these samples, which stays as it was
         factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0).flatten()
         mean = torch.where((size > 0) & size.isfinite(), mean, 0.0).flatten()
-        values[making.weight] = _scaled(rows, factor, axis)
+        values[making.weight] = _scale_rows(rows, factor, axis)
         if making.bias is not None and bias is not None:
             values[making.bias] = (bias - mean) * factor
     return Entries(tuple(values))
@@ -359,7 +359,7 @@ def _leading(given: Tensor, back: Tensor, count: int) -> Tensor:
     return drawn
 
 
-def _made(given: Tensor, rows: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+def _units_made(given: Tensor, rows: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
     """What rows make of inputs: [places, outer, units, inner]."""
     made = given @ rows.movedim(axis.dim, 0).flatten(1).T.to(given)
     made = made if bias is None else made + bias.to(made)
@@ -367,7 +367,7 @@ def _made(given: Tensor, rows: Tensor, bias: Tensor | None, axis: Axis) -> Tenso
     return parts
 
 
-def _scaled(rows: Tensor, factor: Tensor, axis: Axis) -> Tensor:
+def _scale_rows(rows: Tensor, factor: Tensor, axis: Axis) -> Tensor:
     shape = [1] * rows.dim()
     shape[axis.dim] = -1
     return rows * factor.view(shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sensli.modules.grown import holder_of
 from sensli.modules.running import brief_error, first_tensor, mapped, note, run, tensors, untouched
 from sensli.modules.wrappers import eager
+from sensli.moves.point import Ref
 from sensli.moves.roles import Role, role_of, units_made, why_unknown
 from sensli.moves.search import Search
+from sensli.moves.width.width import Size
 
 # ---- Who reads a unit: it is marked, and the marks are looked for.
 #
@@ -95,7 +97,7 @@ def layout(units: int, marks: dict[int, frozenset[int]]) -> Layout | None:
     return found if all(places == columns(found, units, row % units) for row, places in marks.items()) else None
 
 
-def layouts(units: int, seen: dict[str, dict[int, frozenset[int]]]) -> dict[str, Layout] | None:
+def all_layouts(units: int, seen: dict[str, dict[int, frozenset[int]]]) -> dict[str, Layout] | None:
     """The same for all readers; None if it is not known of one of them."""
     found = {path: layout(units, marks) for path, marks in seen.items()}
     known = {path: where for path, where in found.items() if where is not None}
@@ -124,7 +126,7 @@ class _Run:
         try:
             # torch's fused attention takes NaN for a masked value; the plain one passes it on.
             with untouched(self.model), torch.no_grad(), eager(), sdpa_kernel(SDPBackend.MATH):
-                output = run(self.model, _repeated(example, len(self.marks)))
+                output = run(self.model, _repeat_first(example, len(self.marks)))
         finally:
             for handle in handles:
                 handle.remove()
@@ -146,7 +148,7 @@ class _Run:
     def _before(self, path: str, role: Role) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             x = first_tensor(args or tuple(kwargs.values()))
-            found = {} if x is None or not x.is_floating_point() else self._marked(x, role.channel)
+            found = {} if x is None or not x.is_floating_point() else self._find_marks(x, role.channel)
             for sample, places in found.items():
                 maker, unit = self.marks[sample]
                 into = self.seen[maker].reads if role.reads else self.seen[maker].passes
@@ -195,7 +197,7 @@ class _Run:
         each = None if x is None or not x.is_floating_point() else _by_sample(x, len(self.marks))
         return None if each is None or each.dim() < 2 else each.flatten(1).isnan().float().mean(1)
 
-    def _marked(self, x: Tensor, channel: int) -> dict[int, frozenset[int]]:
+    def _find_marks(self, x: Tensor, channel: int) -> dict[int, frozenset[int]]:
         """For every sample with marks the places along the channels that have one."""
         each = _by_sample(x, len(self.marks))
         if not bool(x.isnan().any()):
@@ -223,7 +225,7 @@ def _of_sample(each: Tensor, x: Tensor, channel: int) -> int:
     return (channel % x.dim()) - 1 + (each.dim() - x.dim())
 
 
-def _repeated(example: Any, samples: int) -> Any:
+def _repeat_first(example: Any, samples: int) -> Any:
     """The first sample of an example, so many times."""
     batch = next((t.shape[0] for t in tensors(example) if t.dim() > 0), 0)
 
@@ -249,6 +251,11 @@ class Group:
     # of an attention that make one unit: several queries' where they share keys and values; 0: single units
     heads: int = 0
     other: Group | None = None  # what it may be instead, if the trial refuses it
+
+    @property
+    def around(self) -> str:
+        """The path of the smallest module that holds all of them."""
+        return common_path([*self.makers, *self.reads])
 
     def touches(self, other: Group) -> bool:
         """Whether two groups have entries of some axis in common."""
@@ -305,7 +312,7 @@ def heads_of(seen: Sequence[SeenMarks]) -> Group | None:
         if any((end - start) % units for start, end in spans.values()):
             continue
         reads = {path: Layout(start, 1, (end - start) // units) for path, (start, end) in spans.items()}
-        makers = {each.path: _layouts(each, units, reads) for each in seen}
+        makers = {each.path: _maker_layouts(each, units, reads) for each in seen}
         # what the rows pass on their way (a depthwise convolution) must have them in their order
         passed = (marks for each in seen for marks in each.passes.values())
         if all(makers.values()) and all(places == {row} for marks in passed for row, places in marks.items()):
@@ -329,7 +336,7 @@ def _is_run(places: frozenset[int]) -> bool:
     return len(places) > 1 and max(places) - min(places) + 1 == len(places)
 
 
-def _layouts(seen: SeenMarks, units: int, reads: dict[str, Layout]) -> list[tuple[Layout, ...]]:
+def _maker_layouts(seen: SeenMarks, units: int, reads: dict[str, Layout]) -> list[tuple[Layout, ...]]:
     """How the rows of a layer may lie, so that every mark stays in the block of its unit."""
     found = []
     for parts in _orders(seen, units, reads):
@@ -359,65 +366,43 @@ def _orders(seen: SeenMarks, units: int, reads: dict[str, Layout]) -> Iterator[t
 # --- what counts heads ---
 
 
-@dataclass(frozen=True)
-class Count:
-    """A whole number in or around an attention that may count its heads: of a module, or of an object that it holds."""
+def counts(model: nn.Module, group: Group) -> tuple[list[Size], list[Size]]:
+    """Whole numbers in or around an attention that may count its heads: those that do by their names, and the others.
 
-    path: str
-    through: tuple[str, ...]
-    name: str
-    per_unit: int
-    likely: bool  # by its name
-
-
-def counts(model: nn.Module, group: Group) -> list[Count]:
-    """Numbers of the smallest module around a group, and of those inside, that are a multiple of its units as heads are."""
-    around = common_path([*group.makers, *group.reads])
-    block = model.get_submodule(around)
+    They are a multiple of its units as heads are, and belong to the smallest module around a group, to those inside, or to objects that
+    these hold. Paths begin at that module.
+    """
+    block = model.get_submodule(group.around)
     inside = {id(module) for module in block.modules()}
     shared = {id(held) for module in model.modules() if id(module) not in inside for _, held in held_objects(module)}
     width = max(where.inner for where in group.reads.values())
-    found: list[Count] = []
+    layouts = [where for parts in group.makers.values() for where in parts]
+    multiples = {1, group.heads, width, *(n for at in layouts for n in (at.inner, at.inner * at.outer))}
+    multiples.update(sum(where.inner * where.outer for where in parts) for parts in group.makers.values())
+    likely: list[Size] = []
+    others: list[Size] = []
     known: set[int] = set()
     for path, module in block.named_modules():
         if role_of(module) is not None:
             continue  # its own sizes are known
-        full = ".".join(part for part in (around, path) if part)
         for through, holder in (((), module), *(((name,), held) for name, held in held_objects(module))):
-            if id(holder) not in known:
-                known.add(id(holder))
-                found += _counting(full, through, holder, group, width, own=id(holder) not in shared)
-    return found
+            for name, value in vars(holder).items() if id(holder) not in known else ():
+                if type(value) is int and not value % group.units and value // group.units in multiples:
+                    per_unit = value // group.units
+                    size = any(word in name for word in ("dim", "size"))
+                    all_of_them = size and per_unit == width and group.units > 1
+                    counting = all_of_them or (not size and per_unit in (1, group.heads))
+                    named = counting and "head" in name and id(holder) not in shared
+                    (likely if named else others).append(Size(Ref(path), name, per_unit, through))
+            known.add(id(holder))
+    return likely, others
 
 
-def _counting(
-    path: str, through: tuple[str, ...], holder: Any, group: Group, width: int, *, own: bool
-) -> Iterator[Count]:
-    allowed = {
-        1,
-        group.heads,
-        width,
-        *(n for parts in group.makers.values() for where in parts for n in (where.inner, where.inner * where.outer)),
-        *(sum(where.inner * where.outer for where in parts) for parts in group.makers.values()),
-    }
-    for name, value in vars(holder).items():
-        if type(value) is not int or value % group.units or value // group.units not in allowed:
-            continue
-        per_unit = value // group.units
-        size = any(word in name for word in ("dim", "size"))
-        all_of_them = size and per_unit == width and group.units > 1
-        likely = own and "head" in name and (all_of_them or (not size and per_unit in (1, group.heads)))
-        yield Count(path, through, name, per_unit, likely)
-
-
-def guesses(found: Sequence[Count], limit: int) -> Iterator[tuple[Count, ...]]:
+def guesses(likely: Sequence[Size], others: Sequence[Size], limit: int) -> list[tuple[Size, ...]]:
     """Which of the numbers follow, the likeliest first: those named after heads, with as few others as possible."""
-    likely = tuple(count for count in found if count.likely)
-    others = [count for count in found if not count.likely]
-    several = [
-        (*start, *some) for start in dict.fromkeys((likely, ())) for n in range(4) for some in combinations(others, n)
-    ]
-    yield from several[:limit]
+    starts = dict.fromkeys((tuple(likely), ()))
+    several = ((*start, *some) for start in starts for n in range(4) for some in combinations(others, n))
+    return list(islice(several, limit))
 
 
 def held_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -458,7 +443,7 @@ class Grouping:
     def give_up(self, group: Group, reason: str) -> None:
         """Refuse all that make a group, which looked like units or heads and is not known to be."""
         # A single layer whose units are mixed may look like an attention; unless something counts heads, that is a guess.
-        guess = len(group.makers) == 1 and not any(count.likely for count in counts(self.model, group))
+        guess = len(group.makers) == 1 and not counts(self.model, group)[0]
         if group.heads and group.makers.keys() <= self.mixed.keys():  # a norm over channels looks like one head
             for path in group.makers:
                 self.refuse([path], self.mixed[path])
@@ -514,7 +499,7 @@ class Grouping:
                     reasons.pop(path, None)
         for path, why in reasons.items():
             self.refuse([path], why)
-        return [*heads, *self._joined(list(plain.values()))]
+        return [*heads, *self._join(list(plain.values()))]
 
     def called_once(self, path: str, what: str = "units") -> bool:
         calls = len(self.search.flow.calls_of(path))
@@ -533,7 +518,7 @@ class Grouping:
         if group.heads > 1 or (group.units > 1 and not (alone and mixed)):
             return group
         # A norm over channels leaves the same marks, but nothing around it is called a number of heads.
-        named = any(count.likely for count in counts(self.model, group))
+        named = bool(counts(self.model, group)[0])
         return group if named and (group.units > 1 or not mixed) else None
 
     def _of(self, seen: SeenMarks) -> Group:
@@ -549,13 +534,13 @@ class Grouping:
             if seen.units % groups or seen.units // groups < 2:
                 continue
             units = seen.units // groups
-            reads, passes = layouts(units, seen.reads), layouts(units, seen.passes)
+            reads, passes = all_layouts(units, seen.reads), all_layouts(units, seen.passes)
             if reads is not None and passes is not None:
                 return Group(units, {seen.path: (Layout(0, groups, 1),)}, reads, passes)
         by = f" by {seen.mixed_by}" if seen.mixed_by else ""
         raise NoWidth(f"its units are mixed with each other{by} before they are read")
 
-    def _joined(self, groups: list[Group]) -> list[Group]:
+    def _join(self, groups: list[Group]) -> list[Group]:
         """Layers whose units are added to or multiplied with each other are one width."""
         joined: list[Group] = []
         for group in groups:

@@ -135,11 +135,7 @@ def _versions(given: Any) -> list[tuple[int, int]]:
 _WAITING = 16  # calls without gradients that a checkpoint may make once more: others would keep all of them
 
 
-class ModelPass:
-    """One pass of the model: by the asker's id and the reader, what candidates gave it in each of its calls."""
-
-    def __init__(self) -> None:
-        self.read: dict[tuple[int, str], list[Tensor]] = {}
+Read = dict[tuple[int, str], list[Tensor]]  # by the asker's id and the reader: what candidates gave it, call by call
 
 
 @dataclass(frozen=True)
@@ -147,17 +143,17 @@ class ReaderCall:
     """One call of a reader in a pass; without a pass where something else than the model has called it."""
 
     path: str
-    pass_: ModelPass | None
+    read: Read | None
     number: int
 
     def read_by(self, asker: Any) -> Tensor:
         """What the candidates of the asker gave to be read there."""
-        if self.pass_ is None:
+        if self.read is None:
             raise MeasurementError(
                 f"'{self.path}' was called outside of a pass of the model, by loss_fn for example, so what new units would give it to read "
                 "is not known. Call the model itself, or measure only layers (grow='layers')."
             )
-        return self.pass_.read[id(asker), self.path][self.number]
+        return self.read[id(asker), self.path][self.number]
 
 
 class Replica:
@@ -184,8 +180,8 @@ class Replica:
         self._zeros: dict[str, tuple[Tensor, Tensor]] = {}
         self._hooks = UserHooks()
         self._depth = 0  # of calls of the model in progress: what stands in for its forward may call the model itself
-        self.last = ModelPass()  # the one in progress, or the last one
-        self._began = -1  # the backward pass in which that began; -1 is none
+        self.read: Read = {}  # of the pass in progress, or of the last one
+        self._began = -1  # the backward pass in which the pass began; -1 is none
         # Calls that were made without gradients, with what they gave: all of one pass, and of readers. A checkpoint makes them once more in
         # the backward pass.
         self._blind: list[tuple[ReaderCall, Tensor]] = []
@@ -202,7 +198,7 @@ class Replica:
     def call(self, path: str, made: Tensor) -> ReaderCall:
         """The call of a reader that is being made, and gives ``made``."""
         if self._is_direct():
-            return ReaderCall(path, self.last if self._random else None, len(self._calls.get(path, ())))
+            return ReaderCall(path, self.read if self._random else None, len(self._calls.get(path, ())))
         for call, before in reversed(self._unwatched):
             if call.path == path and torch.equal(before, made):
                 return call
@@ -216,7 +212,11 @@ class Replica:
     def beside(self) -> Iterator[None]:
         """Watch the model's passes as long as the context lasts."""
         self._modules = dict(self._model.named_modules(remove_duplicate=False))
-        self._givers = dict(self._giving())
+        self._givers = {
+            path: module if (attention := holder_of(self._model, path)) is None else attention[1]
+            for path, module in self._model.named_modules()
+            if (role := role_of(module)) is not None and role.makes
+        }
         handles = [
             module.register_forward_hook(self._record(path), with_kwargs=True) for path, module in self._givers.items()
         ]
@@ -234,27 +234,21 @@ class Replica:
         finally:
             for handle in handles:
                 handle.remove()
-            self._copy, self._made, self.last, self._given_back = None, False, ModelPass(), []
+            self._copy, self._made, self.read, self._given_back = None, False, {}, []
             for held in (self._modules, self._givers, self._pairs, self._calls, self._random, self._unwatched):
                 held.clear()
-
-    def _giving(self) -> Iterator[tuple[str, nn.Module]]:
-        for path, module in self._model.named_modules():
-            role, held = role_of(module), holder_of(self._model, path)
-            if role is not None and role.makes:
-                yield path, module if held is None else held[1]
 
     def _record(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._random and self._is_direct():
-                given, made = first_tensor(args) if args else first_tensor(tuple(kwargs.values())), first_tensor(output)
+                given, made = first_tensor(args or tuple(kwargs.values())), first_tensor(output)
                 assert given is not None and made is not None
                 # A copy where the layer could not make it once more: its weights are sharded, or torch reads them elsewhere.
                 apart = self._sharded or isinstance(module, nn.MultiheadAttention)
                 made = made.detach().clone() if apart else made.detach()
                 calls = self._calls.setdefault(path, [])
                 if not torch.is_grad_enabled():
-                    self._blind.append((ReaderCall(path, self.last, len(calls)), made))
+                    self._blind.append((ReaderCall(path, self.read, len(calls)), made))
                 calls.append((given.detach(), made, made._version))
 
         return hook
@@ -266,7 +260,7 @@ class Replica:
             self._hooks.changing.clear()
             # A pass without gradients is not measured, but a part of one that is may be without.
             self._random = random_state.capture() if torch.is_grad_enabled() and not is_transformed() else {}
-            self.last, self._began = ModelPass(), torch._C._current_graph_task_id()
+            self.read, self._began = {}, torch._C._current_graph_task_id()
             if self._sharded:
                 self._gather()
         self._depth += 1
@@ -345,15 +339,18 @@ class Replica:
         makers: dict[str, list[Tensor | None] | float] = {}
         # along the axis of a reader: which asker's candidates lie where, -1 for old units
         readers: dict[str, Tensor] = {}
-        for number, (_, width, candidates) in self._ordered():
+        # From the end of shared axes: what comes before keeps its positions.
+        ordered = sorted(enumerate(self._widths), key=lambda each: -max(axis.start for axis in each[1][1].axes))
+        for number, (_, width, candidates) in ordered:
             count = _count(width, candidates)
             for index, axis in enumerate(width.axes):
                 module = copy.get_submodule(axis.module.path)
                 role = role_of(self._modules[axis.module.path])
                 new = candidates.values[index] if isinstance(candidates, Entries) else None
                 if axis.fill == "column":
-                    held = readers.setdefault(axis.module.path, torch.full((axis.length,), -1, device="cpu"))
-                    readers[axis.module.path] = _replaced(held, axis, width, count, number)
+                    labels = readers.get(axis.module.path, torch.full((axis.length,), -1, device="cpu"))
+                    own = torch.full((axis.outer * count * axis.inner,), number, device="cpu")
+                    readers[axis.module.path] = _in_place_of_units(labels, 0, axis, width, own)
                 elif role is None or not role.makes:
                     _resize(module, axis, width, count, new)
                     self._changed.add((axis.module.path, axis.name))
@@ -386,16 +383,10 @@ class Replica:
                 attention[1].__class__ = WideAttention
                 attention[1].project = mine.forward  # type: ignore[assignment]
 
-    def _ordered(self) -> list[tuple[int, tuple[Any, Width, Entries | float]]]:
-        """From the end of shared axes: what comes before keeps its positions."""
-        numbered = list(enumerate(self._widths))
-        return sorted(numbered, key=lambda each: max(axis.start for axis in each[1][1].axes), reverse=True)
-
     def _set_size(self, copy: nn.Module, size: Size, width: Width, count: int) -> None:
         role = role_of(self._modules[size.module.path])
-        if (
-            role is None or role.passes
-        ):  # the others do not look at theirs: they give back what they gave, or make candidates
+        # The others do not look at theirs: they give back what they gave, or make candidates.
+        if role is None or role.passes:
             holder = size.holder(copy.get_submodule(size.module.path))
             old = getattr(holder, size.name)
             old = width.units * size.per_unit if old is None else old
@@ -405,23 +396,20 @@ class Replica:
         self, path: str, module: nn.Module, role: Role, rows: list[Tensor | None] | float | None, labels: Tensor | None
     ) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            x = first_tensor(args) if args else first_tensor(tuple(kwargs.values()))
+            x = first_tensor(args or tuple(kwargs.values()))
             assert x is not None
             calls, number = self._calls.get(path, []), self._again[path]
             self._again[path] += 1
             if number >= len(calls):
                 raise self._went_astray(path, len(calls))
             given, output, version = calls[number]
-            if labels is not None:
-                for index, (asker, width, candidates) in enumerate(self._widths):
-                    places = (labels == index).nonzero().flatten()
-                    if len(places):
-                        held = x.detach() if isinstance(candidates, Entries) else x
-                        if len(places) < len(labels):
-                            held = held.index_select(role.channel % x.dim(), places.to(x.device))
-                        if held.requires_grad:
-                            held = _moved(held, *self._zeros[width.axes[0].module.path])
-                        self.last.read.setdefault((id(asker), path), []).append(held)
+            for index, held in by_label(x, role.channel, labels) if labels is not None else ():
+                asker, width, candidates = self._widths[index]
+                if isinstance(candidates, Entries):
+                    held = held.detach()
+                elif held.requires_grad:
+                    held = _derivative(held, *self._zeros[width.axes[0].module.path])
+                self.read.setdefault((id(asker), path), []).append(held)
             if rows is None:
                 # What somebody has overwritten in place is made once more.
                 layer: Any = module
@@ -450,7 +438,7 @@ def _count(width: Width, candidates: Entries | float) -> int:
     return inputs_per_unit(width.axes[0].module.find_module())
 
 
-def _moved(value: Tensor, zero: Tensor, inputs: Tensor) -> Tensor:
+def _derivative(value: Tensor, zero: Tensor, inputs: Tensor) -> Tensor:
     """How a value that comes of ``zero`` would move along ``inputs``: what comes back is linear in what is sent, and this its gradient."""
     sent = torch.zeros_like(value, requires_grad=True)
     (back,) = torch.autograd.grad(value, zero, sent, create_graph=True)
@@ -460,24 +448,28 @@ def _moved(value: Tensor, zero: Tensor, inputs: Tensor) -> Tensor:
     return moved
 
 
-def _replaced(labels: Tensor, axis: Axis, width: Width, count: int, number: int) -> Tensor:
-    """The labels along an axis with the candidates in the place of the old units."""
+def by_label(x: Tensor, channel: int, labels: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The parts of what a reader is given, by the label along its axis that says whose they are; -1 is nobody's."""
+    for label in labels.unique().tolist():
+        if label >= 0:
+            places = (labels == label).nonzero().flatten()
+            whole_axis = len(places) == len(labels)
+            yield label, x if whole_axis else x.index_select(channel % x.dim(), places.to(x.device))
+
+
+def _in_place_of_units(old: Tensor, dim: int, axis: Axis, width: Width, new: Tensor) -> Tensor:
+    """What lies along an axis, with something else in the place of its units."""
     length = axis.outer * width.units * axis.inner
-    new = torch.full((axis.outer * count * axis.inner,), number, device="cpu")
-    return torch.cat([labels[: axis.start], new, labels[axis.start + length :]])
+    before, _, after = old.split([axis.start, length, old.shape[dim] - axis.start - length], dim)
+    return torch.cat([before, new, after], dim)
 
 
 def _resize(module: nn.Module, axis: Axis, width: Width, count: int, new: Tensor | None) -> None:
     """A module that passes units one by one, for the candidates alone."""
     old: Tensor = getattr(module, axis.name).detach()
     stretch = Stretch(axis.dim, width.units, count, axis.start, axis.outer, axis.inner)
-    both = stretch.applied(old, filled(axis, old, new))
-    before, after = (
-        both.narrow(axis.dim, 0, axis.start),
-        both.shape[axis.dim] - axis.start - stretch.outer * (width.units + count) * stretch.inner,
-    )
-    rest = both.narrow(axis.dim, both.shape[axis.dim] - after, after)
-    value = torch.cat([before, stretch.entries(both), rest], dim=axis.dim)
+    entries = stretch.entries(stretch.applied(old, filled(axis, old, new)))
+    value = _in_place_of_units(old, axis.dim, axis, width, entries)
     if axis.name in module._buffers:
         module._buffers[axis.name] = value
     else:

@@ -333,7 +333,7 @@ def _slope(trial: WidthRehearsal, width: Width) -> float:
     try:
         with replica.beside(), untouched(trial.model), torch.enable_grad(), eager(), NoDropout():
             run(trial.model, trial.example)
-            read = [float(each.abs().max()) for held in replica.last.read.values() for each in held]
+            read = [float(each.abs().max()) for held in replica.read.values() for each in held]
     finally:
         handle.remove()
     return max(read) / (max(given) or 1.0)
