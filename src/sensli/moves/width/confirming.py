@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations
 from typing import Any
 from zlib import crc32
@@ -85,17 +85,6 @@ def _start_refusal(trial: WidthRehearsal, site: Site) -> str:
         return f'start="{start}" fails there ({brief_error(error)})'
 
 
-@dataclass
-class _Tried:
-    """A site on trial, with what was learned of it in each mode. It is held, so that no other gets its id."""
-
-    site: Site
-    width: Width  # bound to the copy
-    # what candidates alone give to each reader, call by call
-    heard: dict[bool, dict[str, list[Tensor]]] = field(default_factory=dict)
-    given: dict[bool, _Given] = field(default_factory=dict)  # likewise what the widened copy gave them
-
-
 class WidthRehearsal(Rehearsal):
     """More units on trial."""
 
@@ -139,7 +128,7 @@ class WidthRehearsal(Rehearsal):
         for training in (mode for mode in modes if self._baseline(mode) is not None):
             heard, unheard = bisect(sites, partial(self.hear, training=training), limit=2 * len(sites))
             found.update({id(site): problem for site, problem in unheard})
-            found.update({id(site): _APART for site in heard if not self._is_alike(site, training)})
+            found.update({id(site): _APART for site in heard if not self._on_copy(site).is_alike(training)})
         return found
 
     def _outputs_of_large(self, sites: Sequence[Site], training: bool, usual: Sequence[Tensor]) -> list[Tensor]:
@@ -158,8 +147,7 @@ class WidthRehearsal(Rehearsal):
             return Verdict()
         replica = Replica(self.model)
         for tried in asking:
-            rows = _draw_rows(tried, _SIZES[training])
-            replica.ask(tried, tried.width, rows.taken(tried.width, _several(tried.width)))
+            replica.ask(tried, tried.width, tried.rows(_SIZES[training]).taken(tried.width, tried.candidates))
         try:
             with replica.beside():
                 output = self._run(training, gradients=True)
@@ -177,17 +165,6 @@ class WidthRehearsal(Rehearsal):
         if training or not self._fast:
             self._base.setdefault(training, output)  # which is what the model returns as it is
         return Verdict()
-
-    def _is_alike(self, site: Site, training: bool) -> bool:
-        """Whether the readers of a site got of the new units what candidates alone give them."""
-        tried = self._on_copy(site)
-        said, given = tried.heard[training], tried.given[training]
-        for axis in tried.width.axes:
-            # None where torch's own layers read the weights without calling the module.
-            there = given.values.get((id(site), axis.module.path), []) if axis.fill == "column" else []
-            if there and not _read_alike(axis, tried.width, said.get(axis.module.path, []), there, given.largest):
-                return False
-        return True
 
     def flops(self, site: Site) -> int:
         """What a site that holds adds to a forward pass, per sample."""
@@ -214,16 +191,11 @@ class WidthRehearsal(Rehearsal):
     @contextmanager
     def widened(self, sites: Sequence[Site], size: float | None = 1.0) -> Iterator[None]:
         """The copy is wider as long as the context lasts: by drawn rows of this size, or as units start without a measurement."""
-        sites = in_order(sites)
-        moves = [self._on_copy(site).width for site in sites]
-        if size is not None:
-            # However units start, they must do nothing as long as nothing reads them. Drawn for the layers as they are.
-            rows = [_draw_rows(self._on_copy(site), size) for site in sites]
-            moves = [replace(move, start="random", _entries=its) for move, its in zip(moves, rows, strict=True)]
+        wider = [replace(site, move=self._on_copy(site).move(size)) for site in in_order(sites)]
         with ExitStack() as stack:
-            for site, move in zip(sites, moves, strict=True):
+            for site in wider:
                 point = replace(site.point, anchor=site.point.by_path().anchor, neighbours=())
-                edit = Widening(self.model, replace(site, point=point, move=move), strict=False)
+                edit = Widening(self.model, replace(site, point=point), strict=False)
                 edit.build()
                 edit.apply()
                 stack.callback(edit.revert)
@@ -284,7 +256,6 @@ def width_of(site: Site) -> Width:
 
 def in_order(sites: Sequence[Site]) -> list[Site]:
     """An order in which a site keeps its positions although others were widened before: from the end of shared axes."""
-
     return sorted(sites, key=lambda site: max(axis.start for axis in width_of(site).axes), reverse=True)
 
 
@@ -312,46 +283,80 @@ class _Given:
         return hook
 
 
-def _several(width: Width) -> list[int]:
-    """The new units as candidates: each turn begins with another one, so that neither its number nor its being even may matter."""
-    turns = max(_TURNS, -(-_LEAST // width.more))
-    return [(turn + unit) % width.more for turn in range(turns) for unit in range(width.more)]
+@dataclass
+class _Tried:
+    """A site on trial, with what was learned of it in each mode. It is held, so that no other gets its id."""
 
+    site: Site
+    width: Width  # bound to the copy
+    # what candidates alone give to each reader, call by call
+    heard: dict[bool, dict[str, list[Tensor]]] = field(default_factory=dict)
+    given: dict[bool, _Given] = field(default_factory=dict)  # likewise what the widened copy gave them
 
-def _read_alike(axis: Axis, width: Width, alone: Sequence[Tensor], there: Sequence[Tensor], largest: float) -> bool:
-    """Whether a reader gets the same, call by call, of candidates alone and of the units that they would be."""
-    role = role_of(axis.module.find_module())
-    if role is None or len(alone) != len(there):
-        return False
-    for one, new in zip(alone, there, strict=True):
-        candidates = one.movedim(role.channel, 0).unflatten(0, (axis.outer, -1, axis.inner))
-        units = new.movedim(role.channel, 0).unflatten(0, (axis.outer, width.more, axis.inner))
-        expected = units.index_select(1, torch.tensor(_several(width), device=units.device))
-        if candidates.shape != expected.shape:
-            return False
-        if moved(expected, candidates):
-            allowed = _tolerance(expected) * expected.abs().max() + _ALIKE * torch.finfo(expected.dtype).eps * largest
-            if not bool((candidates - expected).abs().max() <= allowed):
+    def move(self, size: float | None) -> Width:
+        """The width with rows of this size; without one as its units start without a measurement."""
+        # However units start, they must do nothing as long as nothing reads them.
+        return self.width if size is None else replace(self.width, start="random", _entries=self.rows(size))
+
+    def rows(self, size: float) -> Entries:
+        """Rows for new units that all point one way, so that all are on where one is."""
+        sizes = size * torch.linspace(0.5, 1.5, self.width.more, device="cpu")
+        values: list[Tensor | None] = []
+        for axis, value in zip(self.width.axes, self._unit, strict=True):
+            if value is not None:
+                units = value.unflatten(axis.dim, (axis.outer, 1, axis.inner))
+                shape = [-1 if dim == axis.dim + 1 else 1 for dim in range(units.dim())]
+                value = (units * sizes.to(units).view(shape)).flatten(axis.dim, axis.dim + 2)
+            values.append(value)
+        return Entries(tuple(values))
+
+    @cached_property
+    def _unit(self) -> list[Tensor | None]:
+        """The rows of one unit, drawn for the layers as they are. The bias is not zero: an example may be."""
+        generator = torch.Generator().manual_seed(crc32(self.site.path.encode()))
+        one = drawn_rows(replace(self.width, more=1), generator).values
+        spread = max((float(v.std(correction=0)) for v in one if v is not None and v.dim() > 1), default=1.0)
+        return [
+            torch.randn(v.shape, generator=generator, device="cpu").to(v) * spread
+            if v is not None and v.dim() < 2
+            else v
+            for v in one
+        ]
+
+    @property
+    def candidates(self) -> list[int]:
+        """The new units as candidates: each turn begins with another one, so that neither its number nor its being even may matter."""
+        more = self.width.more
+        turns = max(_TURNS, -(-_LEAST // more))
+        return [(turn + unit) % more for turn in range(turns) for unit in range(more)]
+
+    def is_alike(self, training: bool) -> bool:
+        """Whether the readers got of the new units what candidates alone give them."""
+        said, given = self.heard[training], self.given[training]
+        for axis in self.width.axes:
+            # None where torch's own layers read the weights without calling the module.
+            there = given.values.get((id(self.site), axis.module.path), []) if axis.fill == "column" else []
+            if there and not self._is_read_alike(axis, said.get(axis.module.path, []), there, given.largest):
                 return False
-    return True
+        return True
 
-
-def _draw_rows(tried: _Tried, size: float) -> Entries:
-    """Rows for a trial: all units point one way, so that all are on where one is. The bias is not zero: an example may be."""
-    width, generator = tried.width, torch.Generator().manual_seed(crc32(tried.site.path.encode()))
-    one = drawn_rows(replace(width, more=1), generator)
-    spread = max((float(v.std(correction=0)) for v in one.values if v is not None and v.dim() > 1), default=1.0)
-    sizes = size * torch.linspace(0.5, 1.5, width.more, device="cpu")
-    values: list[Tensor | None] = []
-    for axis, value in zip(width.axes, one.values, strict=True):
-        if value is not None:
-            if value.dim() < 2:
-                value = torch.randn(value.shape, generator=generator, device="cpu").to(value) * spread
-            units = value.unflatten(axis.dim, (axis.outer, 1, axis.inner))
-            shape = [-1 if dim == axis.dim + 1 else 1 for dim in range(units.dim())]
-            value = (units * sizes.to(units).view(shape)).flatten(axis.dim, axis.dim + 2)
-        values.append(value)
-    return Entries(tuple(values))
+    def _is_read_alike(self, axis: Axis, alone: Sequence[Tensor], there: Sequence[Tensor], largest: float) -> bool:
+        """Whether a reader gets the same, call by call, of candidates alone and of the units that they would be."""
+        role = role_of(axis.module.find_module())
+        if role is None or len(alone) != len(there):
+            return False
+        for one, new in zip(alone, there, strict=True):
+            candidates = one.movedim(role.channel, 0).unflatten(0, (axis.outer, -1, axis.inner))
+            units = new.movedim(role.channel, 0).unflatten(0, (axis.outer, self.width.more, axis.inner))
+            expected = units.index_select(1, torch.tensor(self.candidates, device=units.device))
+            if candidates.shape != expected.shape:
+                return False
+            if moved(expected, candidates):
+                rounded = _ALIKE * torch.finfo(expected.dtype).eps * largest
+                allowed = _tolerance(expected) * expected.abs().max() + rounded
+                if not bool((candidates - expected).abs().max() <= allowed):
+                    return False
+        return True
 
 
 # ---- Widths that a configuration states once for all blocks (``intermediate_size``): one site widens all of them and the
