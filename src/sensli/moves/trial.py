@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
@@ -135,7 +135,6 @@ class Rehearsal:
         self.model.train(training)
         try:
             with untouched(self.model), torch.set_grad_enabled(graph), eager():
-                random_state.seed_torch(0)
                 yield self._examples[training]
         finally:
             self.model.eval()
@@ -185,7 +184,7 @@ class IdentityStandIn(nn.Module):
         return result if equal(shown, self._plan.gives(piece).detach()) else torch.full_like(result, torch.nan)
 
 
-# ---- The layers of a trial: put into the copy of a model at every site, watched while it runs, and taken out again.
+# ---- The layers of a trial: put into the copy of a model at every site, and watched while it runs.
 
 
 @dataclass
@@ -200,49 +199,39 @@ class NewLayer:
     output: Tensor | None = None
     given: GradientEdge | None = None  # where its input comes from in the graph
 
+    def watch(self) -> list[Any]:
+        """Hooks that see whether the layer runs once and gives what it is given."""
+        self.calls, self.same, self.output, self.given = 0, True, None, None
+        inputs: list[Tensor] = []
 
-class Layers:
-    """The layers for the sites of one copy, built once and used in every run. ``returns_tensor``: the modules that return one."""
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            value = value_at(args, kwargs, self.site.point.slot if move_of(self.site).takes_call else 0)
+            inputs.append(value.detach().clone())
+            # The place in the graph, not the tensor, which somebody may work on in place.
+            self.given = get_gradient_edge(value) if value.requires_grad and torch.is_grad_enabled() else None
+            self.calls += 1
 
-    def __init__(self, model: nn.Module, returns_tensor: Collection[str]) -> None:
-        self.model, self._returns_tensor = model, returns_tensor
-        self._layers: dict[tuple[Site, bool, int], nn.Module] = {}
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            value, result = inputs.pop(), first_tensor(output)
+            self.output = result
+            self.same = self.same and result is not None and equal(result.detach(), move_of(self.site).gives(value))
 
-    @contextmanager
-    def inserted(self, sites: Sequence[Site], *, themselves: bool = False) -> Iterator[list[NewLayer]]:
-        """The copy with a layer at every site, in their order: with what stands in for it, or with the layers ``themselves``."""
-        bound = [replace(site, point=site.point.on(self.model)) for site in sites]
-        real = _first_of_equals(self.model, sites)
-        standing: Counter[Site] = Counter()
-        layers: list[nn.Module] = []
-        for index, site in enumerate(bound):  # before the first goes in: a block is copied as it is
-            layer = self._layer(site, site.find(self.model)[1], index in real, standing[site])
-            layers.append(layer.layer if themselves and isinstance(layer, IdentityStandIn) else layer)
-            standing[site] += 1
-        new: list[NewLayer] = []
-        try:
-            for site, layer in reversed(
-                list(zip(bound, layers, strict=True))
-            ):  # from the end: what comes before keeps its name
-                path, _ = site.find(self.model)
-                cut = plan_cut(self.model, site.point, path, takes_call=move_of(site).takes_call)
-                apply_cut(self.model, cut, layer)
-                new.append(NewLayer(site, layer, cut))
-            yield new[::-1]
-        finally:
-            for each in reversed(new):
-                take_out(self.model, each.cut.path, each.cut.place)
+        return [
+            *undrawn(self.layer),
+            self.layer.register_forward_pre_hook(before, with_kwargs=True),
+            self.layer.register_forward_hook(after, with_kwargs=True),
+        ]
 
-    def _layer(self, site: Site, anchor: nn.Module, real: bool, number: int) -> nn.Module:
-        """The layer for a site, the first time built, then used again; ``number``: how many of them are there already."""
-        # Of equal twins in one container some will do: that the others are identities too follows, here it is about their places.
-        real = real or site.path not in self._returns_tensor
-        if (site, real, number) not in self._layers:
-            layer = move_of(site).stand_in(self.model, site, anchor, real=real)
-            for parameter in layer.parameters():
-                parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
-            self._layers[site, real, number] = layer
-        return self._layers[site, real, number]
+    def problem(self, mode: str) -> str:
+        """What the run told to be wrong with the layer; empty if nothing is."""
+        if self.calls == 0:
+            return (
+                "a layer there did not run when it was tried: the forward pass uses the module under another name, without calling it, or "
+                "only for some inputs"
+            )
+        if self.calls > 1:
+            return f"a layer there would run {self.calls} times in one forward pass"
+        return "" if self.same else f"a layer there would change the values in {mode} mode"
 
 
 def move_of(site: Site) -> Inserts:
@@ -259,46 +248,6 @@ def _first_of_equals(model: nn.Module, sites: Sequence[Site]) -> set[int]:
             key = (site.path.rpartition(".")[0], site.move, manner(model.get_submodule(site.path)))
             first.setdefault(key, index)
     return set(first.values())
-
-
-def watch(each: NewLayer) -> list[Any]:
-    """Hooks that see whether a layer runs once and gives what it is given."""
-    each.calls, each.same, each.output, each.given = 0, True, None, None
-    given: list[Tensor] = []
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        value = value_at(args, kwargs, each.site.point.slot if move_of(each.site).takes_call else 0)
-        given.append(value.detach().clone())
-        # The place in the graph, not the tensor, which somebody may work on in place.
-        each.given = get_gradient_edge(value) if value.requires_grad and torch.is_grad_enabled() else None
-        each.calls += 1
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        value, result = given.pop(), first_tensor(output)
-        each.output = result
-        each.same = each.same and result is not None and equal(result.detach(), move_of(each.site).gives(value))
-
-    layer = each.layer
-    return [
-        *undrawn(layer),
-        layer.register_forward_pre_hook(before, with_kwargs=True),
-        layer.register_forward_hook(after, with_kwargs=True),
-    ]
-
-
-def locally_wrong(new: list[NewLayer], mode: str) -> dict[int, str]:
-    wrong: dict[int, str] = {}
-    for index, each in enumerate(new):
-        if each.calls == 0:
-            wrong[index] = (
-                "a layer there did not run when it was tried: the forward pass uses the module under another name, without calling it, or "
-                "only for some inputs"
-            )
-        elif each.calls > 1:
-            wrong[index] = f"a layer there would run {each.calls} times in one forward pass"
-        elif not each.same:
-            wrong[index] = f"a layer there would change the values in {mode} mode"
-    return wrong
 
 
 # ---- How what a model returns, or a gradient, differs with new layers from what it was without them.
@@ -362,7 +311,8 @@ class LayerRehearsal(Rehearsal):
         self._numbers = {id(module): number for number, module in enumerate(self.model.modules())}
         self._random: dict[bool, bool] = {}  # whether outputs differ when nothing does
         self._ungraded: str | None = None  # why gradients could not be asked for
-        self._layers = Layers(self.model, {call.path for call in flow.calls if call.output is not None})
+        self._built: dict[tuple[Site, bool, int], nn.Module] = {}  # layers, built once and used in every run
+        self._returns_tensor = {call.path for call in flow.calls if call.output is not None}
 
     def attempt(self, sites: Sequence[Site]) -> Verdict:
         """Put a layer at every site, run the example in both modes, and take them out again."""
@@ -375,15 +325,15 @@ class LayerRehearsal(Rehearsal):
         return verdict
 
     def _in_mode(self, training: bool, sites: Sequence[Site]) -> Verdict:
-        with self._layers.inserted(sites) as new:
+        with self._inserted(sites) as new:
             try:
                 output = self._run(training, new, graph=not training)
             except Exception as error:
                 note(error)
                 return Verdict(together=f"the forward pass fails with a layer there ({brief_error(error)})")
-            wrong = locally_wrong(new, "training" if training else "eval")
-            if wrong:
-                return Verdict(wrong)
+            problems = [each.problem("training" if training else "eval") for each in new]
+            if any(problems):
+                return Verdict({index: problem for index, problem in enumerate(problems) if problem})
             outputs = [each.output for each in new]
             wanted = [*outputs, *(each.given for each in new)]
             gradients = None if training else self._gradients(output, wanted)
@@ -427,7 +377,7 @@ class LayerRehearsal(Rehearsal):
         try:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-            with self._layers.inserted(sites, themselves=True) as new:
+            with self._inserted(sites, themselves=True) as new:
                 asked = [p for p in self.model.parameters() if p.requires_grad]
                 self._run(training, new, graph=True, nodes=False, then=lambda output: _gradients(output, asked))
         except Exception as error:
@@ -467,7 +417,7 @@ class LayerRehearsal(Rehearsal):
     ) -> Any:
         """What the copy returns; ``then`` is given it before buffers are put back, which a graph may have saved."""
         with self._running(training, graph=graph) as example:
-            handles = [handle for each in new for handle in watch(each)]
+            handles = [handle for each in new for handle in each.watch()]
             for module in self.model.modules():
                 if id(module) in self._numbers and not isinstance(module, torch.jit.ScriptModule):
                     handles.append(module.register_forward_pre_hook(self._seeding(), prepend=True))
@@ -492,6 +442,40 @@ class LayerRehearsal(Rehearsal):
             _seed(self._numbers[id(module)] * 1000 + calls[0])
 
         return hook
+
+    @contextmanager
+    def _inserted(self, sites: Sequence[Site], *, themselves: bool = False) -> Iterator[list[NewLayer]]:
+        """The copy with a layer at every site, in their order: with what stands in for it, or with the layers ``themselves``."""
+        bound = [replace(site, point=site.point.on(self.model)) for site in sites]
+        real = _first_of_equals(self.model, sites)
+        standing: Counter[Site] = Counter()
+        layers: list[nn.Module] = []
+        for index, site in enumerate(bound):  # before the first goes in: a block is copied as it is
+            layer = self._layer(site, site.find(self.model)[1], index in real, standing[site])
+            layers.append(layer.layer if themselves and isinstance(layer, IdentityStandIn) else layer)
+            standing[site] += 1
+        new: list[NewLayer] = []
+        try:
+            for site, layer in zip(reversed(bound), reversed(layers), strict=True):  # what comes before keeps its name
+                path, _ = site.find(self.model)
+                cut = plan_cut(self.model, site.point, path, takes_call=move_of(site).takes_call)
+                apply_cut(self.model, cut, layer)
+                new.append(NewLayer(site, layer, cut))
+            yield new[::-1]
+        finally:
+            for each in reversed(new):
+                take_out(self.model, each.cut.path, each.cut.place)
+
+    def _layer(self, site: Site, anchor: nn.Module, real: bool, number: int) -> nn.Module:
+        """The layer for a site, the first time built, then used again; ``number``: how many of them are there already."""
+        # Of equal twins in one container some will do: that the others are identities too follows, here it is about their places.
+        real = real or site.path not in self._returns_tensor
+        if (site, real, number) not in self._built:
+            layer = move_of(site).stand_in(self.model, site, anchor, real=real)
+            for parameter in layer.parameters():
+                parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+            self._built[site, real, number] = layer
+        return self._built[site, real, number]
 
     # --- the gradient that comes back to a site ---
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
+from sensli.modules import random_state
 from sensli.modules.copies import NoDropout
 from sensli.modules.flops import count_flops
 from sensli.modules.running import (
@@ -235,6 +236,7 @@ class WidthRehearsal(Rehearsal):
 
     def _run(self, training: bool, *, gradients: bool = False) -> list[Tensor]:
         with self._running(training, graph=gradients) as example, NoDropout():
+            random_state.seed_torch(0)
             return [t.detach().clone() for t in tensors(run(self.model, example))]
 
 

@@ -315,7 +315,8 @@ def calibrated(width: Width, entries: Entries, inputs: Mapping[str, Tensor], *, 
         # nothing to compare with where all that is there is dead, or a unit that does not move on these samples, which stays as it was
         factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0).flatten()
         mean = torch.where((size > 0) & size.isfinite(), mean, 0.0).flatten()
-        values[making.weight] = _scale_rows(rows, factor, axis)
+        along = [-1 if dim == axis.dim else 1 for dim in range(rows.dim())]
+        values[making.weight] = rows * factor.view(along)
         if making.bias is not None and bias is not None:
             values[making.bias] = (bias - mean) * factor
     return Entries(tuple(values))
@@ -365,12 +366,6 @@ def _units_made(given: Tensor, rows: Tensor, bias: Tensor | None, axis: Axis) ->
     made = made if bias is None else made + bias.to(made)
     parts: Tensor = made.unflatten(1, (axis.outer, -1, axis.inner))
     return parts
-
-
-def _scale_rows(rows: Tensor, factor: Tensor, axis: Axis) -> Tensor:
-    shape = [1] * rows.dim()
-    shape[axis.dim] = -1
-    return rows * factor.view(shape)
 
 
 # ---- Rows that a measurement tries where no data were seen before it: random ones, and those that are there, perturbed.

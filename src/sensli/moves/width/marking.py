@@ -478,7 +478,7 @@ class Grouping:
         reasons: dict[str, str] = {}
         for each in seen.values():
             try:
-                plain[each.path] = self._of(each)
+                plain[each.path] = self._plain_group(each)
             except NoWidth as reason:
                 reasons[each.path] = str(reason)
                 if each.mixed_by:
@@ -521,7 +521,8 @@ class Grouping:
         named = bool(counts(self.model, group)[0])
         return group if named and (group.units > 1 or not mixed) else None
 
-    def _of(self, seen: SeenMarks) -> Group:
+    def _plain_group(self, seen: SeenMarks) -> Group:
+        """The single units that a layer makes, or two maps of it together."""
         if not seen.reads:
             if seen.mixed_by:
                 raise NoWidth(f"its units go into {seen.mixed_by}, which cannot take more of them")

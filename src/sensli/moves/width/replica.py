@@ -292,7 +292,7 @@ class Replica:
             random_state.restore(drawn)  # what is drawn once more is the same, such as which blocks are left out
             # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
             # What it would save for a backward pass goes nowhere: not to another device, and not into somebody's checkpoint.
-            with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            with torch.enable_grad(), saved_tensors_hooks(lambda value: value, lambda value: value):
                 self._copy(*args, **kwargs)
             self._check_calls()
             self._hooks.check()
@@ -426,10 +426,6 @@ class Replica:
             return applied(module, given, weight, bias)
 
         return forward
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _count(width: Width, candidates: Entries | float) -> int:
