@@ -22,15 +22,7 @@ from sensli.errors import MeasurementError
 from sensli.modules import random_state
 from sensli.modules.copies import NoDropout
 from sensli.modules.flops import count_flops
-from sensli.modules.running import (
-    brief_error,
-    first_tensor,
-    let_memory_through,
-    moved,
-    note,
-    run,
-    tensors,
-)
+from sensli.modules.running import brief_error, first_tensor, forgiven, moved, note, run, tensors
 from sensli.moves.point import Ref
 from sensli.moves.roles import role_of
 from sensli.moves.search import Search
@@ -503,9 +495,7 @@ class _Together:
         """A copy of the configuration with other numbers."""
         configuration = copy.deepcopy(getattr(self.module, self.name))
         for size in numbers:
-            holder = configuration
-            for name in size.through[1:]:
-                holder = getattr(holder, name)
+            holder = replace(size, through=size.through[1:]).holder(configuration)
             setattr(holder, size.name, (self.move.units + self.move.more) * size.per_unit)
         return configuration
 
@@ -532,12 +522,10 @@ def _is_valid(configuration: Any) -> bool:
     """Whether the library reads the configuration back: it may refuse numbers that the model itself would take."""
     if not hasattr(configuration, "to_dict") or not hasattr(type(configuration), "from_dict"):
         return True
-    try:
+    with forgiven():
         type(configuration).from_dict(configuration.to_dict())
-    except Exception as error:
-        let_memory_through(error)
-        return False
-    return True
+        return True
+    return False
 
 
 def _parts(held: Any) -> Iterator[tuple[str, Any]]:
