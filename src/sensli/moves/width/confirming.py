@@ -61,21 +61,11 @@ def confirm(trial: WidthRehearsal, sites: Sequence[Site]) -> tuple[list[Site], l
         family=lambda site: family(site.path),  # layers of equal blocks
         fall_together=lambda group, problem: trial.moves(group[:1]) == problem,  # its equals do wrong what one does
     )
-    reasons = trial.apart(good)
-    able = [site for site in good if id(site) not in reasons]
-    reasons |= {id(site): reason for site in able if (reason := _start_refusal(trial, site))}
-    refused += [(site, reasons[id(site)]) for site in good if id(site) in reasons]
-    return [site for site in good if id(site) not in reasons], refused
-
-
-def _start_refusal(trial: WidthRehearsal, site: Site) -> str:
-    """Why the units of a site that holds cannot start as they should; empty if they can."""
-    start = width_of(site).start
-    try:
-        return STARTS[start].refusal(site, trial)
-    except Exception as error:
-        note(error)
-        return f'start="{start}" fails there ({brief_error(error)})'
+    for reasons_of in (trial.apart, trial.start_refusals):
+        reasons = reasons_of(good)
+        refused += [(site, reasons[id(site)]) for site in good if id(site) in reasons]
+        good = [site for site in good if id(site) not in reasons]
+    return good, refused
 
 
 class WidthRehearsal(Rehearsal):
@@ -122,6 +112,20 @@ class WidthRehearsal(Rehearsal):
             heard, unheard = bisect(sites, partial(self.hear, training=training), limit=2 * len(sites))
             found.update({id(site): problem for site, problem in unheard})
             found.update({id(site): _APART for site in heard if not self._on_copy(site).is_alike(training)})
+        return found
+
+    def start_refusals(self, sites: Sequence[Site]) -> dict[int, str]:
+        """Of sites that hold, by their ids, those whose units cannot start as they should, and why."""
+        found: dict[int, str] = {}
+        for site in sites:
+            start = width_of(site).start
+            try:
+                reason = STARTS[start].refusal(site, self)
+            except Exception as error:
+                note(error)
+                reason = f'start="{start}" fails there ({brief_error(error)})'
+            if reason:
+                found[id(site)] = reason
         return found
 
     def _outputs_of_large(self, sites: Sequence[Site], training: bool, usual: Sequence[Tensor]) -> list[Tensor]:
