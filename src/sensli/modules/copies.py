@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sensli.modules import grown
+from sensli.modules.configurations import is_configuration
 
 # ---- Copies of a user's modules: of the whole model to try things on, of one block to be its twin.
 
@@ -89,7 +90,7 @@ def copied_block(
     """
     memo = _prepared(block)
     parts = list(block.modules())
-    held = {id(v): v for module in parts for v in vars(module).values() if _is_object(v)}
+    held = {id(v): v for module in parts for v in vars(module).values() if is_configuration(v)}
     if outside is not None and held:
         inner = {id(module) for module in parts}
         around = {id(v) for module in outside.modules() if id(module) not in inner for v in vars(module).values()}
@@ -132,16 +133,6 @@ def _cached(value: Any, depth: int = 4) -> Iterator[Tensor]:
         for part in value.values() if isinstance(value, dict) else value:
             if not isinstance(part, nn.Module):
                 yield from _cached(part, depth - 1)
-
-
-def _is_object(value: Any) -> bool:
-    skipped = (nn.Module, Tensor, type, dict, list, tuple, set)
-    return (
-        type(value) not in _PLAIN
-        and not isinstance(value, skipped)
-        and hasattr(value, "__dict__")
-        and not callable(value)
-    )
 
 
 def made_by(hook: Any) -> str:

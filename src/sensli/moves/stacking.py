@@ -227,6 +227,7 @@ def find_stacks(model: nn.Module, example: Any) -> Sites:
     model = bare(model)
     check_values(example)
     with torch.inference_mode(False):
+        example = to_device(example, device_of(model))
         flow = record(model, example)
         search = Search(model, example, flow, Request(layer="twin"), [])
         finder = TwinFinder(example, "copy")
@@ -288,7 +289,7 @@ def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:
     edit.apply()
     try:
         with random_state.kept(), torch.no_grad():
-            after = run(trial, copy.deepcopy(to_device(example, device_of(trial))))
+            after = run(trial, copy.deepcopy(example))
     except SensliError:
         raise
     except Exception as error:

@@ -12,33 +12,31 @@ Configurations do not say it by one name: of the models of transformers in our t
 from __future__ import annotations
 
 import copy
-import re
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property
-from typing import Any, TypeGuard
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from sensli.modules import random_state
-from sensli.modules.grown import Chain
-from sensli.modules.running import (
-    count_samples,
-    device_of,
-    first_samples,
-    let_memory_through,
-    moved,
-    note,
-    run,
-    tensors,
-    to_device,
+from sensli.modules.configurations import (
+    COUNTS,
+    build_again,
+    differences,
+    find_counts,
+    is_large,
+    is_number,
+    nested_objects,
+    shapes,
 )
+from sensli.modules.grown import Chain
+from sensli.modules.running import count_samples, first_samples, moved, note, run, tensors
+from sensli.moves.inserting import join
 from sensli.moves.point import Fact, Index, ListPlace, grown_list, unwrapped
 from sensli.moves.trace.flow import Flow
+from sensli.moves.trace.stacks import ancestors
 from sensli.moves.twin.twins import Bypass, Twin
 
 # ---- Numbers that blocks carry inside, such as ``layer_idx``: by them a cache, a table or a schedule tells the blocks
@@ -91,11 +89,6 @@ def _looks(block: nn.Module, indices: set[tuple[str, str]]) -> tuple[object, ...
     return tuple(found)
 
 
-def is_number(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number, which True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _numbers(blocks: Sequence[nn.Module]) -> dict[tuple[str, str], dict[int, int]]:
     """Path within the block and name of every whole number in any of the blocks, with its value by the block's position."""
     found: dict[tuple[str, str], dict[int, int]] = {}
@@ -113,126 +106,41 @@ def _is_telling(name: str) -> bool:
     return name.endswith(_NAMES)
 
 
-# ---- Numbers around a list of blocks that may count them: in the modules that contain it and in the objects that these
-# hold.
+# ---- Numbers around a list of blocks that may count them: in the modules that contain it and in the configurations that
+# these hold.
 
 
-def held_objects(model: nn.Module, path: str, module: nn.Module) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Configuration-like objects that a module holds, and those that they hold."""
-    for name, value in vars(module).items():
-        if is_object(value):
-            yield path, (name,), value
-            for inner, part in vars(value).items():
-                if is_object(part):
-                    yield path, (name, inner), part
+def _around(model: nn.Module, container: str) -> list[tuple[str, nn.Module]]:
+    """The modules around a list with their paths, the outermost first."""
+    paths = [*ancestors(container)][::-1] or [""]
+    return [(path, model.get_submodule(path)) for path in paths]
 
 
-def is_object(value: Any) -> bool:
-    skipped = (nn.Module, Tensor, type, dict, list, tuple, set, torch.device, torch.dtype, torch.Generator)
-    return hasattr(value, "__dict__") and not isinstance(value, skipped) and not callable(value)
+def _counts(path: str, through: tuple[str, ...], holder: Any, count: int) -> list[Fact]:
+    """Numbers of a module, or of an object that it holds, that equal the number of blocks."""
+    return [
+        Fact(path, through, name, "count") if item is None else Fact(path, through, name, "item", item)
+        for name, item in find_counts(holder, count)
+    ]
 
 
-def ancestors(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]:
-    parts = container.split(".")
-    for length in range(len(parts)):
-        path = ".".join(parts[:length])
-        yield path, model.get_submodule(path)
-
-
-def numbers(model: nn.Module, container: str, count: int) -> list[Fact]:
+def _counts_around(model: nn.Module, container: str, count: int) -> list[Fact]:
     """Numbers around a list that equal its length: of the modules that contain it, and of objects that they hold."""
     found: list[Fact] = []
     seen: set[int] = set()
-    for path, module in ancestors(model, container):
-        for where, through, holder in [(path, (), module), *held_objects(model, path, module)]:
+    for path, module in _around(model, container):
+        for through, holder in [((), module), *nested_objects(module)]:
             if id(holder) not in seen:
                 seen.add(id(holder))
-                found += counts(Fact(where, through, "", "count"), holder, count)
+                found += _counts(path, through, holder, count)
     return found
 
 
-def counts(like: Fact, holder: Any, count: int) -> Iterator[Fact]:
-    for name, value in vars(holder).items():
-        if is_number(value) and value == count:
-            yield replace(like, name=name, kind="count")
-        elif isinstance(value, (list, tuple)):
-            for item, entry in enumerate(value):
-                if is_number(entry) and entry == count:
-                    yield replace(like, name=name, kind="item", item=item)
-
-
-# ---- Building a module again from the configuration that it holds, to compare: what saving and loading will do with it.
-
-
-# How people call a number of blocks.
-COUNTS = frozenset(
-    f"{prefix}{number}_{what}" for prefix in ("", "_") for number in ("num", "n") for what in ("layers", "layer", "blocks", "block")
-) | {"depth", "num_hidden_layers"}  # fmt: skip
-_DRAWS = frozenset(("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"))
-_SMALL = 200_000_000  # parameters: what may be built with values where the meta device does not do
-
-
-def build_again(like: nn.Module, configuration: Any, *, values: bool = False) -> nn.Module | None:
-    """A module of the same class from a copy of a configuration.
-
-    It has no values or, with ``values``, those that it computes while it is built, but for its weights, which are to be loaded.
-    """
-    for device in ("cpu",) if values else ("meta", "cpu"):
-        if device == "cpu" and is_large(like):
-            return None
-        try:
-            with warnings.catch_warnings(), random_state.kept(), torch.device(device), _Undrawn():
-                warnings.simplefilter("ignore")
-                built: nn.Module = type(like)(copy.deepcopy(configuration))
-        except Exception as error:
-            let_memory_through(error)
-            continue
-        return built
-    return None
-
-
-class _Undrawn(TorchFunctionMode):
-    """Parameters are not filled with random numbers, which is most of the time that building a model takes."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _DRAWS:
-            target = args[0] if args else kwargs.get("tensor")
-            if isinstance(target, nn.Parameter):
-                return target
-        return func(*args, **kwargs)
-
-
-def is_large(module: nn.Module) -> bool:
-    """Whether one more copy with values might not fit."""
-    return sum(p.numel() for p in module.parameters()) > _SMALL
-
-
-def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all that is saved."""
-    return {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-
-
-def differences(module: nn.Module, built: nn.Module | None) -> set[tuple[str, str]]:
-    """Where two models differ: in what they save, and in the numbers and words inside (block numbers, kinds of attention).
-
-    Told without places in lists: a difference that is there anyway (an adapter in every block) is the same with one block more.
-    """
-    if built is None:
-        return set()
-    ours, theirs = shapes(module), shapes(built)
-    names = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
-    there = dict(built.named_modules())
-    inside = {
-        (type(part).__name__, name)
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if (is_number(value) or isinstance(value, str))
-        and name != "sensli_growth"
-        and name not in COUNTS
-        and (vars(there[path]) if path in there else {}).get(name) != value
-    }
-    return {("", re.sub(r"\d+", "#", name)) for name in names} | inside
+def _configured(model: nn.Module, container: str, count: int) -> Iterator[tuple[str, str]]:
+    """Modules around the list that hold an object with the number of its blocks, the outermost first: the path, the object's name."""
+    for path, module in _around(model, container):
+        counting = (through[0] for through, holder in nested_objects(module) if _counts(path, through, holder, count))
+        yield from ((path, name) for name in dict.fromkeys(counting))
 
 
 @contextmanager
@@ -264,12 +172,21 @@ def grown_alike(built: nn.Module, like: nn.Module) -> Iterator[None]:
 # ---- What a model with one more block in a list should give on the example, and whether another one gives it.
 
 
+def _output(model: nn.Module, example: Any) -> Any:
+    """What a model gives for a copy of the example; None if it fails."""
+    try:
+        with random_state.kept(), torch.no_grad():
+            return run(model, copy.deepcopy(example))
+    except Exception as error:
+        note(error)
+        return None
+
+
 class Known:
     """The example, and the outputs that a list with one more block should give on it."""
 
-    def __init__(self, example: Any, trial: nn.Module, output: Any) -> None:
-        self._example = to_device(example, device_of(trial))
-        self._count = count_samples(self._example)
+    def __init__(self, example: Any, output: Any) -> None:
+        self._example, self._count = example, count_samples(example)
         self._outputs = [t.detach() for t in _comparable(output)]
 
     def is_given_by(self, model: nn.Module, watched: nn.Module | None = None) -> bool:
@@ -282,12 +199,7 @@ class Known:
         calls: list[None] = []
         handle = watched.register_forward_pre_hook(lambda *_: calls.append(None)) if watched is not None else None
         try:
-            with random_state.kept(), torch.no_grad():
-                given = copy.deepcopy(first_samples(self._example, few, self._count))
-                after = list(_comparable(run(model, given)))
-        except Exception as error:
-            note(error)
-            return False
+            after = list(_comparable(_output(model, first_samples(self._example, few, self._count))))
         finally:
             if handle is not None:
                 handle.remove()
@@ -307,21 +219,6 @@ def _comparable(output: Any) -> Iterator[Tensor]:
 # must look like.
 
 
-def configured(model: nn.Module, container: str) -> Iterator[tuple[str, str]]:
-    """Modules around the list that hold an object with the number of its blocks, the outermost first: the path, the object's name."""
-    count = len(list(model.get_submodule(container).children()))
-    for path, module in ancestors(model, container):
-        for name, value in vars(module).items():
-            held = [value, *(part for part in vars(value).values() if is_object(part))] if is_object(value) else []
-            if any(True for holder in held for _ in counts(Fact(path, (name,), "", "count"), holder, count)):
-                yield path, name
-
-
-def _within(owner: str, path: str) -> str:
-    """A path as seen from a module that contains it."""
-    return path[len(owner) + 1 :] if owner else path
-
-
 class Rebuilt:
     """A module around the list that its class may build again from its configuration, to be compared with what the list becomes."""
 
@@ -330,7 +227,7 @@ class Rebuilt:
         self._module = trial.get_submodule(owner)
         self._configuration = getattr(self._module, name)
         self._place = ListPlace((), indices)
-        self._count = len(list(trial.get_submodule(container).children()))
+        self._count = self._blocks_in(self._module)
         self._with_values = not is_large(self._module)
         self._built: dict[object, nn.Module | None] = {}  # by what was changed in the configuration
 
@@ -354,7 +251,7 @@ class Rebuilt:
         with grown_alike(self._as_it_is, self._module):
             return differences(self._module, self._as_it_is)
 
-    def matches(self, facts: Iterable[Fact], position: int, source: int, layer: nn.Module) -> nn.Module | None:
+    def matches(self, position: int, source: int, layer: nn.Module, facts: Iterable[Fact]) -> nn.Module | None:
         """What the class builds from the configuration with these changes, if it is what the list has become."""
         changed = copy.deepcopy(self._configuration)
         values: list[object] = []
@@ -384,7 +281,7 @@ class Rebuilt:
 
     def _blocks_in(self, module: nn.Module) -> int:
         try:
-            return len(list(module.get_submodule(_within(self._owner, self._container)).children()))
+            return len(list(module.get_submodule(_path_within(self._owner, self._container)).children()))
         except AttributeError:
             return 0
 
@@ -398,12 +295,11 @@ class Rebuilt:
         if not self._with_values:
             return None
         parent, _, key = self._owner.rpartition(".")
-        like = next(module.parameters())
         with grown_alike(built, module):
             if shapes(built) != shapes(module):
                 return None
             try:
-                _cast_alike(built, module, like.device)
+                _cast_alike(built, module)
                 built.load_state_dict(module.state_dict(), assign=True)
                 built.eval()
                 if self._owner:
@@ -418,16 +314,17 @@ class Rebuilt:
 
     def plans(self, position: int, source: int, layer: nn.Module) -> Iterator[tuple[tuple[Fact, ...], nn.Module]]:
         """Changes of the configuration from which the class builds what the list becomes, the simplest that do; and what it builds."""
-
-        def matches(facts: Iterable[Fact]) -> nn.Module | None:
-            return self.matches(facts, position, source, layer)
-
-        objects = held_objects(self._trial, self._owner, self._module)
-        holders = [(through, holder) for _, through, holder in objects if through[0] == self._name]
+        matches = partial(self.matches, position, source, layer)
+        holders = [(through, holder) for through, holder in nested_objects(self._module) if through[0] == self._name]
         for through, holder in holders:
-            counted_by = counts(Fact(self._owner, through, "", "count"), holder, self._count)
-            for counted in sorted(counted_by, key=lambda fact: fact.name not in COUNTS):
-                lists = [f for f in _per_block(self._owner, through, holder, self._count) if f.name != counted.name]
+            counts = _counts(self._owner, through, holder, self._count)
+            per_block = [
+                Fact(self._owner, through, name, "list")
+                for name, value in vars(holder).items()
+                if isinstance(value, (list, tuple)) and len(value) == self._count
+            ]
+            for counted in sorted(counts, key=lambda fact: fact.name not in COUNTS):
+                lists = [fact for fact in per_block if fact.name != counted.name]
                 facts: list[Fact] = [counted, *lists]
                 built = matches(facts)
                 if built is None and lists:
@@ -446,60 +343,50 @@ class Rebuilt:
                 fewer = matches(needed) if len(needed) < len(facts) else None
                 for guess, found in ((needed, fewer), (facts, built)):
                     if found is not None:
-                        known = {id(holder) for _, holder in holders}
-                        copies = _copies(self._trial, self._owner, self._module, found, self._container, known)
-                        yield (*guess, *copies), found
+                        yield (*guess, *self._copies(found, {id(holder) for _, holder in holders})), found
+
+    def _copies(self, built: nn.Module, known: set[int]) -> list[Fact]:
+        """Further configurations and counts inside the model, as the newly built one has them; each once, if all blocks have it."""
+        there = dict(built.named_modules())
+        said: set[Fact] = set()
+        for path, part in self._module.named_modules():
+            if path not in there:
+                continue
+            full = join(self._owner, path) if path else self._owner
+            if full.startswith(f"{self._container}."):
+                inner = _path_within(self._container, full).partition(".")[2]
+                full = f"{self._container}.*.{inner}" if inner else f"{self._container}.*"
+            for through, holder in [((), part), *nested_objects(part)]:
+                if id(holder) in known:
+                    continue
+                known.add(id(holder))
+                other: Any = there[path]
+                for step in through:
+                    other = getattr(other, step, None)
+                for name, value in vars(holder).items():
+                    target = getattr(other, name, None)
+                    if is_number(value) and is_number(target) and target == value + 1 and (through or name in COUNTS):
+                        said.add(Fact(full, through, name, "count"))
+                    lists = isinstance(value, (list, tuple)) and isinstance(target, (list, tuple))
+                    if through and lists and len(target) == len(value) + 1:
+                        said.add(Fact(full, through, name, "list"))
+        return sorted(said, key=str)
 
 
-def _cast_alike(built: nn.Module, like: nn.Module, device: torch.device) -> None:
+def _path_within(owner: str, path: str) -> str:
+    """A path as seen from a module that contains it."""
+    return path[len(owner) + 1 :] if owner else path
+
+
+def _cast_alike(built: nn.Module, like: nn.Module) -> None:
     """Buffers that are not saved as the other module has them: a table of frequencies may be more precise than the weights."""
-    built.to(device)
+    built.to(next(like.parameters()).device)
     kept = dict(like.named_buffers())
     for path, part in built.named_modules():
         for name, buffer in part._buffers.items():
-            other = kept.get(f"{path}.{name}" if path else name)
+            other = kept.get(join(path, name))
             if buffer is not None and other is not None:
                 part._buffers[name] = buffer.to(other.dtype)
-
-
-def _per_block(owner: str, through: tuple[str, ...], holder: Any, count: int) -> Iterator[Fact]:
-    for name, value in vars(holder).items():
-        if isinstance(value, (list, tuple)) and len(value) == count:
-            yield Fact(owner, through, name, "list")
-
-
-def _copies(
-    trial: nn.Module, owner: str, module: nn.Module, built: nn.Module, container: str, known: set[int]
-) -> Iterator[Fact]:
-    """Further configuration objects and counts inside the model, as the newly built one has them; each once, if all blocks have it."""
-    there = dict(built.named_modules())
-    said: set[Fact] = set()
-    for path, part in module.named_modules():
-        full = f"{owner}.{path}" if owner and path else owner or path
-        if path not in there:
-            continue
-        if full.startswith(f"{container}."):
-            inner = _within(container, full).partition(".")[2]
-            full = f"{container}.*.{inner}" if inner else f"{container}.*"
-        own = [((), part), *((through, holder) for _, through, holder in held_objects(trial, path, part))]
-        for through, holder in own:
-            if id(holder) in known:
-                continue
-            known.add(id(holder))
-            other: Any = there[path]
-            for step in through:
-                other = getattr(other, step, None)
-            for name, value in vars(holder).items():
-                target = getattr(other, name, None)
-                if is_number(value) and is_number(target) and target == value + 1 and (through or name in COUNTS):
-                    said.add(Fact(full, tuple(through), name, "count"))
-                elif through and _is_list(value) and _is_list(target) and len(target) == len(value) + 1:
-                    said.add(Fact(full, tuple(through), name, "list"))
-    yield from sorted(said, key=str)
-
-
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, (list, tuple))
 
 
 def plan_list(flow: Flow, example: Any, container: str, sources: tuple[int, int], twin: Twin) -> ListPlace | None:
@@ -520,37 +407,37 @@ def plan_list(flow: Flow, example: Any, container: str, sources: tuple[int, int]
     # Never chained: somebody's eval() returns None.
     layer.eval()
     identity = bool(twin.zeroed)
-    known = Known(example, trial, flow.output if identity else _beside(flow, container, source, layer, example))
+    known = Known(example, flow.output if identity else _output_beside(flow, container, source, layer, example))
 
     def holds(place: ListPlace) -> bool:
         """Whether the grown copy runs the new block once and gives the same output; the copy is put back."""
         with grown_list(trial, container, place, position, source, layer):
             return known.is_given_by(trial, layer)
 
-    for owner, name in configured(trial, container):
+    for owner, name in _configured(trial, container, len(blocks)):
         remade = Rebuilt(trial, owner, name, container, indices)
         for facts, built in remade.plans(position, source, layer):
             place = ListPlace(facts, indices)
-            if remade.matches(facts, last + 1, last, layer):
+            if remade.matches(last + 1, last, layer, facts):
                 with grown_list(trial, container, place, position, source, layer):
                     alike = remade.runs_alike(built, known)
                 if alike if alike is not None else holds(place):
                     return place
         if remade.is_faithful:
             return None
-    named = tuple(fact for fact in numbers(trial, container, len(blocks)) if fact.name in COUNTS)
-    for guess in (named, *((*named, fact) for fact in numbers(trial, container, len(blocks)) if fact not in named)):
+    counts = _counts_around(trial, container, len(blocks))
+    named = tuple(fact for fact in counts if fact.name in COUNTS)
+    for guess in (named, *((*named, fact) for fact in counts if fact not in named)):
         if holds(ListPlace(guess, indices)):
             return ListPlace(guess, indices)
     return None
 
 
-def _beside(flow: Flow, container: str, source: int, layer: nn.Module, example: Any) -> Any:
+def _output_beside(flow: Flow, container: str, source: int, layer: nn.Module, example: Any) -> Any:
     """What the copy gives if a block that is not an identity runs directly after the one at ``source``; None if that fails."""
-    trial = flow.model
-    blocks, key = trial.get_submodule(container), str(source)
+    blocks, key = flow.model.get_submodule(container), str(source)
     anchor = blocks.get_submodule(key)
-    calls = flow.calls_of(f"{container}.{key}" if container else key)
+    calls = flow.calls_of(join(container, key))
     if len(calls) != 1 or calls[0].slot is None:
         return None
     chain = Chain(anchor, calls[0].slot)
@@ -559,10 +446,6 @@ def _beside(flow: Flow, container: str, source: int, layer: nn.Module, example: 
     chain.eval()
     blocks._modules[key] = chain
     try:
-        with random_state.kept(), torch.no_grad():
-            return run(trial, copy.deepcopy(to_device(example, device_of(trial))))
-    except Exception as error:
-        note(error)
-        return None
+        return _output(flow.model, example)
     finally:
         blocks._modules[key] = anchor

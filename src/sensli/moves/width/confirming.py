@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
+from sensli.modules.configurations import build_again, differences, held_objects, shapes
 from sensli.modules.copies import NoDropout
 from sensli.modules.flops import count_flops
 from sensli.modules.running import brief_error, first_tensor, forgiven, moved, note, run, tensors
@@ -29,8 +30,7 @@ from sensli.moves.search import Search
 from sensli.moves.sites import Site
 from sensli.moves.stretching import Stretch
 from sensli.moves.trial import Rehearsal, Verdict, bisect
-from sensli.moves.twin.counting import build_again, differences, shapes
-from sensli.moves.width.marking import common_path, held_objects
+from sensli.moves.width.marking import common_path
 from sensli.moves.width.replica import Replica, by_label
 from sensli.moves.width.starts import STARTS, drawn_rows
 from sensli.moves.width.widening import Widening, covers_all_blocks, resizes
@@ -481,7 +481,10 @@ class _Together:
         owner, units = self.model.get_submodule(self.owner), self.move.units
         held = getattr(owner, self.name)
         said, unsaid = [], []
-        for through, holder in [((self.name,), held), *(((self.name, name), part) for name, part in _parts(held))]:
+        for through, holder in [
+            ((self.name,), held),
+            *(((self.name, name), part) for name, part in held_objects(held)),
+        ]:
             for name, value in vars(holder).items():
                 size = Size(Ref.to(self.owner, owner), name, 1, through)
                 if self.move.heads:
@@ -530,9 +533,3 @@ def _is_valid(configuration: Any) -> bool:
         type(configuration).from_dict(configuration.to_dict())
         return True
     return False
-
-
-def _parts(held: Any) -> Iterator[tuple[str, Any]]:
-    for name, part in vars(held).items():
-        if hasattr(part, "__dict__") and hasattr(part, "to_dict"):
-            yield name, part

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sensli.modules.configurations import held_objects
 from sensli.modules.grown import holder_of
 from sensli.modules.running import brief_error, first_tensor, mapped, note, run, tensors, untouched
 from sensli.modules.wrappers import eager
@@ -403,14 +404,6 @@ def guesses(likely: Sequence[Size], others: Sequence[Size], limit: int) -> list[
     starts = dict.fromkeys((tuple(likely), ()))
     several = ((*start, *some) for start in starts for n in range(4) for some in combinations(others, n))
     return list(islice(several, limit))
-
-
-def held_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Configuration-like objects that a module holds, by name."""
-    skipped = (nn.Module, Tensor, type, dict, list, tuple, set, torch.device, torch.dtype, torch.Generator)
-    for name, value in vars(module).items():
-        if hasattr(value, "__dict__") and not isinstance(value, skipped) and not callable(value):
-            yield name, value
 
 
 def common_path(paths: Sequence[str]) -> str:
