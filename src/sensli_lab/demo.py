@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from sensli.cli.terminal import Reach, paint_decision, progress, require_plots
 from sensli.growing import triggers
 from sensli.growing.grower import Grower
 from sensli.modules.flops import count_flops
@@ -19,7 +20,6 @@ from sensli.surgery.history import History
 from sensli.text.files import check_writable, replacing
 from sensli.text.records import dumps as strict_json
 from sensli.text.tables import text_table
-from sensli.text.terminal import Reach, paint_decision, progress, require_plots
 from sensli_lab.paper import datasets
 
 WIDTH, HIDDEN, EPOCHS, LOOKS, RATE, TAU = 10, 2, 1000, (150, 300, 450), 0.1, 1.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sensli.cli.main import main
-from sensli.text.terminal import paint, progress
+from sensli.cli.terminal import paint, progress
 from sensli_lab import demo
 
 MODEL = """

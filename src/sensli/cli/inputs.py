@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from sensli.checkpoint import storage
+from sensli.cli.terminal import how_to_get
 from sensli.errors import BadExample, MissingExtra, UnsupportedModel
 from sensli.merits.catching import LossFunction
 from sensli.modules.running import describe
-from sensli.text.terminal import how_to_get
 
 # ---- A model and an example named on the command line.
 

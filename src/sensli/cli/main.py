@@ -251,8 +251,8 @@ def _sites(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
+    from sensli.cli.terminal import paint_decision
     from sensli.page import page_data, read_history, write_page
-    from sensli.text.terminal import paint_decision
 
     history = read_history(args.file)
     data = page_data(history, title=args.title, measure=args.metric)

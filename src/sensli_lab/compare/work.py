@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sensli.cli.terminal import progress
 from sensli.errors import SensliError
 from sensli.text.files import write_bytes
-from sensli.text.terminal import progress
 from sensli_lab.compare.jobs import Job, Run, RunStore
 from sensli_lab.compare.training import train
 from sensli_lab.errors import FAILED, StoreError, failure

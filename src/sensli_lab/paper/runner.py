@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sensli.text.terminal import progress
+from sensli.cli.terminal import progress
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper.engine import TrainingJob, TrainingOutcome, engine
 from sensli_lab.paper.machine import Machine

@@ -19,8 +19,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from sensli import __version__
+from sensli.cli.terminal import how_to_get
 from sensli.errors import MissingExtra, SensliError
-from sensli.text.terminal import how_to_get
 from sensli_lab.errors import PaperError
 from sensli_lab.work.workers import TELL_EVERY, Lost, News, WorkCall, Workers, one_line, packed, perform
 

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sensli.cli.terminal import Reach
 from sensli.errors import SensliError
-from sensli.text.terminal import Reach
 from sensli_lab.errors import PaperError
 
 # ---- What is computed: items, what a worker is given for each, and what becomes of its states and its result.

@@ -6,9 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from sensli.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from sensli.surgery.record import Look
 
 Reach = Callable[..., None]  # reach(done, note): so much of the total is done by now
 
@@ -57,17 +60,7 @@ def paint(text: str, style: str) -> str:
     return f"\x1b[{';'.join(_STYLES[word] for word in style.split())}m{text}\x1b[0m"
 
 
-class Decision(Protocol):
-    """What is shown of a look."""
-
-    @property
-    def inserted(self) -> Any: ...
-
-    @property
-    def reason(self) -> str: ...
-
-
-def paint_decision(look: Decision) -> str:
+def paint_decision(look: Look) -> str:
     """The line of a decision and its reason, the line in colour where the terminal has any."""
     if not look.inserted:
         return paint(str(look), "dim")
