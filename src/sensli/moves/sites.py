@@ -237,6 +237,7 @@ class Kind(Protocol):
 
     def at(self, search: Search, call: ModuleCall, side: str, seen: SeenTensor) -> Iterator[Site]:
         """What this kind could do at the boundary of a block, where another kind was refused by the trial."""
+        return iter(())
 
     def otherwise(self, search: Search) -> None:
         """Asked once more if nothing was found anywhere."""

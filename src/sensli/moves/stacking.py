@@ -6,7 +6,7 @@ The copies are plain ones. Unlike a twin, which is an identity, a copy acts at o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -30,11 +30,11 @@ from sensli.moves.inserting import (
 )
 from sensli.moves.point import Bind, ListPlace, Point, Ref, list_renames
 from sensli.moves.search import Refused, Request, Search
-from sensli.moves.sites import Cost, Edit, New, Site, Sites, Skipped
+from sensli.moves.sites import Cost, Edit, Kind, New, Site, Sites, Skipped
 from sensli.moves.trace.flow import ModuleCall, check_values, record
 from sensli.moves.trace.stacks import Stack as Row
 from sensli.moves.trace.stacks import parent_of
-from sensli.moves.twin.finding import NoTwin, TwinFinder, block_flops
+from sensli.moves.twin.finding import TwinFinder, block_flops
 from sensli.moves.twin.twins import Twin
 from sensli.text.records import Plain
 
@@ -126,11 +126,14 @@ class Stacking(Edit):
         bound = tuple(Ref.to(*found) for found in self._around)
         place = first.place if site.point.place is not None else None
         point = replace(site.point, anchor=Ref.to(path, anchor), neighbours=bound, place=place)
-        self.site = replace(site, point=point, move=replace(stack, blocks=_bound(stack, self._sources)))
-        self.name = self._cuts[0].path
-        self.renames = renames_of(model, first)
+        blocks = tuple(Ref.to(*found) for found in self._sources[: len(stack.blocks)])
+        self.site = replace(site, point=point, move=replace(stack, blocks=blocks))
+        self._paths = [cut.path for cut in self._cuts]
+        self.name = self._paths[0]
         if first.way == "list":
             self.renames = list_renames(model, first.parent, int(first.new), more=len(self._cuts))
+        else:
+            self.renames = renames_of(model, first)
         self.beside = {
             join(place, name): tuple(p.shape)
             for place, module in self._around
@@ -160,14 +163,16 @@ class Stacking(Edit):
             apply_cut(self._model, cut, module)
 
     def revert(self) -> None:
-        for cut in reversed(self._cuts):
-            take_out(self._model, cut.path, cut.place)
+        for path in reversed(self._paths):
+            take_out(self._model, path, self.site.point.place)
+
+    @property
+    def gone(self) -> list[nn.Parameter]:
+        return [parameter for module in self.added for parameter in module.parameters()]
 
 
-class _Stacked(Edit):
+class _Stacked(Stacking):
     """Copies that were put in before. Later growths are gone when they are taken out, so they are neighbours as they were."""
-
-    copies = True
 
     def __init__(self, model: nn.Module, site: Site, stack: StackCopy, module: nn.Module, path: str) -> None:
         self._model, self.site, self.name, self.module = model, site, path, module
@@ -177,18 +182,6 @@ class _Stacked(Edit):
         count = stack.copies * len(stack.blocks)
         self._paths = [join(parent, each) for each in keys[keys.index(key) :][:count]]
         self.added = [model.get_submodule(each) for each in self._paths]
-
-    def revert(self) -> None:
-        for path in reversed(self._paths):
-            take_out(self._model, path, self.site.point.place)
-
-    @property
-    def gone(self) -> list[nn.Parameter]:
-        return [parameter for module in self.added for parameter in module.parameters()]
-
-
-def _bound(stack: StackCopy, sources: Sequence[tuple[str, nn.Module]]) -> tuple[Ref, ...]:
-    return tuple(Ref.to(*found) for found in sources[: len(stack.blocks)])
 
 
 def _cuts(model: nn.Module, first: Cut, sources: Sequence[str]) -> list[Cut]:
@@ -237,7 +230,7 @@ def find_stacks(model: nn.Module, example: Any) -> Sites:
             try:
                 site = _site(search, finder, row)
                 _try(flow.model, site, example, flow.output)
-            except (Refused, NoTwin) as refusal:
+            except Refused as refusal:
                 skipped.append(Skipped(last.path, str(refusal)))
             else:
                 found.append(replace(site, _root=Ref.to("", model)))
@@ -261,12 +254,12 @@ def _place(search: Search, finder: TwinFinder, row: Row, last: ModuleCall) -> tu
     """Whether the copies go into an ``nn.Sequential`` that is called as a whole, and what must follow if they go into a list."""
     assert last.result is not None
     if row.added:
-        chained = isinstance(search.model.get_submodule(parent_of(last.path)), nn.Sequential)
-        return True, finder.find_null(search.flow, last, chained=chained)[1]
+        in_sequential = isinstance(search.model.get_submodule(parent_of(last.path)), nn.Sequential)
+        return True, finder.find_null(search.flow, last, chained=in_sequential)[1]
     chained = search.around.chained(last.path)
     try:  # an identity in the list shows best whether the list can take a block: nothing may change
         return chained, finder.find(search.flow, last, last.result, chained=chained)[1]
-    except NoTwin:  # a block with a norm after its sum, say
+    except Refused:  # a block with a norm after its sum, say
         return chained, finder.find_plain(search.flow, last, chained=chained)
 
 
@@ -277,15 +270,10 @@ def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:
     )
     edit = here.move.plan(trial, here)
     edit.build()
-    calls = [0] * len(edit.added)
-    handles = []
-    for index, module in enumerate(edit.added):
-
-        def count(*_: Any, index: int = index) -> None:
-            calls[index] += 1
-
+    calls: list[nn.Module] = []
+    handles = [module.register_forward_pre_hook(lambda module, _: calls.append(module)) for module in edit.added]
+    for module in edit.added:
         module.eval()
-        handles.append(module.register_forward_pre_hook(count))
     edit.apply()
     try:
         with random_state.kept(), torch.no_grad():
@@ -301,7 +289,7 @@ def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:
         edit.revert()
         for handle in handles:
             handle.remove()
-    if set(calls) != {1}:
+    if any(calls.count(module) != 1 for module in edit.added):
         raise Refused("the forward pass would not run each block of a copy of the stack once")
     if _first(before) != _first(after):
         raise Refused("the model returns something else with a copy of the stack after it")
@@ -315,17 +303,8 @@ def _first(output: Any) -> tuple[int, ...] | None:
 # ---- The kind of stacks that are copied as a whole.
 
 
-class StackKind:
+class StackKind(Kind):
     """Reads its moves from JSON, and proposes none: `find_sites` finds what keeps the function. `find_stacks` finds these."""
 
     grows: ClassVar[str] = "nothing"
     move: ClassVar[type[StackCopy]] = StackCopy
-
-    def propose(self, search: Search) -> None:
-        """Nothing to find."""
-
-    def at(self, search: Search, call: ModuleCall, side: str, seen: Any) -> Iterator[Site]:
-        return iter(())
-
-    def otherwise(self, search: Search) -> None:
-        """Nothing to find."""

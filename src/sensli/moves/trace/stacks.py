@@ -129,7 +129,7 @@ class Stack:
         first = self.blocks[0]
         assert first.given is not None
         # In a plain chain of equal blocks the first one's input is a place only if it is an activation's output.
-        if self.residual or functional(first.given.node) is not None:
+        if not self.added and (self.residual or functional(first.given.node) is not None):
             yield first, "before", first.given
         for block in self.blocks:
             assert block.result is not None

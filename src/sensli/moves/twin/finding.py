@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -18,39 +18,46 @@ from sensli.modules.grown import Chain, ParametricLayer, ResidualLayer
 from sensli.modules.running import Slot, first_samples, first_tensor, is_plain, note, with_value, without_memory
 from sensli.moves.point import ListPlace
 from sensli.moves.search import Refused, Search
-from sensli.moves.sites import Site
+from sensli.moves.sites import Kind, Site
 from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
 from sensli.moves.trace.graph import nearest_parameters
-from sensli.moves.trace.stacks import Stack, is_list, likeness, manner, never_negative, parent_of, signature
+from sensli.moves.trace.stacks import is_list, likeness, manner, never_negative, parent_of, signature
 from sensli.moves.twin.counting import equal_blocks, own_numbers, plan_list
 from sensli.moves.twin.twins import Twin
 
-# ---- A block on its own: copied, called again and again with its arguments, changed in between, and put back.
+# ---- Finding by trial which parameters of a block must be zero for it to be an identity.
+#
+# The parameters are tried in the order of their distance from the output in the autograd graph, which also sees those
+# whose module's forward is bypassed. Where no set of zeros does it, modules on the main path (the norm of a post-norm
+# block, a trailing activation, a shortcut) are replaced by identities in the twin. Equality is to the bit, on several
+# inputs, in eval and in training mode.
 
 
 _LARGE = 2**12  # numbers of one sample that are enough for statistics of their own
+_LOCKS = 3  # how many first choices are taken back before giving up
 
 
-class NoTwin(SensliError):
-    """A block that cannot be made an identity; the text becomes a reason in `Sites.skipped`."""
+class BlockSearch:
+    """Which zeros and identities make a block give its input back.
 
-
-class BlockTrial:
-    """One block, copied, that can be called again and again with its arguments and changed between the calls."""
+    The block is copied, and called again and again with its arguments and changed between the calls.
+    """
 
     def __init__(self, call: ModuleCall, seen: SeenTensor, *, null: bool = False) -> None:
         assert call.slot is not None and call.given is not None and call.result is not None
         self.call, self.slot, self.null = call, call.slot, null
         self.block = copied_block(call.module)
-        self._verdicts: dict[str, bool] = {}  # by mode, until the block changes again
+        self._verdicts: dict[bool, bool] = {}  # by whether it trains, until the block changes again
         # Never chained: somebody's eval() returns None.
         self.block.eval()
-        others = with_value(call.args, call.kwargs, self.slot, None)
-        self.remembers = not is_plain(others)
-        self._others = without_memory(others)
+        self.remembers = _remembers(call)
+        self._others = without_memory(_other_arguments(call))
         few = self._reproduce(call.given, call.result)
         generator = torch.Generator().manual_seed(0)
         self._make_general(generator)
+        # What the search changes, as it was.
+        self._values = {name: p.detach().clone() for name, p in self.block.named_parameters()}
+        self._originals: dict[str, nn.Module] = {}
         value = seen.tensor.detach()[:few]
         stretched = value * _uniform(value, generator, 0.5, 1.5)  # keeps every sign, so the value of a ReLU stays one
         self.inputs = [value, stretched]
@@ -63,7 +70,7 @@ class BlockTrial:
         self.args, self.kwargs = self._others
         if given.overwritten or result.overwritten:
             if self.remembers:
-                raise NoTwin("works in place on its input and takes a stateful object, so its call cannot be repeated")
+                raise Refused("works in place on its input and takes a stateful object, so its call cannot be repeated")
             return count
         for few in dict.fromkeys((min(_few(given.tensor), count), count)):
             self.args, self.kwargs = first_samples(self._others, few, count)
@@ -71,7 +78,7 @@ class BlockTrial:
             # Not to the bit: some kernels depend on how memory is aligned.
             if again is not None and torch.allclose(again, result.tensor[:few], rtol=1e-4, atol=1e-5):
                 return few
-        raise NoTwin("is not deterministic (two calls with the same input differ), so a twin cannot be verified")
+        raise Refused("is not deterministic (two calls with the same input differ), so a twin cannot be verified")
 
     def _make_general(self, generator: torch.Generator) -> None:
         """No parameter may be zero or one by chance of its initialisation: what is trained later would not be."""
@@ -81,6 +88,8 @@ class BlockTrial:
                     spread = parameter.float().std().item() if parameter.numel() > 1 else 0.0
                     size = 0.1 * (spread if 0 < spread < 1 else 1.0)
                     parameter.add_(size * _uniform(parameter, generator, 0.2, 1.0))
+
+    # --- what a state of the block is worth ---
 
     def run(self, value: Tensor, *, graph: bool = False) -> Tensor | None:
         """What the block hands on for a value; None where it fails or gives no number."""
@@ -95,25 +104,13 @@ class BlockTrial:
             return None
         return output
 
-    # --- what a state of the block is worth ---
-
-    def is_done(self) -> bool:
-        """Whether the block gives its input back, or zero where that is wanted."""
-        if "eval" not in self._verdicts:
-            self._verdicts["eval"] = all(self._gives_back(value) for value in self.inputs)
-        return self._verdicts["eval"]
-
     def _gives_back(self, value: Tensor) -> bool:
+        """Whether the block gives its input back, or zero where that is wanted."""
         output = self.run(value)
         return output is not None and torch.equal(output, torch.zeros_like(value) if self.null else value)
 
-    def is_done_in_training(self) -> bool:
-        """The same with batch statistics and dropout."""
-        if "training" not in self._verdicts:
-            self._verdicts["training"] = self._gives_back_in_training()
-        return self._verdicts["training"]
-
     def _gives_back_in_training(self) -> bool:
+        """The same with batch statistics and dropout."""
         buffers = {name: buffer.clone() for name, buffer in self.block.named_buffers()}
         self.block.train()
         try:
@@ -124,6 +121,23 @@ class BlockTrial:
             with torch.no_grad():
                 for name, buffer in self.block.named_buffers():
                     buffer.copy_(buffers[name])
+
+    def is_done(self, *, training: bool = False) -> bool:
+        """Whether the block gives all inputs back, in evaluation or in training mode."""
+        if training not in self._verdicts:
+            done = self._gives_back_in_training() if training else all(map(self._gives_back, self.inputs))
+            self._verdicts[training] = done
+        return self._verdicts[training]
+
+    def _holds(self) -> bool:
+        return self.is_done() and self.is_done(training=True)
+
+    def _is_progress(self, before: Tensor | None, after: Tensor | None) -> bool:
+        """Whether a change shows and the output still depends on the input."""
+        if before is None or after is None or torch.equal(before, after):
+            return False
+        other = self.run(self.inputs[1])
+        return other is not None and not torch.equal(after, other)
 
     def without_gradient(self, names: list[str]) -> str | None:
         """A zeroed parameter that would get no gradient, if there is one: it could never leave zero."""
@@ -136,69 +150,181 @@ class BlockTrial:
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(names)
         return next((n for n, g in zip(names, gradients, strict=True) if g is None or not g.any()), None)
 
-    def _holds(self) -> bool:
-        return self.is_done() and self.is_done_in_training()
-
     # --- changes that can be taken back ---
 
-    @contextmanager
-    def _undone(self) -> Iterator[Any]:
-        """Changes made inside are taken back at the end unless they are kept."""
-        self._values = {name: p.detach().clone() for name, p in self.block.named_parameters()}
-        self._originals: dict[str, nn.Module] = {}
-        kept: list[bool] = []
-        yield kept.append
-        if not (kept and kept[-1]):
-            for path in sorted(self._originals, key=lambda path: path.count(".")):  # what contains others first
-                self._put(path, self._originals[path])
-            for name, value in self._values.items():
-                self._restore(name, value)
+    def _zero(self, name: str) -> None:
+        self._fill(name, torch.zeros_like(self._values[name]))
 
-    def _zero(self, name: str) -> Tensor:
-        parameter = self.block.get_parameter(name)
-        kept = parameter.detach().clone()
-        with torch.no_grad():
-            parameter.zero_()
-        self._verdicts.clear()
-        return kept
+    def _restore(self, name: str) -> None:
+        self._fill(name, self._values[name])
 
-    def _restore(self, name: str, value: Tensor) -> None:
+    def _fill(self, name: str, value: Tensor) -> None:
         with torch.no_grad():
             self.block.get_parameter(name).copy_(value)
         self._verdicts.clear()
 
-    def _replace(self, path: str) -> nn.Module:
-        module = self.block.get_submodule(path)
-        self._originals.setdefault(path, module)
+    def _replace(self, path: str) -> None:
+        self._originals.setdefault(path, self.block.get_submodule(path))
         self._put(path, nn.Identity())
-        return module
+
+    def _put_back(self, path: str) -> None:
+        self._put(path, self._originals[path])
 
     def _put(self, path: str, module: nn.Module) -> None:
         parent, _, key = path.rpartition(".")
         self.block.get_submodule(parent)._modules[key] = module
         self._verdicts.clear()
 
-    # --- sizes ---
+    def _undo(self) -> None:
+        """Take all changes back."""
+        for path in sorted(self._originals, key=lambda path: path.count(".")):  # what contains others first
+            self._put_back(path)
+        self._originals.clear()
+        for name in self._values:
+            self._restore(name)
 
-    def _size(self, paths: list[str]) -> int:
-        return sum(p.numel() for path in paths for p in self._originals[path].parameters())
+    # --- the search ---
 
-    def _total(self) -> int:
-        return sum(value.numel() for value in self._values.values())
+    def search(self, replaceable: list[str]) -> Twin:
+        """The plan of a twin that gives its input back, with no needless zero and no needless identity."""
+        order = self._nearest_first()
+        problem = (
+            "cannot be made an identity by zeroing parameters: it has no connection that passes its input on unchanged"
+        )
+        locked: set[str] = set()
+        for _ in range(_LOCKS):
+            zeroed = self._zero_greedily([name for name in order if name not in locked])
+            replaced = [] if self._holds() else self._replace_greedily(replaceable, zeroed)
+            if self.is_done() and not self.is_done(training=True):
+                # Something on the main path rests in eval mode: a dropout.
+                replaced += self._replace_resting(replaceable, replaced)
+            zeroed = [name for name in zeroed if not any(name.startswith(f"{path}.") for path in replaced)]
+            if self._holds():
+                self._take_back_needless(zeroed, replaced)
+                size = sum(p.numel() for path in replaced for p in self._originals[path].parameters())
+                if not zeroed:
+                    problem = "is an identity only without all of its parameters, so a twin would learn nothing"
+                elif (stuck := self.without_gradient(zeroed)) is not None:
+                    problem = f"is an identity with zeros that get no gradient ({stuck}), so a twin would learn nothing"
+                elif 2 * size >= sum(value.numel() for value in self._values.values()):
+                    problem = "is an identity only if most of it is replaced by identities"
+                else:
+                    return self._twin(zeroed, replaced)
+            self._undo()
+            if not zeroed:
+                break
+            locked |= {name for name in order if parent_of(name) == parent_of(zeroed[0])}
+        raise Refused(problem)
 
+    def search_null(self) -> Twin:
+        """The plan of a twin that gives zero, for a loop that adds what its blocks give: its last map is zero, as a rule."""
+        zeroed: list[str] = []
+        for name in self._nearest_first():
+            self._zero(name)
+            zeroed.append(name)
+            if self._gives_back(self.inputs[0]):
+                break
+        if not self._holds():
+            raise Refused(
+                "does not give zero when its parameters are zero, so a copy of it would change what the loop adds up"
+            )
+        self._take_back_needless(zeroed, [])
+        stuck = self.without_gradient(zeroed)
+        if stuck is not None:
+            raise Refused(f"gives zero only with zeros that get no gradient ({stuck}), so a twin would learn nothing")
+        return self._twin(zeroed, [])
 
-class Bound(nn.Module):
-    """A block with its other arguments filled in."""
+    def _twin(self, zeroed: list[str], replaced: list[str]) -> Twin:
+        """The plan that came of the search; the block has been left as it says."""
+        return Twin(
+            block=type(self.call.module).__name__,
+            zeroed=tuple(zeroed),
+            replaced=tuple(replaced),
+            parameters=sum(p.numel() for p in self.block.parameters()),
+            flops=block_flops(self.call),
+            remembers=self.remembers,
+            null=self.null,
+        )
 
-    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> None:
-        super().__init__()
-        self.block = block
-        self._arguments = (args, kwargs, slot)
+    def _nearest_first(self) -> list[str]:
+        """The parameters in the order of their distance from the output."""
+        for parameter in self.block.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        output = self.run(self.inputs[0], graph=True)
+        if output is None or output.grad_fn is None:
+            raise Refused("does not run on its own output, or no gradient passes through it")
+        names = {id(p): name for name, p in self.block.named_parameters()}
+        return list(dict.fromkeys(nearest_parameters(names, output.grad_fn, limit=100_000)))
 
-    def forward(self, value: Tensor) -> Any:
-        args, kwargs, slot = self._arguments
-        args, kwargs = with_value(args, kwargs, slot, value)
-        return self.block(*args, **kwargs)
+    def _zero_greedily(self, order: list[str]) -> list[str]:
+        """Zero one after another what changes the output and leaves it a function of the input."""
+        zeroed: list[str] = []
+        now = self.run(self.inputs[0])
+        for name in order:
+            if now is not None and torch.equal(now, self.inputs[0]) and self._holds():
+                break
+            self._zero(name)
+            after = self.run(self.inputs[0])
+            if self._is_progress(now, after):
+                zeroed.append(name)
+                now = after
+            else:
+                self._restore(name)
+        return zeroed
+
+    def _replace_greedily(self, candidates: list[str], zeroed: list[str]) -> list[str]:
+        """Put identities for the modules that are still between the input and the output."""
+        replaced: list[str] = []
+        now = self.run(self.inputs[0])
+        for path in candidates:
+            own = {f"{path}.{name}" for name, _ in self.block.get_submodule(path).named_parameters()}
+            ends_a_branch = bool(own) and own <= set(zeroed)  # an identity there would open the branch again
+            if ends_a_branch or any(path.startswith(f"{done}.") or done.startswith(f"{path}.") for done in replaced):
+                continue
+            self._replace(path)
+            after = self.run(self.inputs[0])
+            if self._is_progress(now, after):
+                replaced.append(path)
+                now = after
+                if self._holds():
+                    break
+            else:
+                self._put_back(path)
+        return replaced
+
+    def _replace_resting(self, candidates: list[str], replaced: list[str]) -> list[str]:
+        """Put identities for modules without parameters that do nothing in eval mode; what is not needed is taken back later."""
+        resting: list[str] = []
+        for path in candidates:
+            if any(path == done or path.startswith(f"{done}.") for done in (*replaced, *resting)):
+                continue
+            module = self.block.get_submodule(path)
+            if any(True for _ in module.parameters()) or any(True for _ in module.children()):
+                continue
+            self._replace(path)
+            if self.is_done():
+                resting.append(path)
+            else:
+                self._put_back(path)
+        return resting
+
+    def _take_back_needless(self, zeroed: list[str], replaced: list[str]) -> None:
+        """The block holds as an identity: take back, in the block and in these lists, what is not needed for that."""
+        for path in list(replaced):
+            self._put_back(path)
+            for name in self._values:
+                if name.startswith(f"{path}."):
+                    self._restore(name)
+            if self._holds():
+                replaced.remove(path)
+            else:
+                self._replace(path)
+        for name in reversed(list(zeroed)):
+            self._restore(name)
+            if self._holds():
+                zeroed.remove(name)
+            else:
+                self._zero(name)
 
 
 def _few(value: Tensor) -> int:
@@ -211,63 +337,15 @@ def _uniform(like: Tensor, generator: torch.Generator, low: float, high: float) 
     return drawn.to(like.device, like.dtype)
 
 
-# ---- Finding by trial which parameters of a block must be zero for it to be an identity.
-#
-# The parameters are tried in the order of their distance from the output in the autograd graph, which also sees those
-# whose module's forward is bypassed. Where no set of zeros does it, modules on the main path (the norm of a post-norm
-# block, a trailing activation, a shortcut) are replaced by identities in the twin. Equality is to the bit, on several
-# inputs, in eval and in training mode.
-
-
-_LOCKS = 3  # how many first choices are taken back before giving up
-
-
-def find_twin(flow: Flow, call: ModuleCall, seen: SeenTensor) -> Twin:
-    """The plan of a twin of a block for the values seen at its input or its output, found by trial."""
-    with random_state.kept():
-        trial = _Search(call, seen)
-        zeroed, replaced = trial.search(_replaceable(flow, call))
-        return trial.twin(zeroed, replaced)
-
-
-def find_null(call: ModuleCall) -> Twin:
-    """The plan of a twin that gives zero, for a loop that adds what its blocks give."""
-    assert call.given is not None
-    with random_state.kept():
-        trial = _Search(call, call.given, null=True)
-        return trial.twin(trial.search_null(), [])
-
-
-def twin_like(call: ModuleCall, known: Twin) -> Twin:
-    """The plan of an alike block for this one, which may be of another size. It is tried in the model, not here."""
-    assert call.given is not None and call.slot is not None
-    others = with_value(call.args, call.kwargs, call.slot, None)
-    if is_plain(others) == known.remembers:
-        raise NoTwin("takes different arguments from the other blocks of the stack")
-    return replace(known, parameters=_kept(call.module, known), flops=block_flops(call))
-
-
-def plain_copy(call: ModuleCall) -> Twin:
-    """A copy of a block that is not an identity: nothing in it is zero."""
+def _other_arguments(call: ModuleCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block's call without the value that it maps."""
     assert call.slot is not None
-    remembers = not is_plain(with_value(call.args, call.kwargs, call.slot, None))
-    return Twin(type(call.module).__name__, (), remembers=remembers)
+    return with_value(call.args, call.kwargs, call.slot, None)
 
 
-def _kept(block: nn.Module, twin: Twin) -> int:
-    """How many parameters a twin has: all of its block's but those of modules that are replaced."""
-    gone = [f"{path}." for path in twin.replaced]
-    return sum(p.numel() for name, p in block.named_parameters() if not any(name.startswith(path) for path in gone))
-
-
-def block_flops(call: ModuleCall) -> int:
-    """FLOPs of one call of a block, per sample; 0 where they cannot be counted."""
-    assert call.given is not None and call.slot is not None
-    args, kwargs = without_memory(with_value(call.args, call.kwargs, call.slot, None))
-    try:
-        return int(count_flops(Bound(call.module, args, kwargs, call.slot), (call.given.tensor.detach(),)))
-    except SensliError:
-        return 0
+def _remembers(call: ModuleCall) -> bool:
+    """Whether a block is called with an object that it may change, such as a cache."""
+    return not is_plain(_other_arguments(call))
 
 
 def _replaceable(flow: Flow, call: ModuleCall) -> list[str]:
@@ -284,167 +362,27 @@ def _replaceable(flow: Flow, call: ModuleCall) -> list[str]:
     return [path[len(call.path) + 1 :] for path in sorted(paths, key=lambda path: depth[path])]
 
 
-class _Search(BlockTrial):
-    """Which zeros and identities make a block give its input back."""
+class _Bound(nn.Module):
+    """A block with its other arguments filled in."""
 
-    def twin(self, zeroed: list[str], replaced: list[str]) -> Twin:
-        """The plan that came of the search; the block has been left as it says."""
-        return Twin(
-            block=type(self.call.module).__name__,
-            zeroed=tuple(zeroed),
-            replaced=tuple(replaced),
-            parameters=sum(p.numel() for p in self.block.parameters()),
-            flops=block_flops(self.call),
-            remembers=self.remembers,
-            null=self.null,
-        )
+    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> None:
+        super().__init__()
+        self.block = block
+        self._arguments = (args, kwargs, slot)
 
-    def search(self, replaceable: list[str]) -> tuple[list[str], list[str]]:
-        """Names of parameters to zero and of modules to replace, none of them needless."""
-        order = self._nearest_first()
-        problem = (
-            "cannot be made an identity by zeroing parameters: it has no connection that passes its input on unchanged"
-        )
-        locked: set[str] = set()
-        for _ in range(_LOCKS):
-            with self._undone() as keep:
-                zeroed = self._zero_greedily([name for name in order if name not in locked])
-                replaced = [] if self._holds() else self._replace_greedily(replaceable, zeroed)
-                if (
-                    self.is_done() and not self.is_done_in_training()
-                ):  # something on the main path rests in eval mode: a dropout
-                    replaced += self._replace_resting(replaceable, replaced)
-                zeroed = [name for name in zeroed if not any(name.startswith(f"{path}.") for path in replaced)]
-                if self._holds():
-                    found = self._needed(zeroed, replaced)
-                    stuck = self.without_gradient(found[0]) if found[0] else "any"
-                    if not found[0]:
-                        problem = "is an identity only without all of its parameters, so a twin would learn nothing"
-                    elif stuck is not None:
-                        problem = (
-                            f"is an identity with zeros that get no gradient ({stuck}), so a twin would learn nothing"
-                        )
-                    elif 2 * self._size(found[1]) >= self._total():
-                        problem = "is an identity only if most of it is replaced by identities"
-                    else:
-                        keep(True)
-                        return found
-            if not zeroed:
-                break
-            owner = zeroed[0].rpartition(".")[0]
-            locked |= {name for name in order if name.rpartition(".")[0] == owner}
-        raise NoTwin(problem)
+    def forward(self, value: Tensor) -> Any:
+        args, kwargs = with_value(*self._arguments, value)
+        return self.block(*args, **kwargs)
 
-    def search_null(self) -> list[str]:
-        """Names of parameters that make the output zero when they are: the last map, as a rule."""
-        zeroed: list[str] = []
-        with self._undone() as keep:
-            for name in self._nearest_first():
-                self._zero(name)
-                zeroed.append(name)
-                if self._gives_back(self.inputs[0]):
-                    break
-            if not self._holds():
-                raise NoTwin(
-                    "does not give zero when its parameters are zero, so a copy of it would change what the loop adds up"
-                )
-            found, _ = self._needed(zeroed, [])
-            stuck = self.without_gradient(found)
-            if stuck is not None:
-                raise NoTwin(
-                    f"gives zero only with zeros that get no gradient ({stuck}), so a twin would learn nothing"
-                )
-            keep(True)
-        return found
 
-    def _nearest_first(self) -> list[str]:
-        """The parameters in the order of their distance from the output."""
-        for parameter in self.block.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        output = self.run(self.inputs[0], graph=True)
-        if output is None or output.grad_fn is None:
-            raise NoTwin("does not run on its own output, or no gradient passes through it")
-        names = {id(p): name for name, p in self.block.named_parameters()}
-        return list(dict.fromkeys(nearest_parameters(names, output.grad_fn, limit=100_000)))
-
-    def _zero_greedily(self, order: list[str]) -> list[str]:
-        """Zero one after another what changes the output and leaves it a function of the input."""
-        zeroed: list[str] = []
-        now = self.run(self.inputs[0])
-        for name in order:
-            if now is not None and torch.equal(now, self.inputs[0]) and self._holds():
-                break
-            kept = self._zero(name)
-            after = self.run(self.inputs[0])
-            if self._is_progress(now, after):
-                zeroed.append(name)
-                now = after
-            else:
-                self._restore(name, kept)
-        return zeroed
-
-    def _replace_greedily(self, candidates: list[str], zeroed: list[str]) -> list[str]:
-        """Put identities for the modules that are still between the input and the output."""
-        replaced: list[str] = []
-        now = self.run(self.inputs[0])
-        for path in candidates:
-            own = {f"{path}.{name}" for name, _ in self.block.get_submodule(path).named_parameters()}
-            ends_a_branch = bool(own) and own <= set(zeroed)  # an identity there would open the branch again
-            if ends_a_branch or any(path.startswith(f"{done}.") or done.startswith(f"{path}.") for done in replaced):
-                continue
-            module = self._replace(path)
-            after = self.run(self.inputs[0])
-            if self._is_progress(now, after):
-                replaced.append(path)
-                now = after
-                if self._holds():
-                    break
-            else:
-                self._put(path, module)
-        return replaced
-
-    def _replace_resting(self, candidates: list[str], replaced: list[str]) -> list[str]:
-        """Put identities for modules without parameters that do nothing in eval mode; what is not needed is taken back later."""
-        resting: list[str] = []
-        for path in candidates:
-            if any(path == done or path.startswith(f"{done}.") for done in (*replaced, *resting)):
-                continue
-            module = self.block.get_submodule(path)
-            if any(True for _ in module.parameters()) or any(True for _ in module.children()):
-                continue
-            self._replace(path)
-            if self.is_done():
-                resting.append(path)
-            else:
-                self._put(path, module)
-        return resting
-
-    def _is_progress(self, before: Tensor | None, after: Tensor | None) -> bool:
-        """Whether a change shows and the output still depends on the input."""
-        if before is None or after is None or torch.equal(before, after):
-            return False
-        other = self.run(self.inputs[1])
-        return other is not None and not torch.equal(after, other)
-
-    def _needed(self, zeroed: list[str], replaced: list[str]) -> tuple[list[str], list[str]]:
-        """The block holds as an identity: take back what is not needed for that."""
-        for path in list(replaced):
-            module = self.block.get_submodule(path)
-            self._put(path, self._originals[path])
-            for name in self._values:
-                if name.startswith(f"{path}."):
-                    self._restore(name, self._values[name])
-            if self._holds():
-                replaced.remove(path)
-            else:
-                self._put(path, module)
-        for name in reversed(list(zeroed)):
-            self._restore(name, self._values[name])
-            if self._holds():
-                zeroed.remove(name)
-            else:
-                self._zero(name)
-        return zeroed, replaced
+def block_flops(call: ModuleCall) -> int:
+    """FLOPs of one call of a block, per sample; 0 where they cannot be counted."""
+    assert call.given is not None and call.slot is not None
+    bound = _Bound(call.module, *without_memory(_other_arguments(call)), call.slot)
+    try:
+        return int(count_flops(bound, (call.given.tensor.detach(),)))
+    except SensliError:
+        return 0
 
 
 # ---- For a block of a stack: its twin, and where the twin would go.
@@ -464,58 +402,63 @@ class TwinFinder:
         self._numbers: dict[str, dict[str, list[tuple[str, str]]]] = {}  # of a container: what tells its blocks apart
 
     def find(self, flow: Flow, call: ModuleCall, seen: SeenTensor, *, chained: bool) -> tuple[Twin, ListPlace | None]:
-        """The layer and, where it goes into a list, what must follow. Raises `NoTwin` with the reason."""
+        """The layer and, where it goes into a list, what must follow. Raises `Refused` with the reason."""
         if isinstance(call.module, (ResidualLayer, ParametricLayer)):
-            raise NoTwin("is an inserted layer, not an original block of the model")
-        kind = (signature(call.module), manner(call.module))
-        twin = self._twin(flow, call, seen, kind)
-        place = None if chained else self._place(flow, call, twin)
-        if place is None:
-            self._check_unnumbered(flow, call, twin)
-        return replace(twin, init=self._init), place
+            raise Refused("is an inserted layer, not an original block of the model")
+        twin = self._twin(flow, call, seen)
+        return replace(twin, init=self._init), self.place(flow, call, twin, chained=chained)
 
     def find_null(self, flow: Flow, call: ModuleCall, *, chained: bool) -> tuple[Twin, ListPlace | None]:
         """The same for a loop that adds what its blocks give, so that the new one must give zero."""
+        assert call.given is not None
         kind = (signature(call.module), manner(call.module))
         if kind in self._refused:
-            raise NoTwin(self._refused[kind])
+            raise Refused(self._refused[kind])
         try:
-            twin = self._plans.get(kind) or find_null(call)
-            place = None if chained else self._place(flow, call, twin)
-            if place is None:
-                self._check_unnumbered(flow, call, twin)
+            twin = self._plans.get(kind)
+            if twin is None:
+                with random_state.kept():
+                    twin = BlockSearch(call, call.given, null=True).search_null()
+            place = self.place(flow, call, twin, chained=chained)
             if place is None and not chained:
-                raise NoTwin("is in a list that cannot take another block: a trial with one more changed the output")
-        except NoTwin as refusal:
+                raise Refused("is in a list that cannot take another block: a trial with one more changed the output")
+        except Refused as refusal:
             self._refused[kind] = str(refusal)
             raise
         self._plans[kind] = twin
         return replace(twin, init=self._init), place
 
     def find_plain(self, flow: Flow, call: ModuleCall, *, chained: bool) -> ListPlace | None:
-        """Where a plain copy of a block goes that has no twin: what must follow in a list. Raises `NoTwin` with the reason."""
-        plain = plain_copy(call)
-        place = None if chained else self._place(flow, call, plain)
-        if place is None:
-            self._check_unnumbered(flow, call, plain)
-        return place
+        """Where a plain copy of a block goes that has no twin: what must follow in a list. Raises `Refused` with the reason."""
+        plain = Twin(type(call.module).__name__, (), remembers=_remembers(call))  # nothing in it is zero
+        return self.place(flow, call, plain, chained=chained)
 
-    def _twin(self, flow: Flow, call: ModuleCall, seen: SeenTensor, kind: object) -> Twin:
+    def _twin(self, flow: Flow, call: ModuleCall, seen: SeenTensor) -> Twin:
         """The plan, found on the first of all blocks that are alike; a trial in the model tells whether it holds for the others."""
-        sign = never_negative(seen)
-        if (kind, sign) in self._sized:
-            return self._sized[kind, sign]
-        alike = (likeness(call.module), manner(call.module), sign)
+        how = (manner(call.module), never_negative(seen))
+        equal, alike = (signature(call.module), *how), (likeness(call.module), *how)
+        if equal in self._sized:
+            return self._sized[equal]
         if alike in self._refused:
-            raise NoTwin(self._refused[alike])
+            raise Refused(self._refused[alike])
         try:
-            known = self._plans.get(alike)
-            twin = find_twin(flow, call, seen) if known is None else twin_like(call, known)
-        except NoTwin as refusal:
+            if alike in self._plans:
+                twin = _twin_like(call, self._plans[alike])
+            else:
+                with random_state.kept():
+                    twin = BlockSearch(call, seen).search(_replaceable(flow, call))
+        except Refused as refusal:
             self._refused[alike] = str(refusal)
             raise
-        self._plans[alike] = self._sized[kind, sign] = twin
+        self._plans[alike] = self._sized[equal] = twin
         return twin
+
+    def place(self, flow: Flow, call: ModuleCall, twin: Twin, *, chained: bool) -> ListPlace | None:
+        """What must follow if the twin goes into a list, None if it goes beside its neighbour. Raises `Refused` if it may not."""
+        place = None if chained else self._place_in_list(flow, call, twin)
+        if place is None:
+            self._check_unnumbered(flow, call, twin)
+        return place
 
     def _check_unnumbered(self, flow: Flow, call: ModuleCall, twin: Twin) -> None:
         """A twin beside its neighbour would have the neighbour's number, and with it the neighbour's entry in every cache."""
@@ -528,17 +471,17 @@ class TwinFinder:
             self._numbers[parent] = dict(zip(siblings, own, strict=True))
         numbers = self._numbers[parent][key]
         if numbers:
-            raise NoTwin(
+            raise Refused(
                 f"has its own number ({'.'.join(filter(None, numbers[0]))}), which a cache may use as a key, and no trial confirmed that "
                 "its container can take another block and renumber all of them: the twin would share the entry of its neighbour"
             )
         if twin.remembers:
-            raise NoTwin(
+            raise Refused(
                 "takes a stateful object, such as a key-value cache, and no trial confirmed that its list can take another block: "
                 "the twin would share the entry of its neighbour"
             )
 
-    def _place(self, flow: Flow, call: ModuleCall, twin: Twin) -> ListPlace | None:
+    def _place_in_list(self, flow: Flow, call: ModuleCall, twin: Twin) -> ListPlace | None:
         container, _, key = call.path.rpartition(".")
         parent = flow.model.get_submodule(container)
         if not is_list(parent) or isinstance(flow.model.get_submodule(call.path), Chain):
@@ -551,10 +494,18 @@ class TwinFinder:
         return self._places[container, alike]
 
 
+def _twin_like(call: ModuleCall, known: Twin) -> Twin:
+    """The plan of an alike block for this one, which may be of another size. It is tried in the model, not here."""
+    if _remembers(call) != known.remembers:
+        raise Refused("takes different arguments from the other blocks of the stack")
+    parameters = sum(map(prod, known.outline(call.module).values()))
+    return replace(known, parameters=parameters, flops=block_flops(call))
+
+
 # ---- The twins of a search: a copy of a block between the blocks of a stack.
 
 
-class TwinKind:
+class TwinKind(Kind):
     """Copies of blocks."""
 
     move: ClassVar[type[Twin]] = Twin
@@ -566,21 +517,11 @@ class TwinKind:
         self._say_uncalled(search)
         # All twins before any other kind: between two blocks the one may have a twin where the other has none.
         for stack in sorted(search.stacks, key=lambda stack: -len(stack.blocks)):
-            if stack.added:
-                for block in stack.blocks:
-                    assert block.result is not None
-                    sites = self._null(search, block, block.result)
-                    self._offer(search, block, "after", block.result, stack, sites)
-            else:
-                for block, side, seen in stack.boundaries():
-                    if seen.node not in search.taken:
-                        self._offer(search, block, side, seen, stack, self._twin(search, block, side, seen))
-
-    def at(self, search: Search, call: ModuleCall, side: str, seen: SeenTensor) -> Iterator[Site]:
-        return iter(())
-
-    def otherwise(self, search: Search) -> None:
-        """Without blocks there is nothing to copy."""
+            for block, side, seen in stack.boundaries():
+                if stack.added or seen.node not in search.taken:
+                    sites = self._null(search, block, seen) if stack.added else self._twin(search, block, side, seen)
+                    among = (replace(site, _container=stack.container) for site in sites)
+                    search.offer(block, side, seen, among, quiet=search.request.layer == "auto")
 
     def _say_uncalled(self, search: Search) -> None:
         """Lists of blocks that are only holders of their parts: what a person takes for a stack has no block to copy."""
@@ -598,19 +539,10 @@ class TwinKind:
                     "nothing can be copied. Give the blocks a class with a forward"
                 )
 
-    def _offer(
-        self, search: Search, call: ModuleCall, side: str, seen: SeenTensor, stack: Stack, sites: Iterator[Site]
-    ) -> None:
-        among = (replace(site, _container=stack.container) for site in sites)
-        search.offer(call, side, seen, among, quiet=search.request.layer == "auto")
-
     def _twin(self, search: Search, call: ModuleCall, side: str, seen: SeenTensor) -> Iterator[Site]:
         search.check(call, side, seen, block=True)
         chained = search.around.chained(call.path)
-        try:
-            twin, place = self._finder(search).find(search.flow, call, seen, chained=chained)
-        except NoTwin as refusal:
-            raise Refused(str(refusal)) from refusal
+        twin, place = self._finder(search).find(search.flow, call, seen, chained=chained)
         point = search.point(call, side, seen, block=True, chained=chained, place=place)
         yield from twin.ways(Site(point, twin))
         yield from search.instead(self, call, side, seen)
@@ -619,10 +551,7 @@ class TwinKind:
         """For a loop that adds what its blocks give; no layer could do that."""
         search.check(call, "after", seen, block=True)
         in_sequential = isinstance(search.model.get_submodule(parent_of(call.path)), nn.Sequential)
-        try:
-            twin, place = self._finder(search).find_null(search.flow, call, chained=in_sequential)
-        except NoTwin as refusal:
-            raise Refused(str(refusal)) from refusal
+        twin, place = self._finder(search).find_null(search.flow, call, chained=in_sequential)
         yield from twin.ways(Site(search.point(call, "after", seen, block=True, chained=True, place=place), twin))
 
     def _finder(self, search: Search) -> TwinFinder:
