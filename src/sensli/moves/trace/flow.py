@@ -90,6 +90,7 @@ class Flow:
     apart: set[str] = field(default_factory=set)
     frozen: frozenset[str] = frozenset()  # names of the parameters that the model itself does not train
     notes: list[str] = field(default_factory=list)  # what could not be tried, for `Sites.explain`
+    _by_path: dict[str, list[ModuleCall]] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         """Something that a user should know of the search as a whole, said once."""
@@ -102,9 +103,6 @@ class Flow:
             f"training mode was not tried: the model does not run its example in training mode ({brief_error(error)}). "
             "Give an example like a batch of the training data, of two samples or more"
         )
-
-    def __post_init__(self) -> None:
-        self._by_path: dict[str, list[ModuleCall]] = {}
 
     def calls_of(self, path: str) -> list[ModuleCall]:
         return self._by_path.get(path, [])
@@ -131,7 +129,8 @@ def record(model: nn.Module, example: Any) -> Flow:
     put_back: Callable[[], None] | None = made_general(flow.model)
     while True:
         try:
-            output = _run(flow, given, flow.takes_gradients)
+            with random_state.kept(), torch.inference_mode(False), torch.enable_grad(), eager(), _watched(flow):
+                output = run(flow.model, fresh(given, nodes=flow.takes_gradients))
         except UnsupportedModel:
             raise
         except Exception as error:
@@ -142,11 +141,10 @@ def record(model: nn.Module, example: Any) -> Flow:
                     "Give a tensor, a tuple of arguments or a dict of keyword arguments, shaped like one batch of the training data."
                 ) from error
             if put_back is None:
-                flow.takes_gradients = (
-                    False  # some models refuse an input that asks for a gradient, and train all the same
-                )
+                # Some models refuse an input that asks for a gradient, and train all the same.
+                flow.takes_gradients = False
         else:
-            if put_back is None or all_finite(output):
+            if put_back is None or _is_finite(output):
                 hidden = {call.path for call in flow.calls if call.hidden and call.output and call.output.overwritten}
                 if not hidden:
                     break
@@ -198,12 +196,6 @@ def _copied(model: nn.Module) -> nn.Module:
         if parameter.is_floating_point() or parameter.is_complex():
             parameter.requires_grad_(True)
     return copied
-
-
-def _run(flow: Flow, given: Any, nodes: bool) -> Any:
-    model = flow.model
-    with random_state.kept(), torch.inference_mode(False), torch.enable_grad(), eager(), _watched(flow):
-        return run(model, fresh(given, nodes=nodes))
 
 
 @contextmanager
@@ -297,5 +289,5 @@ def fresh(example: Any, *, nodes: bool = False) -> Any:
     return mapped(example, copied)
 
 
-def all_finite(output: Any) -> bool:
+def _is_finite(output: Any) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in tensors(output) if t.is_floating_point() or t.is_complex())

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -144,21 +146,15 @@ def is_score(node: Any, shape: tuple[int, ...]) -> bool:
 
 def is_weight(node: Any, limit: int = 64) -> bool:
     """Whether a value is made of parameters alone, so that it is a weight and not an activation."""
-    frontier, seen = [node], {node}
-    while frontier:
-        current = frontier.pop()
+    for current in chain.from_iterable(_levels([node])):
         limit -= 1
         name = operation(current)
         variable = getattr(current, "variable", None)
-        sources = [source for source, _ in current.next_functions]
         # The data may take part without being differentiated: as numbers of rows, or as a factor.
-        hidden = name in _LOOKUPS or (None in sources and name in _PRODUCTS | _CHANNELS_FIRST | _FEATURES_LAST)
+        undifferentiated = any(source is None for source, _ in current.next_functions)
+        hidden = name in _LOOKUPS or (undifferentiated and name in _PRODUCTS | _CHANNELS_FIRST | _FEATURES_LAST)
         if limit < 0 or hidden or not (variable is None or isinstance(variable, nn.Parameter)):
             return False
-        for source in sources:
-            if source is not None and source not in seen:
-                seen.add(source)
-                frontier.append(source)
     return True
 
 
@@ -175,7 +171,7 @@ def _through(node: Any, name: str, before: tuple[int, ...], after: tuple[int, ..
     # views, squeezes and the like: the dimension survives where its size and what lies before or after it agree
     for candidate in range(len(after)):
         same_size = after[candidate] == before[dim]
-        if same_size and _product(after[:candidate]) == _product(before[:dim]):
+        if same_size and prod(after[:candidate]) == prod(before[:dim]):
             return candidate
     return None
 
@@ -186,58 +182,42 @@ def _swapped(node: Any, dims: int) -> dict[int, int]:
     return {a % dims: b % dims, b % dims: a % dims}
 
 
-def _product(numbers: tuple[int, ...]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
-
-
-def nearest_parameters(names_by_id: Mapping[int, str], node: Any, limit: int = 512) -> Iterator[str]:
-    """Names of the parameters that led to a tensor, nearest first: breadth-first through the graph."""
-    frontier, seen = [node], {node}
-    while frontier and limit > 0:
+def _levels(nodes: Iterable[Any]) -> Iterator[list[Any]]:
+    """The given nodes, then those that they were computed from, and so on: all that lead to them, each once."""
+    level = [node for node in nodes if node is not None]
+    seen = set(level)
+    while level:
+        yield level
         following: list[Any] = []
-        for current in frontier:
-            limit -= 1
-            if current is None:
-                continue
-            variable = getattr(current, "variable", None)
-            if variable is not None and id(variable) in names_by_id:
-                yield names_by_id[id(variable)]
-            for source, _ in current.next_functions:
+        for node in level:
+            for source, _ in node.next_functions:
                 if source is not None and source not in seen:
                     seen.add(source)
                     following.append(source)
-        frontier = following
+        level = following
+
+
+def nearest_parameters(names_by_id: Mapping[int, str], node: Any, limit: int = 512) -> Iterator[str]:
+    """Names of the parameters that led to a tensor, nearest first."""
+    for level in _levels([node]):
+        for current in level:
+            variable = getattr(current, "variable", None)
+            if variable is not None and id(variable) in names_by_id:
+                yield names_by_id[id(variable)]
+        limit -= len(level)
+        if limit <= 0:
+            return
 
 
 def leaves(node: Any) -> list[Any]:
     """All tensors that a backward pass from a node would accumulate gradients into."""
-    found: list[Any] = []
-    frontier, seen = [node], {node}
-    while frontier:
-        current = frontier.pop()
-        variable = getattr(current, "variable", None)
-        if variable is not None:
-            found.append(variable)
-        for source, _ in current.next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
-                frontier.append(source)
-    return found
+    variables = (getattr(current, "variable", None) for current in chain.from_iterable(_levels([node])))
+    return [variable for variable in variables if variable is not None]
 
 
 def all_before(nodes: Iterable[Any]) -> set[Any]:
     """All graph nodes that the given ones depend on, themselves included."""
-    frontier = [node for node in nodes if node is not None]
-    found = set(frontier)
-    while frontier:
-        for source, _ in frontier.pop().next_functions:
-            if source is not None and source not in found:
-                found.add(source)
-                frontier.append(source)
-    return found
+    return set(chain.from_iterable(_levels(nodes)))
 
 
 def reaches(node: Any, target: Any, through: frozenset[str], needed: str, limit: int = 512) -> bool:

@@ -25,30 +25,11 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 # Elementwise activations of torch and the constructor arguments that shape them (a copy must be the same function).
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "ReLU": (),
-    "ReLU6": (),
-    "LeakyReLU": ("negative_slope",),
-    "ELU": ("alpha",),
-    "CELU": ("alpha",),
-    "SELU": (),
-    "GELU": ("approximate",),
-    "SiLU": (),
-    "Mish": (),
-    "Tanh": (),
-    "Sigmoid": (),
-    "LogSigmoid": (),
-    "Softplus": ("beta", "threshold"),
-    "Softsign": (),
-    "Softshrink": ("lambd",),
-    "Hardshrink": ("lambd",),
-    "Tanhshrink": (),
-    "Hardtanh": ("min_val", "max_val"),
-    "Hardsigmoid": (),
-    "Hardswish": (),
-    "Threshold": ("threshold", "value"),
-    "RReLU": ("lower", "upper"),
-    "PReLU": ("num_parameters",),
-}
+    "ReLU": (), "ReLU6": (), "LeakyReLU": ("negative_slope",), "ELU": ("alpha",), "CELU": ("alpha",), "SELU": (),
+    "GELU": ("approximate",), "SiLU": (), "Mish": (), "Tanh": (), "Sigmoid": (), "LogSigmoid": (), "Softplus": ("beta", "threshold"),
+    "Softsign": (), "Softshrink": ("lambd",), "Hardshrink": ("lambd",), "Tanhshrink": (), "Hardtanh": ("min_val", "max_val"),
+    "Hardsigmoid": (), "Hardswish": (), "Threshold": ("threshold", "value"), "RReLU": ("lower", "upper"), "PReLU": ("num_parameters",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -398,9 +379,9 @@ class Surroundings:
 
     def chained(self, path: str) -> bool:
         """Whether the anchor's container is an nn.Sequential that passes the data through its children itself."""
-        parent = self.flow.model.get_submodule(path.rpartition(".")[0])
+        parent = self.flow.model.get_submodule(parent_of(path))
         own_forward = isinstance(parent, nn.Sequential) and type(parent).forward is nn.Sequential.forward
-        return path != "" and own_forward and len(self.flow.calls_of(path.rpartition(".")[0])) == 1
+        return path != "" and own_forward and len(self.flow.calls_of(parent_of(path))) == 1
 
     def neighbours(self, call: ModuleCall, seen: SeenTensor) -> list[str]:
         """Paths of the modules that own the nearest parameters: those the values come from, else the anchor's own."""
