@@ -47,11 +47,6 @@ def move_from_dict(data: Mapping[str, Any]) -> Move:
     return move
 
 
-def asked_for(grow: str) -> list[Kind]:
-    """The kinds that grow layers, units or both."""
-    return [kind for kind in KINDS if grow in ("both", kind.grows)]
-
-
 _LOOKED_FOR = {"twin": "no stack of blocks", "relu": "no ReLU"}
 
 
@@ -155,7 +150,7 @@ def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site
     if (note := tf32_note_of(model)) is not None:
         flow.note(note)
     trial = LayerRehearsal(flow, example)
-    kinds = asked_for(request.grow)
+    kinds = [kind for kind in KINDS if request.grow in ("both", kind.grows)]
     search = Search(model, example, flow, request, kinds)
     sites, skipped = search.find(trial)
     lists = {parent_of(block.path) for stack in search.stacks if stack.added for block in stack.blocks}

@@ -1,6 +1,6 @@
 """A twin: a copy of a block that is an identity because some of its parameters are zero.
 
-Which parameters must be zero is found by trying (`zeroing`); here is the plan that comes of it, and the module it builds.
+Which parameters must be zero is found by trying (`finding`); here is the plan that comes of it, and the module it builds.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class _TwinGauge(Gauge):
 
         watch_uses([output.grad_fn], {id(weight): weight for weight in self._maps}, arrived)
 
+    def _vector(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor | Outer]:
+        """The gradients of the maps as one vector; a map without one has zeros there."""
+        pairs = zip(self._maps, gradients, strict=True)
+        return {"gradient": torch.cat([(torch.zeros_like(w) if g is None else g).flatten() for w, g in pairs])}
+
     def _natural_sums(self, gradients: Sequence[Tensor | None], samples: int) -> dict[str, Tensor | Outer]:
         met, self._met = self._met, []
         sums: dict[str, Any] = {}
@@ -106,10 +111,7 @@ class VirtualTwin(_TwinGauge):
             if self.natural:
                 self._watch(output, aside=True)
             gradients = torch.autograd.grad(output, self._maps, cotangent.to(output.dtype), allow_unused=True)
-        pairs = zip(self._maps, gradients, strict=True)
-        if self.natural:
-            return self._natural_sums(gradients, len(x))
-        return {"gradient": torch.cat([(torch.zeros_like(w) if g is None else g).flatten() for w, g in pairs])}
+        return self._natural_sums(gradients, len(x)) if self.natural else self._vector(gradients)
 
 
 class AddedTwin(_TwinGauge):
@@ -130,26 +132,11 @@ class AddedTwin(_TwinGauge):
     def hooks(
         self, add: Callable[[Mapping[str, Tensor | Outer]], None], unscaled: Callable[[Tensor], Tensor]
     ) -> list[Any]:
-        """Hand on the gradients of all measured maps, as parts of one vector."""
+        """Hand on the gradients of all measured maps, as parts of one vector.
+
+        The sums of a natural merit are handed on map by map, when a gradient arrives: that is after the cotangents of all uses of the map.
+        """
         self._module.train(self._block.training)
-        if self.natural:
-            return [*undrawn(self._module), *self._natural_hooks(add, unscaled)]
-        sizes = [weight.numel() for weight in self._maps]
-
-        def hook(index: int) -> Callable[[Tensor], None]:
-            def arrived(gradient: Tensor) -> None:
-                parts = [gradient.new_zeros(size) for size in sizes]
-                parts[index] = unscaled(gradient.detach()).flatten()
-                add({"gradient": torch.cat(parts)})
-
-            return arrived
-
-        return [*undrawn(self._module), *(w.register_hook(hook(index)) for index, w in enumerate(self._maps))]
-
-    def _natural_hooks(
-        self, add: Callable[[Mapping[str, Tensor | Outer]], None], unscaled: Callable[[Tensor], Tensor]
-    ) -> list[Any]:
-        """Each map's own sums as soon as its gradient arrives, which is after the cotangents of all its uses."""
         samples: list[int] = []
 
         def ran(module: nn.Module, args: Any, output: Any) -> None:
@@ -160,21 +147,24 @@ class AddedTwin(_TwinGauge):
 
         def hook(index: int) -> Callable[[Tensor], None]:
             def arrived(gradient: Tensor) -> None:
-                if not self.counts():
+                if self.natural and not self.counts():
+                    return
+                gradients: list[Tensor | None] = [None] * len(self._maps)
+                gradients[index] = unscaled(gradient.detach())
+                if not self.natural:
+                    add(self._vector(gradients))
                     return
                 mine = [(number, use, unscaled(g)) for number, use, g in self._met if number == index]
                 others, self._met = [each for each in self._met if each[0] != index], mine
-                gradients: list[Tensor | None] = [None] * len(self._maps)
-                gradients[index] = unscaled(gradient.detach())
                 add(self._natural_sums(gradients, samples[0]))
                 self._met = others
 
             return arrived
 
-        return [
-            self._module.register_forward_hook(ran),
-            *(weight.register_hook(hook(index)) for index, weight in enumerate(self._maps)),
-        ]
+        handles = [*undrawn(self._module), *(w.register_hook(hook(index)) for index, w in enumerate(self._maps))]
+        if self.natural:
+            handles.append(self._module.register_forward_hook(ran))
+        return handles
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
@@ -192,12 +182,7 @@ class AddedTwin(_TwinGauge):
 
 
 INITS = ("copy", "fresh")
-LASTS = (
-    "zero",
-    "uniform",
-    "normal",
-    "trained",
-)  # what is zero in a twin, or its last norm, may also be drawn or trained
+LASTS = ("zero", "uniform", "normal", "trained")  # what is zero in a twin, or its last norm, may be drawn or trained
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -217,14 +202,12 @@ class Twin(Inserts):
 
     block: str  # class of the block, for people
     zeroed: tuple[str, ...]  # parameters
-    # modules that an identity replaces: a norm on the main path, a trailing activation
-    replaced: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()  # modules that an identity replaces: a norm on the main path, a trailing activation
     init: str = "copy"
     parameters: int = 0
     flops: int = 0  # of one forward pass, per sample
-    remembers: bool = (
-        False  # the block is called with an object that it changes, such as a cache; a trial call goes without
-    )
+    # The block is called with an object that it changes, such as a cache; a trial call goes without.
+    remembers: bool = False
     null: bool = False  # it gives zero instead of its input: the loop around the blocks adds what they give
     last: str = "zero"  # how what is zeroed begins; otherwise than by zero the function is not kept
     seed: int = 0  # of what is drawn
@@ -360,14 +343,12 @@ class _StandIn(nn.Module):
 
 def _freshen(twin: nn.Module) -> None:
     """New matrices with the spread of the old ones, the same at every place so that merits compare; norms and biases stay."""
-    generator = torch.Generator().manual_seed(
-        0
-    )  # a separate one: building a layer leaves the global random state alone
+    # A separate generator: building a layer leaves the global random state alone.
+    generator = torch.Generator().manual_seed(0)
     for parameter in list(twin.parameters()):
         if parameter.ndim >= 2 and parameter.is_floating_point():
-            drawn = (
-                torch.randn(parameter.shape, generator=generator, device="cpu") * parameter.detach().float().std().cpu()
-            )
+            spread = parameter.detach().float().std().cpu()
+            drawn = torch.randn(parameter.shape, generator=generator, device="cpu") * spread
             _put(twin, parameter, drawn.to(parameter.device, parameter.dtype))
 
 
