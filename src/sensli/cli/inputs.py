@@ -167,26 +167,30 @@ def _is_batch(batch: Any) -> bool:
     return isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
 
 
-def text_batches(
-    path: Path, model: nn.Module, directory: Path | None, *, length: int = 128, size: int = 8, most: int = 8
-) -> list[Any]:
+_WINDOWS, _BATCHES = 8, 8  # windows in a batch, and batches, that are read of a text
+
+
+def text_batches(path: Path, model: nn.Module, directory: Path | None, length: int) -> list[Any]:
     """The text in windows of ``length`` tokens, by the tokenizer in the model's directory, or byte by byte where there is none."""
     tokens = _tokens(path.read_text(errors="replace"), directory)
-    length = min(length, _longest(model, length))
+    # How many positions the model knows, if its configuration says so.
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    length = min(length, longest) if isinstance(longest, int) else length
     if len(tokens) < length + 1:
         raise BadExample(
             f"'{path}' has {len(tokens)} tokens, fewer than the {length + 1} of one window. Give a longer text."
         )
-    known = _vocabulary(model)
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    known = max(tables, default=None)
     if known is not None and int(tokens.max()) >= known:
         raise BadExample(
             f"'{path}' read byte by byte needs a vocabulary of {int(tokens.max()) + 1}, but the model knows only {known} tokens. Put its "
             "tokenizer into the model's directory, or give ready batches with --batch."
         )
-    windows = tokens[: (len(tokens) - 1) // length * length + 1].unfold(0, length + 1, length)[: size * most]
-    if "labels" in _arguments(model):
-        return [{"input_ids": rows[:, :-1], "labels": rows[:, :-1].clone()} for rows in windows.split(size)]
-    return [(rows[:, :-1], rows[:, 1:]) for rows in windows.split(size)]
+    windows = tokens[: (len(tokens) - 1) // length * length + 1].unfold(0, length + 1, length)[: _WINDOWS * _BATCHES]
+    if "labels" in inspect.signature(model.forward).parameters:
+        return [{"input_ids": rows[:, :-1], "labels": rows[:, :-1].clone()} for rows in windows.split(_WINDOWS)]
+    return [(rows[:, :-1], rows[:, 1:]) for rows in windows.split(_WINDOWS)]
 
 
 def _own_loss(output: Any, batch: Any) -> Tensor:
@@ -231,18 +235,3 @@ def _tokens(text: str, directory: Path | None) -> Tensor:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         return torch.tensor(tokenizer(text)["input_ids"], device="cpu")
     return torch.tensor(list(text.encode()), dtype=torch.long, device="cpu")
-
-
-def _arguments(model: nn.Module) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    return max(tables, default=None)
-
-
-def _longest(model: nn.Module, asked: int) -> int:
-    """How many positions the model knows, if its configuration says so."""
-    said = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return said if isinstance(said, int) else asked

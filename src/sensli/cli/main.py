@@ -194,9 +194,12 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _sites(args: argparse.Namespace) -> None:
-    from sensli.cli.inputs import load_model, parse_input
+    from sensli.cli.inputs import load_model, loss_for, parse_input, read_batches, text_batches
+    from sensli.merits.measuring import measure
+    from sensli.merits.merits import CHOICES, compare_choices
     from sensli.moves.finding import find_sites
     from sensli.moves.sites import check_where
+    from sensli.surgery.record import SiteMerit
 
     if args.count < 1 or args.length < 1:
         raise SensliError(f"--count and --length must be at least 1, got {args.count} and {args.length}.")
@@ -209,27 +212,15 @@ def _sites(args: argparse.Namespace) -> None:
         check_where(args.where, model)
     except ValueError as error:
         raise SensliError(f"--{error}") from error
-    asked = {
-        "layer": args.layer,
-        "where": args.where,
-        "grow": args.grow,
-        "units": 0.25 if args.units is None else args.units,
-    }
     if args.input:
-        example = tuple(parse_input(text) for text in args.input)
-        sites = find_sites(model, example, **asked)
-        print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
-        return
-    from sensli.cli.inputs import loss_for, read_batches, text_batches
-    from sensli.merits.measuring import measure
-    from sensli.merits.merits import CHOICES, compare_choices
-    from sensli.surgery.record import SiteMerit
-
-    directory = Path(args.model) if Path(args.model).is_dir() else None
-    batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, length=args.length)
-    first = batches[0]
-    sites = find_sites(model, first if isinstance(first, dict) else first[0], **asked)
-    if not sites:
+        batches, example = [], tuple(parse_input(text) for text in args.input)
+    else:
+        directory = Path(args.model) if Path(args.model).is_dir() else None
+        batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, args.length)
+        example = batches[0] if isinstance(batches[0], dict) else batches[0][0]
+    units = 0.25 if args.units is None else args.units
+    sites = find_sites(model, example, layer=args.layer, where=args.where, grow=args.grow, units=units)
+    if not batches or not sites:
         print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
         return
     merits = measure(model, sites, batches, loss_for(batches)).per(args.per)
@@ -237,11 +228,8 @@ def _sites(args: argparse.Namespace) -> None:
     if args.json:
         ranked = [SiteMerit.of(merit).to_dict() for merit in merits.ranked]
         chosen = {name: [str(merit.site) for merit in choose(merits, count)] for name, choose in CHOICES.items()}
-        print(
-            strict_json(
-                {**sites.to_dict(), "norm": merits.norm, "per": args.per, "merits": ranked, "choices": chosen}, indent=1
-            )
-        )
+        more = {"norm": merits.norm, "per": args.per, "merits": ranked, "choices": chosen}
+        print(strict_json({**sites.to_dict(), **more}, indent=1))
         return
     print(merits, compare_choices(merits, count), sep="\n\n")
     for path, reason in sites.skipped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
@@ -22,15 +22,6 @@ from sensli.text.commands import PER, UNMEASURED
 from sensli.text.tables import html_table, short_number
 
 # ---- What a history says about the boxes of its record: units before and after, and growths that share a box.
-
-
-def growths_of(history: History) -> list[dict[str, Any]]:
-    """What a Grower made: number, call and site as text of each growth and, where a layer got more units, how many it had and has."""
-    return [
-        {"number": growth.number, "call": growth.call, "site": str(growth.site), "units": _units(growth)}
-        for growth in history
-        if growth.call is not None
-    ]
 
 
 def _units(growth: Growth) -> list[int] | None:
@@ -162,7 +153,8 @@ class Film:
         pixels = (share.clamp(0, 1) * 255).round().to(torch.uint8)
         self.calls.append(call)
         self._pictures.append(base64.b64encode(bytes(pixels.tolist())).decode())
-        self._weights.append([{"path": path, "weight": _digits(weight)} for path, weight in _weights(model)])
+        layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        self._weights.append([{"path": path, "weight": _digits(layer.weight)} for path, layer in layers])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -174,12 +166,6 @@ class Film:
             "pictures": self._pictures,
             "weights": self._weights,
         }
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            yield path, module.weight
 
 
 def _digits(weight: Tensor) -> list[list[float]]:
@@ -250,7 +236,12 @@ def page_data(
         "frames": list(films[0].calls) if films else _frames(history),
         "curves": [asdict(curve) for curve in curves],
         "looks": [_look(look, numbers) for look in record.looks],
-        "growths": growths_of(history),
+        # What a Grower made and, where a layer got more units, how many it had and has.
+        "growths": [
+            {"number": growth.number, "call": growth.call, "site": str(growth.site), "units": _units(growth)}
+            for growth in history
+            if growth.call is not None
+        ],
         "outlines": [
             {"call": call, "units": [unit.to_dict() for unit in apart(units, call, history)]}
             for call, units in record.outlines
