@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from sensli import __version__
 from sensli.cli.start import LeavingAtOnce
@@ -212,8 +213,9 @@ def _sites(args: argparse.Namespace) -> None:
         check_where(args.where, model)
     except ValueError as error:
         raise SensliError(f"--{error}") from error
+    batches: list[Any] = []
     if args.input:
-        batches, example = [], tuple(parse_input(text) for text in args.input)
+        example: Any = tuple(parse_input(text) for text in args.input)
     else:
         directory = Path(args.model) if Path(args.model).is_dir() else None
         batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, args.length)

@@ -7,7 +7,7 @@ unit starts as a new one does: with random rows, as large as those of the living
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -24,10 +24,8 @@ from sensli.modules.wrappers import eager
 from sensli.moves.inserting import forget, recall, remember
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import role_of
-from sensli.moves.search import Search
-from sensli.moves.sites import Cost, Edit, New, Site
+from sensli.moves.sites import Cost, Edit, Kind, New, Site
 from sensli.moves.stretching import Exchange, Resize, like_layout
-from sensli.moves.trace.flow import ModuleCall
 from sensli.moves.width.widening import change_sizes, resizes
 from sensli.moves.width.width import TOLERANCE, Axis, Width, found
 from sensli.text.records import Plain
@@ -279,28 +277,13 @@ def _generator(model: nn.Module, move: _Dead) -> torch.Generator:
 # units are dead.
 
 
-class _Reading:
-    """Reads its moves from JSON, and proposes none."""
-
-    grows: ClassVar[str] = "nothing"
-
-    def propose(self, search: Search) -> None:
-        """Nothing to find."""
-
-    def at(self, search: Search, call: ModuleCall, side: str, seen: Any) -> Iterator[Site]:
-        return iter(())
-
-    def otherwise(self, search: Search) -> None:
-        """Nothing to find."""
-
-
-class RecycleKind(_Reading):
+class RecycleKind(Kind):
     """New rows for dead units."""
 
     move: ClassVar[type[Recycle]] = Recycle
 
 
-class NarrowKind(_Reading):
+class NarrowKind(Kind):
     """Dead units removed."""
 
     move: ClassVar[type[Narrow]] = Narrow

@@ -20,7 +20,7 @@ from sensli.moves.inserting import Inserts, example_parameter
 from sensli.moves.point import Point
 from sensli.moves.roles import Geometry
 from sensli.moves.search import Refused, Search
-from sensli.moves.sites import Cost, Gauge, Site
+from sensli.moves.sites import Cost, Gauge, Kind, Site
 from sensli.moves.trace.flow import ModuleCall, SeenTensor
 from sensli.moves.trace.graph import Channels, channels, is_score, nearest_parameters, operation, origin
 from sensli.moves.trace.stacks import (
@@ -454,7 +454,7 @@ def same_size_kernel(kernel: Sequence[int], size: Sequence[int]) -> tuple[int, .
 # ---- The layers of a search: at activations, between blocks, and, where a model has neither, after its layers.
 
 
-class LayerKind:
+class LayerKind(Kind):
     """Identity layers: ReLU, residual and parametric ones."""
 
     move: ClassVar[type[Layer]] = Layer

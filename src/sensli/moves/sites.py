@@ -226,11 +226,11 @@ class Ahead(Gauge):
         raise NotImplementedError
 
 
-class Kind(Protocol):
-    """A way to grow: finds its moves in a model, and reads them from JSON."""
+class Kind:
+    """A way to grow: finds its moves in a model, and reads them from JSON. One that only reads them says nothing else."""
 
     move: ClassVar[type[Any]]  # its Move, with the tag and from_dict
-    grows: ClassVar[str]  # what `find_sites(grow=...)` calls it
+    grows: ClassVar[str] = "nothing"  # what `find_sites(grow=...)` calls it
 
     def propose(self, search: Search) -> None:
         """Visit the points of the model that this kind cares for, and offer a site or a reason at each."""

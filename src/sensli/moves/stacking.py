@@ -76,7 +76,7 @@ class StackCopy(Plain):
         return Stacking(model, site, self)
 
     def made(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> Edit:
-        return _Stacked(model, site, self, module, path)
+        return Stacking(model, site, self, (path, module))
 
     def joining(self, model: nn.Module, site: Site) -> Sequence[New]:
         near = [module for _, module in site.point.around(model)]
@@ -116,16 +116,30 @@ class Stacking(Edit):
 
     copies = True
 
-    def __init__(self, model: nn.Module, site: Site, stack: StackCopy) -> None:
+    def __init__(
+        self, model: nn.Module, site: Site, stack: StackCopy, made: tuple[str, nn.Module] | None = None
+    ) -> None:
         self._model, self._stack = model, stack
+        if made is None:
+            self._plan(model, site, stack)
+            return
+        # Later growths are gone when copies are taken out, so they are neighbours as they were.
+        self.site, self.renames, self.beside = site, {}, {}
+        self.name, self.module = made
+        parent, _, key = self.name.rpartition(".")
+        keys = list(model.get_submodule(parent)._modules)
+        count = stack.copies * len(stack.blocks)
+        self._paths = [join(parent, each) for each in keys[keys.index(key) :][:count]]
+        self.added = [model.get_submodule(each) for each in self._paths]
+
+    def _plan(self, model: nn.Module, site: Site, stack: StackCopy) -> None:
         path, anchor = site.find(model)
         self._sources = stack.sources(model) * stack.copies
         self._around = site.point.around(model)
         first = plan_cut(model, site.point, path, takes_call=True)
         self._cuts = _cuts(model, first, [source for source, _ in self._sources])
         bound = tuple(Ref.to(*found) for found in self._around)
-        place = first.place if site.point.place is not None else None
-        point = replace(site.point, anchor=Ref.to(path, anchor), neighbours=bound, place=place)
+        point = replace(site.point, anchor=Ref.to(path, anchor), neighbours=bound, place=first.place)
         blocks = tuple(Ref.to(*found) for found in self._sources[: len(stack.blocks)])
         self.site = replace(site, point=point, move=replace(stack, blocks=blocks))
         self._paths = [cut.path for cut in self._cuts]
@@ -169,19 +183,6 @@ class Stacking(Edit):
     @property
     def gone(self) -> list[nn.Parameter]:
         return [parameter for module in self.added for parameter in module.parameters()]
-
-
-class _Stacked(Stacking):
-    """Copies that were put in before. Later growths are gone when they are taken out, so they are neighbours as they were."""
-
-    def __init__(self, model: nn.Module, site: Site, stack: StackCopy, module: nn.Module, path: str) -> None:
-        self._model, self.site, self.name, self.module = model, site, path, module
-        self.renames, self.beside = {}, {}
-        parent, _, key = path.rpartition(".")
-        keys = list(model.get_submodule(parent)._modules)
-        count = stack.copies * len(stack.blocks)
-        self._paths = [join(parent, each) for each in keys[keys.index(key) :][:count]]
-        self.added = [model.get_submodule(each) for each in self._paths]
 
 
 def _cuts(model: nn.Module, first: Cut, sources: Sequence[str]) -> list[Cut]:
@@ -306,5 +307,4 @@ def _first(output: Any) -> tuple[int, ...] | None:
 class StackKind(Kind):
     """Reads its moves from JSON, and proposes none: `find_sites` finds what keeps the function. `find_stacks` finds these."""
 
-    grows: ClassVar[str] = "nothing"
     move: ClassVar[type[StackCopy]] = StackCopy

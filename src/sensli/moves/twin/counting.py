@@ -15,7 +15,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -321,7 +321,7 @@ class Rebuilt:
             per_block = [
                 Fact(self._owner, through, name, "list")
                 for name, value in vars(holder).items()
-                if isinstance(value, (list, tuple)) and len(value) == self._count
+                if _is_list(value) and len(value) == self._count
             ]
             for counted in sorted(counts, key=lambda fact: fact.name not in COUNTS):
                 lists = [fact for fact in per_block if fact.name != counted.name]
@@ -367,10 +367,13 @@ class Rebuilt:
                     target = getattr(other, name, None)
                     if is_number(value) and is_number(target) and target == value + 1 and (through or name in COUNTS):
                         said.add(Fact(full, through, name, "count"))
-                    lists = isinstance(value, (list, tuple)) and isinstance(target, (list, tuple))
-                    if through and lists and len(target) == len(value) + 1:
+                    elif through and _is_list(value) and _is_list(target) and len(target) == len(value) + 1:
                         said.add(Fact(full, through, name, "list"))
         return sorted(said, key=str)
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, (list, tuple))
 
 
 def _path_within(owner: str, path: str) -> str:

@@ -378,7 +378,8 @@ class _Bound(nn.Module):
 def block_flops(call: ModuleCall) -> int:
     """FLOPs of one call of a block, per sample; 0 where they cannot be counted."""
     assert call.given is not None and call.slot is not None
-    bound = _Bound(call.module, *without_memory(_other_arguments(call)), call.slot)
+    args, kwargs = without_memory(_other_arguments(call))
+    bound = _Bound(call.module, args, kwargs, call.slot)
     try:
         return int(count_flops(bound, (call.given.tensor.detach(),)))
     except SensliError:

@@ -18,7 +18,7 @@ from sensli.modules.running import brief_error, note
 from sensli.moves.point import Ref
 from sensli.moves.roles import role_of
 from sensli.moves.search import Search
-from sensli.moves.sites import Site
+from sensli.moves.sites import Kind, Site
 from sensli.moves.stretching import Resize
 from sensli.moves.trace.flow import ModuleCall
 from sensli.moves.width.confirming import WidthRehearsal, as_configured, confirm, width_of
@@ -253,7 +253,7 @@ def _adapter_around(model: nn.Module, path: str) -> str:
 # ---- The widths of a search: layers whose units are read by others that are known, as far as a trial confirms it.
 
 
-class WidthKind:
+class WidthKind(Kind):
     """More units, channels, hidden features or heads."""
 
     move: ClassVar[type[Width]] = Width
