@@ -224,7 +224,7 @@ def find_stacks(model: nn.Module, example: Any) -> Sites:
         example = to_device(example, device_of(model))
         flow = record(model, example)
         search = Search(model, example, flow, Request(layer="twin"), [])
-        finder = TwinFinder(example, "copy")
+        finder = TwinFinder(flow, example, "copy")
         found, skipped = list[Site](), list[Skipped]()
         for row in sorted(search.stacks, key=lambda row: row.blocks[0].began):
             last = row.blocks[-1]
@@ -256,12 +256,12 @@ def _place(search: Search, finder: TwinFinder, row: Row, last: ModuleCall) -> tu
     assert last.result is not None
     if row.added:
         in_sequential = isinstance(search.model.get_submodule(parent_of(last.path)), nn.Sequential)
-        return True, finder.find_null(search.flow, last, chained=in_sequential)[1]
+        return True, finder.find_null(last, chained=in_sequential)[1]
     chained = search.around.chained(last.path)
     try:  # an identity in the list shows best whether the list can take a block: nothing may change
-        return chained, finder.find(search.flow, last, last.result, chained=chained)[1]
+        return chained, finder.find(last, last.result, chained=chained)[1]
     except Refused:  # a block with a norm after its sum, say
-        return chained, finder.find_plain(search.flow, last, chained=chained)
+        return chained, finder.find_plain(last, chained=chained)
 
 
 def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:

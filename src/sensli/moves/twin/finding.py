@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
@@ -193,8 +193,12 @@ class BlockSearch:
         )
         locked: set[str] = set()
         for _ in range(_LOCKS):
-            zeroed = self._zero_greedily([name for name in order if name not in locked])
-            replaced = [] if self._holds() else self._replace_greedily(replaceable, zeroed)
+            free = [name for name in order if name not in locked]
+            zeroed = self._change_greedily(free, self._zero, self._restore)
+            replaced: list[str] = []
+            if not self._holds():  # identities for the modules that are still between the input and the output
+                between = [path for path in replaceable if not self._ends_branch(path, zeroed)]
+                replaced = self._change_greedily(between, self._replace, self._put_back)
             if self.is_done() and not self.is_done(training=True):
                 # Something on the main path rests in eval mode: a dropout.
                 replaced += self._replace_resting(replaceable, replaced)
@@ -256,41 +260,30 @@ class BlockSearch:
         names = {id(p): name for name, p in self.block.named_parameters()}
         return list(dict.fromkeys(nearest_parameters(names, output.grad_fn, limit=100_000)))
 
-    def _zero_greedily(self, order: list[str]) -> list[str]:
-        """Zero one after another what changes the output and leaves it a function of the input."""
-        zeroed: list[str] = []
+    def _change_greedily(
+        self, candidates: Iterable[str], change: Callable[[str], None], take_back: Callable[[str], None]
+    ) -> list[str]:
+        """Make one change after another that shows and leaves the output a function of the input, until the block holds."""
+        made: list[str] = []
         now = self.run(self.inputs[0])
-        for name in order:
+        for each in candidates:
             if now is not None and torch.equal(now, self.inputs[0]) and self._holds():
                 break
-            self._zero(name)
-            after = self.run(self.inputs[0])
-            if self._is_progress(now, after):
-                zeroed.append(name)
-                now = after
-            else:
-                self._restore(name)
-        return zeroed
-
-    def _replace_greedily(self, candidates: list[str], zeroed: list[str]) -> list[str]:
-        """Put identities for the modules that are still between the input and the output."""
-        replaced: list[str] = []
-        now = self.run(self.inputs[0])
-        for path in candidates:
-            own = {f"{path}.{name}" for name, _ in self.block.get_submodule(path).named_parameters()}
-            ends_a_branch = bool(own) and own <= set(zeroed)  # an identity there would open the branch again
-            if ends_a_branch or any(path.startswith(f"{done}.") or done.startswith(f"{path}.") for done in replaced):
+            if any(each.startswith(f"{done}.") or done.startswith(f"{each}.") for done in made):
                 continue
-            self._replace(path)
+            change(each)
             after = self.run(self.inputs[0])
             if self._is_progress(now, after):
-                replaced.append(path)
+                made.append(each)
                 now = after
-                if self._holds():
-                    break
             else:
-                self._put_back(path)
-        return replaced
+                take_back(each)
+        return made
+
+    def _ends_branch(self, path: str, zeroed: Collection[str]) -> bool:
+        """Whether all of a module's parameters are zero: an identity in its place would open the branch again."""
+        own = {f"{path}.{name}" for name, _ in self.block.get_submodule(path).named_parameters()}
+        return bool(own) and own <= set(zeroed)
 
     def _replace_resting(self, candidates: list[str], replaced: list[str]) -> list[str]:
         """Put identities for modules without parameters that do nothing in eval mode; what is not needed is taken back later."""
@@ -390,10 +383,10 @@ def block_flops(call: ModuleCall) -> int:
 
 
 class TwinFinder:
-    """Finds twins in one model; what was learned on a block is tried first on its equals."""
+    """Finds twins in the model of one run; what was learned on a block is tried first on its equals."""
 
-    def __init__(self, example: Any, init: str) -> None:
-        self._example, self._init = example, init
+    def __init__(self, flow: Flow, example: Any, init: str) -> None:
+        self._flow, self._example, self._init = flow, example, init
         self._plans: dict[object, Twin] = {}  # by what is alike
         self._sized: dict[object, Twin] = {}  # by what is equal
         self._refused: dict[object, str] = {}
@@ -402,14 +395,14 @@ class TwinFinder:
         self._places: dict[tuple[str, tuple[int, int]], ListPlace | None] = {}
         self._numbers: dict[str, dict[str, list[tuple[str, str]]]] = {}  # of a container: what tells its blocks apart
 
-    def find(self, flow: Flow, call: ModuleCall, seen: SeenTensor, *, chained: bool) -> tuple[Twin, ListPlace | None]:
+    def find(self, call: ModuleCall, seen: SeenTensor, *, chained: bool) -> tuple[Twin, ListPlace | None]:
         """The layer and, where it goes into a list, what must follow. Raises `Refused` with the reason."""
         if isinstance(call.module, (ResidualLayer, ParametricLayer)):
             raise Refused("is an inserted layer, not an original block of the model")
-        twin = self._twin(flow, call, seen)
-        return replace(twin, init=self._init), self.place(flow, call, twin, chained=chained)
+        twin = self._twin(call, seen)
+        return replace(twin, init=self._init), self.place(call, twin, chained=chained)
 
-    def find_null(self, flow: Flow, call: ModuleCall, *, chained: bool) -> tuple[Twin, ListPlace | None]:
+    def find_null(self, call: ModuleCall, *, chained: bool) -> tuple[Twin, ListPlace | None]:
         """The same for a loop that adds what its blocks give, so that the new one must give zero."""
         assert call.given is not None
         kind = (signature(call.module), manner(call.module))
@@ -420,7 +413,7 @@ class TwinFinder:
             if twin is None:
                 with random_state.kept():
                     twin = BlockSearch(call, call.given, null=True).search_null()
-            place = self.place(flow, call, twin, chained=chained)
+            place = self.place(call, twin, chained=chained)
             if place is None and not chained:
                 raise Refused("is in a list that cannot take another block: a trial with one more changed the output")
         except Refused as refusal:
@@ -429,12 +422,12 @@ class TwinFinder:
         self._plans[kind] = twin
         return replace(twin, init=self._init), place
 
-    def find_plain(self, flow: Flow, call: ModuleCall, *, chained: bool) -> ListPlace | None:
+    def find_plain(self, call: ModuleCall, *, chained: bool) -> ListPlace | None:
         """Where a plain copy of a block goes that has no twin: what must follow in a list. Raises `Refused` with the reason."""
         plain = Twin(type(call.module).__name__, (), remembers=_remembers(call))  # nothing in it is zero
-        return self.place(flow, call, plain, chained=chained)
+        return self.place(call, plain, chained=chained)
 
-    def _twin(self, flow: Flow, call: ModuleCall, seen: SeenTensor) -> Twin:
+    def _twin(self, call: ModuleCall, seen: SeenTensor) -> Twin:
         """The plan, found on the first of all blocks that are alike; a trial in the model tells whether it holds for the others."""
         how = (manner(call.module), never_negative(seen))
         equal, alike = (signature(call.module), *how), (likeness(call.module), *how)
@@ -447,27 +440,27 @@ class TwinFinder:
                 twin = _twin_like(call, self._plans[alike])
             else:
                 with random_state.kept():
-                    twin = BlockSearch(call, seen).search(_replaceable(flow, call))
+                    twin = BlockSearch(call, seen).search(_replaceable(self._flow, call))
         except Refused as refusal:
             self._refused[alike] = str(refusal)
             raise
         self._plans[alike] = self._sized[equal] = twin
         return twin
 
-    def place(self, flow: Flow, call: ModuleCall, twin: Twin, *, chained: bool) -> ListPlace | None:
+    def place(self, call: ModuleCall, twin: Twin, *, chained: bool) -> ListPlace | None:
         """What must follow if the twin goes into a list, None if it goes beside its neighbour. Raises `Refused` if it may not."""
-        place = None if chained else self._place_in_list(flow, call, twin)
+        place = None if chained else self._place_in_list(call, twin)
         if place is None:
-            self._check_unnumbered(flow, call, twin)
+            self._check_unnumbered(call, twin)
         return place
 
-    def _check_unnumbered(self, flow: Flow, call: ModuleCall, twin: Twin) -> None:
+    def _check_unnumbered(self, call: ModuleCall, twin: Twin) -> None:
         """A twin beside its neighbour would have the neighbour's number, and with it the neighbour's entry in every cache."""
         parent, _, key = call.path.rpartition(".")
-        while isinstance(flow.model.get_submodule(parent), Chain):
+        while isinstance(self._flow.model.get_submodule(parent), Chain):
             parent, _, key = parent.rpartition(".")
         if parent not in self._numbers:
-            siblings = {name: m for name, m in flow.model.get_submodule(parent)._modules.items() if m is not None}
+            siblings = {name: m for name, m in self._flow.model.get_submodule(parent)._modules.items() if m is not None}
             own = own_numbers(list(siblings.values()))
             self._numbers[parent] = dict(zip(siblings, own, strict=True))
         numbers = self._numbers[parent][key]
@@ -482,16 +475,16 @@ class TwinFinder:
                 "the twin would share the entry of its neighbour"
             )
 
-    def _place_in_list(self, flow: Flow, call: ModuleCall, twin: Twin) -> ListPlace | None:
+    def _place_in_list(self, call: ModuleCall, twin: Twin) -> ListPlace | None:
         container, _, key = call.path.rpartition(".")
-        parent = flow.model.get_submodule(container)
-        if not is_list(parent) or isinstance(flow.model.get_submodule(call.path), Chain):
+        parent = self._flow.model.get_submodule(container)
+        if not is_list(parent) or isinstance(self._flow.model.get_submodule(call.path), Chain):
             return None
         if container not in self._equals:
             self._equals[container] = equal_blocks(list(parent.children()))
         alike = self._equals[container][int(key)]
         if (container, alike) not in self._places:
-            self._places[container, alike] = plan_list(flow, self._example, container, alike, twin)
+            self._places[container, alike] = plan_list(self._flow, self._example, container, alike, twin)
         return self._places[container, alike]
 
 
@@ -543,7 +536,7 @@ class TwinKind(Kind):
     def _twin(self, search: Search, call: ModuleCall, side: str, seen: SeenTensor) -> Iterator[Site]:
         search.check(call, side, seen, block=True)
         chained = search.around.chained(call.path)
-        twin, place = self._finder(search).find(search.flow, call, seen, chained=chained)
+        twin, place = self._finder(search).find(call, seen, chained=chained)
         point = search.point(call, side, seen, block=True, chained=chained, place=place)
         yield from twin.ways(Site(point, twin))
         yield from search.instead(self, call, side, seen)
@@ -552,10 +545,12 @@ class TwinKind(Kind):
         """For a loop that adds what its blocks give; no layer could do that."""
         search.check(call, "after", seen, block=True)
         in_sequential = isinstance(search.model.get_submodule(parent_of(call.path)), nn.Sequential)
-        twin, place = self._finder(search).find_null(search.flow, call, chained=in_sequential)
+        twin, place = self._finder(search).find_null(call, chained=in_sequential)
         yield from twin.ways(Site(search.point(call, "after", seen, block=True, chained=True, place=place), twin))
 
     def _finder(self, search: Search) -> TwinFinder:
         """What was learned on one block is tried first on its equals, also in the next search of the same run."""
-        finder: TwinFinder = search.learned.setdefault(self, TwinFinder(search.example, search.request.init))
+        finder: TwinFinder = search.learned.setdefault(
+            self, TwinFinder(search.flow, search.example, search.request.init)
+        )
         return finder
