@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sensli.modules import grown
-from sensli.modules.configurations import is_configuration
+from sensli.modules.configs import is_configuration
 
 # ---- Copies of a user's modules: of the whole model to try things on, of one block to be its twin.
 

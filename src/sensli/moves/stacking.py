@@ -32,8 +32,7 @@ from sensli.moves.point import Bind, ListPlace, Point, Ref, list_renames
 from sensli.moves.search import Refused, Request, Search
 from sensli.moves.sites import Cost, Edit, Kind, New, Site, Sites, Skipped
 from sensli.moves.trace.flow import ModuleCall, check_values, record
-from sensli.moves.trace.stacks import Stack as Row
-from sensli.moves.trace.stacks import parent_of
+from sensli.moves.trace.stacks import Stack, parent_of
 from sensli.moves.twin.finding import TwinFinder, block_flops
 from sensli.moves.twin.twins import Twin
 from sensli.text.records import Plain
@@ -226,10 +225,10 @@ def find_stacks(model: nn.Module, example: Any) -> Sites:
         search = Search(model, example, flow, Request(layer="twin"), [])
         finder = TwinFinder(flow, example, "copy")
         found, skipped = list[Site](), list[Skipped]()
-        for row in sorted(search.stacks, key=lambda row: row.blocks[0].began):
-            last = row.blocks[-1]
+        for stack in sorted(search.stacks, key=lambda stack: stack.blocks[0].began):
+            last = stack.blocks[-1]
             try:
-                site = _site(search, finder, row)
+                site = _site(search, finder, stack)
                 _try(flow.model, site, example, flow.output)
             except Refused as refusal:
                 skipped.append(Skipped(last.path, str(refusal)))
@@ -238,23 +237,23 @@ def find_stacks(model: nn.Module, example: Any) -> Sites:
     return Sites(found, skipped, model_name=type(model).__name__)
 
 
-def _site(search: Search, finder: TwinFinder, row: Row) -> Site:
-    model, last = search.model, row.blocks[-1]
+def _site(search: Search, finder: TwinFinder, stack: Stack) -> Site:
+    model, last = search.model, stack.blocks[-1]
     assert last.result is not None
     search.check(last, "after", last.result, block=True)
-    chained, place = _place(search, finder, row, last)
+    chained, place = _place(search, finder, stack, last)
     point = search.point(last, "after", last.result, block=True, chained=chained, place=place)
-    blocks = [(call.path, model.get_submodule(call.path)) for call in row.blocks]
+    blocks = [(call.path, model.get_submodule(call.path)) for call in stack.blocks]
     parameters = sum(parameter.numel() for _, block in blocks for parameter in block.parameters())
-    flops = sum(map(block_flops, row.blocks))
+    flops = sum(map(block_flops, stack.blocks))
     refs = tuple(Ref.to(*block) for block in blocks)
     return Site(point, StackCopy(type(last.module).__name__, refs, 1, parameters, flops))
 
 
-def _place(search: Search, finder: TwinFinder, row: Row, last: ModuleCall) -> tuple[bool, ListPlace | None]:
+def _place(search: Search, finder: TwinFinder, stack: Stack, last: ModuleCall) -> tuple[bool, ListPlace | None]:
     """Whether the copies go into an ``nn.Sequential`` that is called as a whole, and what must follow if they go into a list."""
     assert last.result is not None
-    if row.added:
+    if stack.added:
         in_sequential = isinstance(search.model.get_submodule(parent_of(last.path)), nn.Sequential)
         return True, finder.find_null(last, chained=in_sequential)[1]
     chained = search.around.chained(last.path)

@@ -30,7 +30,7 @@ def _units(growth: Growth) -> list[int] | None:
     return next(([old, new] for old, new in shapes if old != new), None)
 
 
-def apart(units: Sequence[Unit], call: int, history: History) -> list[Unit]:
+def separate_boxes(units: Sequence[Unit], call: int, history: History) -> list[Unit]:
     """The boxes, with a separate one for every new layer: older records draw a layer that went into a new one as part of its box."""
     boxes = list(units)
     for growth in history:
@@ -70,7 +70,9 @@ def words(data: dict[str, Any]) -> tuple[str, str]:
 
 def _summary(data: dict[str, Any]) -> str:
     looks = data["looks"]
-    text = f"{_count(data['calls'], data['unit'])}, {_count(len(looks), 'look')} at all sites, {_grown(looks)}."
+    text = (
+        f"{_count(data['calls'], data['unit'])}, {_count(len(looks), 'look')} at all sites, {_describe_growths(looks)}."
+    )
     for curve in data["curves"]:
         known = [
             (call, value) for call, value in zip(curve["calls"], curve["values"], strict=True) if value is not None
@@ -89,7 +91,9 @@ def caption(name: str) -> str:
 
 
 def _look_in_words(look: dict[str, Any], unit: str) -> str:
-    title = f"{unit.capitalize()} {look['call']:,}: " + (_grown([look]) if look["inserted"] else "nothing inserted")
+    title = f"{unit.capitalize()} {look['call']:,}: " + (
+        _describe_growths([look]) if look["inserted"] else "nothing inserted"
+    )
     lines = "".join(f"<p class='line'>{escape(line)}</p>" for line in look["line"].splitlines())
     undone = "<p>Undone later.</p>" if look["undone"] else ""
     reason = f"<p>Why: {escape(look['reason'])}.</p>" if look["inserted"] else ""
@@ -114,7 +118,7 @@ def _look_in_words(look: dict[str, Any], unit: str) -> str:
     return f'<h3>{escape(title)}</h3>{lines}{reason}{undone}<div class="wide">{table}</div>'
 
 
-def _grown(looks: list[dict[str, Any]]) -> str:
+def _describe_growths(looks: list[dict[str, Any]]) -> str:
     """How often layers were inserted, and existing ones widened."""
     kinds = [look["merits"][index]["kind"] for look in looks for index in look["chosen"]]
     wider = kinds.count("units")
@@ -243,7 +247,7 @@ def page_data(
             if growth.call is not None
         ],
         "outlines": [
-            {"call": call, "units": [unit.to_dict() for unit in apart(units, call, history)]}
+            {"call": call, "units": [unit.to_dict() for unit in separate_boxes(units, call, history)]}
             for call, units in record.outlines
         ],
         "films": [film.to_dict() for film in films],

@@ -122,7 +122,7 @@ class Flow:
 def record(model: nn.Module, example: Any) -> Flow:
     """Run the example once, in eval mode, through a copy whose weights are a little moved; the model itself is only read."""
     _check(model)
-    flow = Flow(_copied(model))
+    flow = Flow(_copy_to_run(model))
     flow.frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     flow.parameter_names = {id(p): name for name, p in flow.model.named_parameters()}
     given = to_device(example, device_of(model))
@@ -177,7 +177,7 @@ def _check(model: nn.Module) -> None:
         )
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_to_run(model: nn.Module) -> nn.Module:
     """A copy to run things on, in eval mode, all of its parameters asking for gradients."""
     try:
         with torch.inference_mode(False), torch.no_grad():

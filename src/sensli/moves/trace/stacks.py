@@ -150,7 +150,7 @@ def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
 
 def _find_added(flow: Flow) -> list[Stack]:
     """Runs of equal modules whose loop adds the skip itself: ``for block in blocks: x = x + block(x)``, scaled or bent on the way."""
-    sums = Sums(flow.nodes)
+    addends = _addends(flow.nodes)
     stacks: list[Stack] = []
     for path, container in flow.model.named_modules():
         if not (isinstance(container, nn.Sequential) or is_list(container)) or flow.calls_of(path):
@@ -160,7 +160,7 @@ def _find_added(flow: Flow) -> list[Stack]:
             calls = flow.calls_of(f"{path}.{name}" if path else name)
             equal = not run or signature(child) == signature(run[0].module)
             good = len(calls) == 1 and any(True for _ in child.parameters()) and not isinstance(child, Chain)
-            if not (good and equal and calls[0].result is not None and sums.adds(calls[0])):
+            if not (good and equal and calls[0].result is not None and _is_added(calls[0], addends)):
                 run = []
                 break
             run.append(calls[0])
@@ -169,25 +169,25 @@ def _find_added(flow: Flow) -> list[Stack]:
     return stacks
 
 
-class Sums:
-    """The additions of a run, and whether one of them adds what a module gives to what it was given."""
-
-    def __init__(self, nodes: set[Any]) -> None:
-        # By the node of either side, so that looking one up costs nothing.
-        self._ends: dict[Any, list[Any]] = {}
-        for node in nodes:
-            if operation(node) in ("Add", "Sub") and len(node.next_functions) == 2:
-                for one, other in (0, 1), (1, 0):
-                    bypass = _passed(node.next_functions[one][0])
-                    self._ends.setdefault(bypass, []).append(node.next_functions[other][0])
-
-    def adds(self, call: ModuleCall) -> bool:
-        assert call.given is not None and call.result is not None
-        given = _passed(call.given.node)
-        return given is not None and any(_follows_by_itself(end, call.result.node) for end in self._ends.get(given, []))
+def _addends(nodes: set[Any]) -> dict[Any, list[Any]]:
+    """The additions of a run: what is added to a value, by the node of the value, so that looking one up costs nothing."""
+    found: dict[Any, list[Any]] = {}
+    for node in nodes:
+        if operation(node) in ("Add", "Sub") and len(node.next_functions) == 2:
+            (one, _), (other, _) = node.next_functions
+            found.setdefault(_before_views(one), []).append(other)
+            found.setdefault(_before_views(other), []).append(one)
+    return found
 
 
-def _passed(node: Any) -> Any:
+def _is_added(call: ModuleCall, addends: dict[Any, list[Any]]) -> bool:
+    """Whether what a module gives is added to what it was given."""
+    assert call.given is not None and call.result is not None
+    given = _before_views(call.given.node)
+    return given is not None and any(_follows_by_itself(end, call.result.node) for end in addends.get(given, []))
+
+
+def _before_views(node: Any) -> Any:
     """The node that views and copies, which change nothing, lead back to."""
     while node is not None and operation(node) in ("View", "Alias", "Clone", "ToCopy"):
         node = node.next_functions[0][0]
@@ -223,9 +223,6 @@ class Paths:
 
     def __contains__(self, path: object) -> bool:
         return path in self._paths
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
 
     def around(self, path: str) -> bool:
         """Whether one of them is this module or contains it."""

@@ -21,16 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.modules import random_state
-from sensli.modules.configurations import (
-    COUNTS,
-    build_again,
-    differences,
-    find_counts,
-    is_large,
-    is_number,
-    nested_objects,
-    shapes,
-)
+from sensli.modules.configs import COUNTS, build_again, differences, find_counts, is_number, nested_objects, shapes
 from sensli.modules.grown import Chain
 from sensli.modules.running import count_samples, first_samples, moved, note, run, tensors
 from sensli.moves.inserting import join
@@ -228,7 +219,6 @@ class Rebuilt:
         self._configuration = getattr(self._module, name)
         self._place = ListPlace((), indices)
         self._count = self._blocks_in(self._module)
-        self._with_values = not is_large(self._module)
         self._built: dict[object, nn.Module | None] = {}  # by what was changed in the configuration
 
     @cached_property
@@ -275,7 +265,7 @@ class Rebuilt:
 
     def _build(self, key: object, configuration: Any) -> nn.Module | None:
         if key not in self._built:
-            built = build_again(self._module, configuration, values=True) if self._with_values else None
+            built = build_again(self._module, configuration, values=True)
             self._built[key] = built if built is not None else build_again(self._module, configuration)
         return self._built[key]
 
@@ -292,7 +282,7 @@ class Rebuilt:
         that nobody can load it from there.
         """
         module = self._module
-        if not self._with_values:
+        if any(parameter.is_meta for parameter in built.parameters()):
             return None
         parent, _, key = self._owner.rpartition(".")
         with grown_alike(built, module):

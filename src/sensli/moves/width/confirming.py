@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
-from sensli.modules.configurations import build_again, differences, held_objects, shapes
+from sensli.modules.configs import build_again, differences, held_objects, shapes
 from sensli.modules.copies import NoDropout
 from sensli.modules.flops import count_flops
 from sensli.modules.running import brief_error, first_tensor, forgiven, moved, note, run, tensors

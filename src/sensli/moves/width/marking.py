@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sensli.modules.configurations import held_objects
+from sensli.modules.configs import held_objects
 from sensli.modules.grown import holder_of
 from sensli.modules.running import brief_error, first_tensor, mapped, note, run, tensors, untouched
 from sensli.modules.wrappers import eager

@@ -69,8 +69,8 @@ def build_again(like: nn.Module, configuration: Any, *, values: bool = False) ->
     It has no values or, with ``values``, those that it computes while it is built, but for its weights, which are to be loaded.
     """
     for device in ("cpu",) if values else ("meta", "cpu"):
-        if device == "cpu" and is_large(like):
-            return None
+        if device == "cpu" and sum(p.numel() for p in like.parameters()) > _SMALL:
+            return None  # one more copy with values might not fit
         try:
             with warnings.catch_warnings(), random_state.kept(), torch.device(device), _Undrawn():
                 warnings.simplefilter("ignore")
@@ -92,11 +92,6 @@ class _Undrawn(TorchFunctionMode):
             if isinstance(target, nn.Parameter):
                 return target
         return func(*args, **kwargs)
-
-
-def is_large(module: nn.Module) -> bool:
-    """Whether one more copy with values might not fit."""
-    return sum(p.numel() for p in module.parameters()) > _SMALL
 
 
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
