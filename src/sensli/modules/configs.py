@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any, TypeGuard
 
 import torch
@@ -18,7 +19,7 @@ from sensli.modules.running import let_memory_through
 # ---- What is a configuration, and which of its numbers may count blocks.
 
 
-_OTHERS = (nn.Module, Tensor, type, dict, list, tuple, set)
+_OTHERS = (nn.Module, Tensor, Enum, type, dict, list, tuple, set)
 # How people call a number of blocks.
 COUNTS = frozenset(
     f"{prefix}{number}_{what}" for prefix in ("", "_") for number in ("num", "n") for what in ("layers", "layer", "blocks", "block")
@@ -26,7 +27,7 @@ COUNTS = frozenset(
 
 
 def is_configuration(value: Any) -> bool:
-    """Whether a value is an object with attributes that is neither a module, a tensor, a function nor a collection."""
+    """Whether a value is an object with attributes, and not a module, a tensor, a function, a constant or a collection."""
     return hasattr(value, "__dict__") and not isinstance(value, _OTHERS) and not callable(value)
 
 
@@ -47,13 +48,13 @@ def is_number(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def find_counts(holder: Any, count: int) -> Iterator[tuple[str, int | None]]:
-    """Attributes that are this number: the name; of an entry in a list also its place there."""
+def find_counts(holder: Any, count: int) -> Iterator[tuple[str, str, int]]:
+    """Attributes that are this number: the name and "count", or of an entry in a list the name, "item" and its place there."""
     for name, value in vars(holder).items():
         if is_number(value) and value == count:
-            yield name, None
+            yield name, "count", 0
         elif isinstance(value, (list, tuple)):
-            yield from ((name, item) for item, entry in enumerate(value) if is_number(entry) and entry == count)
+            yield from ((name, "item", i) for i, entry in enumerate(value) if is_number(entry) and entry == count)
 
 
 # ---- Building a module again from the configuration that it holds, to compare: what saving and loading will do with it.

@@ -109,10 +109,7 @@ def _around(model: nn.Module, container: str) -> list[tuple[str, nn.Module]]:
 
 def _counts(path: str, through: tuple[str, ...], holder: Any, count: int) -> list[Fact]:
     """Numbers of a module, or of an object that it holds, that equal the number of blocks."""
-    return [
-        Fact(path, through, name, "count") if item is None else Fact(path, through, name, "item", item)
-        for name, item in find_counts(holder, count)
-    ]
+    return [Fact(path, through, *found) for found in find_counts(holder, count)]
 
 
 def _counts_around(model: nn.Module, container: str, count: int) -> list[Fact]:
