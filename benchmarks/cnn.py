@@ -15,11 +15,11 @@ from benchmarks.networks import paper_cnn
 from sensli.merits.measuring import measure
 from sensli.moves.finding import find_sites
 from sensli_lab.errors import NoResults
-from sensli_lab.paper import cnn, datasets, planning, statistics
+from sensli_lab.paper import cnn, datasets, evidence, planning
 from sensli_lab.paper.image_sets import FACTS, Raw
 from sensli_lab.paper.planning import Plan, RunOptions, plan
-from sensli_lab.paper.statistics import interval
 from sensli_lab.paper.store import Store
+from sensli_lab.work.statistics import interval
 
 BATCH = 128
 ROUNDS = 9
@@ -131,7 +131,7 @@ def exp1(results: Path = Path("results")) -> list[Figure]:
     except NoResults:
         missing = f"not computed yet: {_command(one)}"
         return [Figure(name, None, bar, missing) for name, bar in zip(names, bars, strict=True)]
-    found = statistics.ratios(grown, whole)
+    found = evidence.ratios(grown, whole)
     difference = interval(grown.final("test_error") - whole.final("test_error"))
     detail = f"{found} ({_command(one)}, {grown.facts['device']})"
     values = (

@@ -26,7 +26,7 @@ from benchmarks.horizon_tasks import TASKS, Batch, Task, step
 from sensli import find_sites, grow, measure
 from sensli.text.tables import text_table
 from sensli_lab.paper.image_sets import folder
-from sensli_lab.paper.statistics import interval
+from sensli_lab.work.statistics import interval
 
 STEPS = 1024  # of the model without a growth, until the end
 SHARES = tuple(2.0**-power for power in range(7, -1, -1))  # of the time; the last one is the end

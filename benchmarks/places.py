@@ -27,7 +27,7 @@ from sensli.moves.sites import Site
 from sensli.surgery.growth import insert
 from sensli.text.tables import text_table
 from sensli_lab.paper.image_sets import folder
-from sensli_lab.paper.statistics import interval
+from sensli_lab.work.statistics import interval
 
 NORMS = ("frobenius", "operator", "natural")
 SEEDS = 3

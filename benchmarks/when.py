@@ -26,7 +26,7 @@ from sensli import Grower, Trial, replay, triggers
 from sensli.growing.triggers import Trigger
 from sensli.text.tables import text_table
 from sensli_lab.paper.image_sets import folder
-from sensli_lab.paper.statistics import interval
+from sensli_lab.work.statistics import interval
 
 EPOCHS = 30  # of the small network: the budget of all
 TRIAL = 2  # epochs

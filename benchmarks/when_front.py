@@ -29,7 +29,7 @@ from sensli_lab.compare.task import Task, TaskData
 from sensli_lab.compare.tasks.registry import find
 from sensli_lab.compare.training import JobTraining, train, training_flops
 from sensli_lab.paper.image_sets import folder
-from sensli_lab.paper.statistics import interval
+from sensli_lab.work.statistics import interval
 
 CALLS = 40  # of the small network within the FLOPs
 MOST = 8  # growths

@@ -6,6 +6,7 @@ from sensli_lab.paper import runner, tables
 from sensli_lab.paper.planning import RunOptions, parse, plan
 from sensli_lab.paper.store import Store
 from sensli_lab.work.on_ray import ray_place
+from sensli_lab.work.pages import plain
 
 EXPERIMENT = {
     "name": "wide",
@@ -27,4 +28,4 @@ if __name__ == "__main__":
     # ray_place("10.0.0.1:6379") would use a cluster; without an address, a Ray on this machine is started
     computed = runner.run([one], store, place=ray_place())
     print(f"{computed} of {len(one.arms)} arms computed, the others were stored already")
-    print(tables.plain(tables.measured(one, store.load_all(one))))
+    print(plain(tables.measured(one, store.load_all(one))))

@@ -6,8 +6,6 @@ import traceback
 
 from sensli.errors import SensliError
 
-# ---- Errors of the experiment runner. Each is one line: where, what, why, what to do.
-
 
 class PaperError(SensliError):
     """The user's file, option or folder cannot be used as it is; nothing was changed."""
@@ -23,9 +21,6 @@ class NoResults(PaperError):
 
 class StoreError(PaperError):
     """The results folder cannot be read or written."""
-
-
-# ---- Errors of comparisons. Each is one line: what is wrong, and what to do.
 
 
 FAILED = "failed with"  # how the word of a run begins that ended with an error nobody foresaw

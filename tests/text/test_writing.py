@@ -28,7 +28,7 @@ from sensli.surgery.record import Look, Record
 from sensli.text.commands import TRAINER_FILE
 from sensli.text.files import ABANDONED, check_writable, replacing, write_bytes
 from sensli_lab.errors import StoreError
-from sensli_lab.paper.store import write_json, write_tensors
+from sensli_lab.work.store import write_json, write_tensors
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs signals, links and modes of POSIX")
 

@@ -8,7 +8,7 @@ method has its line in the panel beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,8 @@ from torch import Tensor
 from sensli_lab.compare.front import BEGIN, LEVELS, Runs, fixed_curves, front, front_at
 from sensli_lab.compare.jobs import Run
 from sensli_lab.compare.methods import Method
-from sensli_lab.paper.figures import COLOURS, DPI, check_available, save
-from sensli_lab.paper.statistics import band
+from sensli_lab.work.pages import COLOURS, check_available, new_figure, save
+from sensli_lab.work.statistics import band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,31 +39,38 @@ LEAST = 1e-12  # of a loss, for its logarithm
 def draw(title: str, methods: Sequence[Method], runs: Runs, path: Path, command: str) -> None:
     """Geometric means over the seeds with 95 % bands; the command that computes them is below."""
     check_available()
-    from matplotlib.figure import Figure
-
     shown = [method for method in methods if method.name in runs]
-    height = max(6.4, 1.5 + 0.19 * len(shown))
-    figure = Figure(figsize=(10.4, height), dpi=DPI, layout="constrained")
+    within = [method for method in shown if not method.full]
+    named = best(within, runs)
+    colours = dict(zip((method.name for method in within if method in named), CURVES, strict=False))
+    figure = new_figure(10.4, max(6.4, 1.5 + 0.19 * len(shown)))
     axes = figure.subplot_mosaic(
         [["curves", "ends"], ["ratios", "ends"]], width_ratios=(1.45, 1), height_ratios=(1.9, 1)
     )
-    _curves(axes["curves"], shown, runs)
-    _ratios(axes["ratios"], shown, runs)
+    _curves(axes["curves"], shown, runs, colours)
+    _ratios(axes["ratios"], within, runs, colours)
     _ends(axes["ends"], shown, runs)
     seeds = len({seed for own in runs.values() for seed in own})
-    figure.suptitle(f"{title}: {_seeds(seeds)}", fontsize=9.5, x=0.01, ha="left")
+    words = "one seed" if seeds == 1 else f"geometric mean of {seeds} seeds with 95 % bands"
+    figure.suptitle(f"{title}: {words}", fontsize=9.5, x=0.01, ha="left")
     figure.supxlabel(_folded(command), fontsize=6, family="monospace", color="0.4", x=0.01, ha="left")
     save(figure, path)
 
 
-# --- over FLOPs ---
+def best(methods: Sequence[Method], runs: Runs) -> list[Method]:
+    """The growing methods with a colour: the best of each kind, then the best of all, by the validation loss at the end."""
+    growing = [method for method in methods if method.grows]
+    ranked = sorted(growing, key=lambda method: _order(_end(runs[method.name].values(), "validation")[0]))
+    firsts = [next(method for method in ranked if method.kind == kind) for kind in {one.kind: None for one in ranked}]
+    return [*firsts, *(method for method in ranked if method not in firsts)][:NAMED]
 
 
-def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
+def _curves(axis: Axes, shown: Sequence[Method], runs: Runs, colours: Mapping[str, str]) -> None:
+    """Over FLOPs."""
     within = [method for method in shown if not method.full]
     total = max(run.budget for method in within for run in runs[method.name].values())
     grid = torch.linspace(0, 1, POINTS, device="cpu")
-    colours, dashes = _coloured(within, runs), cycle(DASHES)
+    dashes = cycle(DASHES)
     means: list[float] = []
     for method in within:
         mean, low, high = _band(torch.stack([_at(run, grid * total) for run in runs[method.name].values()]))
@@ -76,13 +83,16 @@ def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
         else:
             (line,) = axis.plot(grid.numpy(), mean.numpy(), color="0.45", linewidth=1.1, label=method.name, zorder=2)
             line.set_linestyle(next(dashes))
-    _front(axis, within, runs, grid, total)
+    seeds = sorted({seed for method in within for seed in runs[method.name]})
+    fronts = [fixed for seed in seeds if (fixed := fixed_curves(runs, within, seed)) is not None]
+    if fronts:
+        losses = [[front_at(fixed, float(share) * total) for share in grid] for fixed in fronts]
+        lowest = _band(torch.tensor(losses, device="cpu"))[0].numpy()
+        axis.plot(grid.numpy(), lowest, color="black", linewidth=1.1, label="front of the fixed sizes", zorder=4)
     for method in shown:
         if method.full:
-            end = _end(runs[method.name].values(), "validation")[0]
-            axis.axhline(
-                end, color=KIND_COLOURS["reference"], linewidth=0.8, label=f"{method.name}, at its end", zorder=2
-            )
+            end, grey = _end(runs[method.name].values(), "validation")[0], KIND_COLOURS["reference"]
+            axis.axhline(end, color=grey, linewidth=0.8, label=f"{method.name}, at its end", zorder=2)
             means.append(end)
     if len(colours) < sum(method.grows for method in within):
         axis.plot([], [], color="0.85", linewidth=0.7, label="other growing methods")
@@ -97,39 +107,9 @@ def _curves(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
     axis.grid(alpha=0.25, linewidth=0.5)
 
 
-def _coloured(methods: Sequence[Method], runs: Runs) -> dict[str, str]:
-    """The colours of those that have one."""
-    named = best(methods, runs)
-    return dict(zip((method.name for method in methods if method in named), CURVES, strict=False))
-
-
-def best(methods: Sequence[Method], runs: Runs) -> list[Method]:
-    """The growing methods with a colour: the best of each kind, then the best of all, by the validation loss at the end."""
-    growing = [method for method in methods if method.grows]
-    ranked = sorted(growing, key=lambda method: _order(_end(runs[method.name].values(), "validation")[0]))
-    firsts = [next(method for method in ranked if method.kind == kind) for kind in {one.kind: None for one in ranked}]
-    return [*firsts, *(method for method in ranked if method not in firsts)][:NAMED]
-
-
-def _front(axis: Axes, methods: Sequence[Method], runs: Runs, grid: Tensor, total: float) -> None:
-    seeds = sorted({seed for method in methods for seed in runs[method.name]})
-    fronts = [fixed for seed in seeds if (fixed := fixed_curves(runs, methods, seed)) is not None]
-    if fronts:
-        lowest = torch.tensor(
-            [[front_at(fixed, float(share) * total) for share in grid] for fixed in fronts], device="cpu"
-        )
-        axis.plot(
-            grid.numpy(), _band(lowest)[0].numpy(), color="black", linewidth=1.1, label="front of the fixed sizes", zorder=4
-        )  # fmt: skip
-
-
-# --- on the way ---
-
-
-def _ratios(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
-    """The front ratio of the methods with a colour at every level, and of the fixed size that is closest to the fronts of other seeds."""
-    within = [method for method in shown if not method.full]
-    colours = _coloured(within, runs)
+def _ratios(axis: Axes, within: Sequence[Method], runs: Runs, colours: Mapping[str, str]) -> None:
+    """On the way: the front ratio of the methods with a colour at every level, and of the fixed size that is closest to the fronts of
+    other seeds."""
     fronts = {method.name: found for method in within if (found := front(method, within, runs)) is not None}
     share = torch.linspace(0, 1, LEVELS, device="cpu").numpy()
     fixed = [method.name for method in within if method.in_front and method.name in fronts]
@@ -137,20 +117,19 @@ def _ratios(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
         closest = min(fixed, key=lambda name: fronts[name].mean.mean)
         means = [level.mean for level in fronts[closest].levels]
         axis.plot(share, means, color="0.45", linewidth=1.1, linestyle=DASHES[0], label=f"{closest}, other seeds")
+    heights = [1.0]
     for name, colour in colours.items():
         if name in fronts:
-            logs = [level.log for level in fronts[name].levels]
-            axis.plot(share, [math.exp(one.mean) for one in logs], color=colour, linewidth=1.6)
-            if logs[0].runs > 1:
-                low, high = (
-                    [math.exp(value) for value in ends] for ends in zip(*((o.low, o.high) for o in logs), strict=True)
-                )
+            levels = fronts[name].levels
+            means = [level.mean for level in levels]
+            heights += means
+            axis.plot(share, means, color=colour, linewidth=1.6)
+            if levels[0].log.runs > 1:
+                low, high = ([math.exp(getattr(level.log, end)) for level in levels] for end in ("low", "high"))
                 axis.fill_between(share, low, high, color=colour, alpha=0.12, linewidth=0)
     axis.axhline(1, color="black", linewidth=1.1)
     axis.set_yscale("log")
-    axis.set_ylim(
-        *limits([1.0, *(level.mean for name in colours if name in fronts for level in fronts[name].levels)], 1.5)
-    )
+    axis.set_ylim(*limits(heights, 1.5))
     _plain_ticks(axis.yaxis, axis.get_ylim())
     axis.set_xlim(0, 1)
     axis.set_xticks([0, 1], ["loss of the front at 5 %", "lowest loss of both"])
@@ -164,11 +143,8 @@ def _ratios(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
     axis.grid(alpha=0.25, linewidth=0.5)
 
 
-# --- at the end ---
-
-
 def _ends(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
-    """Test losses, the best one on top."""
+    """At the end: test losses, the best one on top."""
     found = {method.name: _end(runs[method.name].values(), "test") for method in shown}
     ranked = sorted(shown, key=lambda method: -_order(found[method.name][0]))
     for place, method in enumerate(ranked):
@@ -177,13 +153,10 @@ def _ends(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
         axis.plot([low, high], [place, place], color=colour, linewidth=1.2, alpha=0.6)
         axis.plot([mean], [place], marker="o" if method.grows else "s", markersize=3.5, color=colour)
     for name, dashes in (("small", (1, 1)), ("large", (4, 2))):
-        if name in runs:
-            axis.axvline(
-                _end(runs[name].values(), "test")[0], color="0.6", linewidth=0.7, linestyle=(0, dashes), zorder=0
-            )
-    means = [mean for mean, _, _ in found.values()]
+        if name in found:
+            axis.axvline(found[name][0], color="0.6", linewidth=0.7, linestyle=(0, dashes), zorder=0)
     axis.set_xscale("log")
-    axis.set_xlim(*limits(means, 3))
+    axis.set_xlim(*limits([mean for mean, _, _ in found.values()], 3))
     _plain_ticks(axis.xaxis, axis.get_xlim())
     axis.set_yticks(range(len(ranked)), [method.name for method in ranked], fontsize=7)
     for label, method in zip(axis.get_yticklabels(), ranked, strict=True):
@@ -196,14 +169,10 @@ def _ends(axis: Axes, shown: Sequence[Method], runs: Runs) -> None:
 
 def _end(runs: Iterable[Run], part: str) -> tuple[float, float, float]:
     """The geometric mean of the last losses, and both ends of its 95 % band; of one run the loss itself."""
-    values = torch.tensor(
-        [run.test_loss if part == "test" else run.validation[-1] for run in runs], dtype=torch.float64, device="cpu"
-    )
+    last = [run.test_loss if part == "test" else run.validation[-1] for run in runs]
+    values = torch.tensor(last, dtype=torch.float64, device="cpu")
     mean, low, high = (float(value) for value in _band(values[:, None]))
     return (mean, low, high) if len(values) > 1 else (mean, mean, mean)
-
-
-# --- parts of both ---
 
 
 def _order(loss: float) -> float:
@@ -227,10 +196,6 @@ def _plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
         axis.set_major_locator(MaxNLocator(6) if limits[1] < 5 * limits[0] else LogLocator(subs=(1, 2, 5)))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FormatStrFormatter("%g"))
-
-
-def _seeds(count: int) -> str:
-    return "one seed" if count == 1 else f"geometric mean of {count} seeds with 95 % bands"
 
 
 def _folded(command: str, width: int = 215) -> str:

@@ -14,11 +14,10 @@ from functools import cached_property
 
 import torch
 
-from sensli_lab.compare.jobs import Job, Run, RunStore
+from sensli_lab.compare.jobs import Comparison, Job, Run, RunStore
 from sensli_lab.compare.methods import Method
-from sensli_lab.compare.task import Task
 from sensli_lab.errors import NoResults
-from sensli_lab.paper.statistics import Interval, Paired, interval, paired
+from sensli_lab.work.statistics import Interval, Paired, interval, paired
 
 LEVELS = 40
 BEGIN = 0.05  # share of the FLOPs that count as the least: before it, curves fall through the first losses
@@ -194,21 +193,19 @@ class Row:
     parameters: float
 
 
-def load(
-    task: Task, methods: Sequence[Method], seeds: int, budget: float, store: RunStore
-) -> dict[str, dict[int, Run]]:
+def load(asked: Comparison, store: RunStore) -> dict[str, dict[int, Run]]:
     """The stored runs of these methods; those that have none are left out."""
     found: dict[str, dict[int, Run]] = {}
-    for method in methods:
-        jobs = {seed: Job(task, method, seed, budget) for seed in range(seeds)}
+    for method in asked.methods:
+        jobs = {seed: Job(asked.task, method, seed, asked.budget) for seed in range(asked.seeds)}
         runs = {seed: run for seed, job in jobs.items() if (run := store.load(job)) is not None}
         if runs:
             found[method.name] = runs
     if not found:
-        size = "" if budget == 1 else f" --budget {budget:g}"
+        name, size = asked.task.name, "" if asked.budget == 1 else f" --budget {asked.budget:g}"
         raise NoResults(
-            f"{store.root}: no run of the task {task.name} with the budget x {budget:g} is stored. Compute them with: "
-            f"sensli compare run {task.name}{size}"
+            f"{store.root}: no run of the task {name} with the budget x {asked.budget:g} is stored. Compute them with: "
+            f"sensli compare run {name}{size}"
         )
     return found
 
@@ -236,9 +233,9 @@ def _row(method: Method, methods: Sequence[Method], runs: Runs) -> Row:
     return Row(
         method=method,
         seeds=len(own),
-        validation=_interval([run.validation[-1] for run in own.values()]),
-        test=_interval([run.test_loss for run in own.values()]),
-        error=_interval(errors) if errors else None,
+        validation=interval([run.validation[-1] for run in own.values()]),
+        test=interval([run.test_loss for run in own.values()]),
+        error=interval(errors) if errors else None,
         to_small=_difference(own, runs.get("small")) if method.name != "small" else None,
         to_large=_difference(own, runs.get("large")) if method.name != "large" else None,
         front=front(method, methods, runs),
@@ -276,9 +273,5 @@ def _matches(own: Mapping[int, Run], large: Mapping[int, Run] | None) -> Matches
     return Matches(tuple(max(share, BEGIN) for share in shares))
 
 
-def _interval(values: Sequence[float]) -> Interval:
-    return interval(torch.tensor(values, dtype=torch.float64, device="cpu"))
-
-
 def _factor(values: Sequence[float]) -> CostFactor:
-    return CostFactor(_interval([math.log(value) for value in values]))
+    return CostFactor(interval([math.log(value) for value in values]))

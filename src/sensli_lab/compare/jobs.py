@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sensli.text.files import check_writable
-from sensli.text.records import check_types, lenient, strict
-from sensli_lab.compare.methods import Method, named
+from sensli.text.records import Plain, check_types, lenient, strict
+from sensli_lab.compare.methods import Method, find_method
 from sensli_lab.compare.task import Task
 from sensli_lab.compare.tasks.registry import find
-from sensli_lab.errors import PaperError, StoreError
-from sensli_lab.paper.store import Damaged, provenance, read_json, write_json
+from sensli_lab.errors import PaperError
+from sensli_lab.work.store import Damaged, ResultsFolder, digest_of, provenance, read_json, write_json
 
 # ---- A job: one method on one task under one seed with one budget, and the digest of all that decides its numbers.
 
@@ -39,16 +36,20 @@ class Job:
     @property
     def digest(self) -> str:
         """The same for all seeds."""
-        content = json.dumps({"format": FORMAT, **self.facts()}, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:12]
+        return digest_of({"format": FORMAT, **self.facts()})
 
     def facts(self) -> dict[str, Any]:
         """What decides the numbers, besides the seed and the code: plain data. Looks do not concern a fixed size."""
-        task = self.task
-        grows = {"looks": task.looks, "units": task.units, "looked_at": task.looked_at} if self.method.grows else {}
+        task, method = self.task, self.method
+        schedule = None if method.schedule is None else method.schedule.facts()
+        rare = {
+            "schedule": schedule, "full": method.full, "trial": method.trial, "waits": method.waits, "pays": method.pays,
+            "source": method.source,
+            "rows": "made for the data" if method.widens else "",  # new units of ours had other rows once
+        }  # fmt: skip
         return {
             "task": task.name,
-            "network": task.outlines[self.method.size],
+            "network": task.outlines[method.size],
             "large": task.outlines["large"],
             "optimizer": task.recipe,
             "batch": task.batch,
@@ -57,17 +58,10 @@ class Job:
             "points": task.points,
             "budget": self.budget,
             # every strategy was given grow="both" once, whatever it grows: results of then stay valid
-            "options": {**({"grow": "both"} if "strategy" in self.method.options else {}), **self.method.options},
-            **grows,
+            "options": {**({"grow": "both"} if "strategy" in method.options else {}), **method.options},
+            **({"looks": task.looks, "units": task.units, "looked_at": task.looked_at} if method.grows else {}),
             # only where they differ from what all have in common: results of before they existed stay valid
-            **({"schedule": self.method.schedule.facts()} if self.method.schedule is not None else {}),
-            **({"full": True} if self.method.full else {}),
-            **({"trial": self.method.trial} if self.method.trial is not None else {}),
-            **({"waits": True} if self.method.waits else {}),
-            **({"pays": True} if self.method.pays else {}),
-            **({"source": self.method.source} if self.method.source else {}),
-            # new units of ours had other rows once
-            **({"rows": "made for the data"} if self.method.widens else {}),
+            **{name: value for name, value in rare.items() if value},
         }
 
     @property
@@ -92,34 +86,40 @@ class Job:
 
 def _arrived(task: str, method: str, seed: int, budget: float, digest: str) -> Job:
     known = find(task)
-    job = Job(known, named(known, method), seed, budget)
+    job = Job(known, find_method(known, method), seed, budget)
     if job.digest != digest:
         raise PaperError(f"{task} is configured in another way there. Install the same version on every machine.")
     return job
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods on one task with one factor on its FLOPs, under the seeds 0 to ``seeds`` - 1."""
+
+    task: Task
+    methods: list[Method]
+    seeds: int
+    budget: float
+
+    def jobs(self, seed: int) -> list[Job]:
+        return [Job(self.task, method, seed, self.budget) for method in self.methods]
 
 
 # ---- The record of one run: a curve over FLOPs, what it grew, what its decisions cost, and how it ended.
 
 
 @dataclass(frozen=True)
-class RunLook:
-    """What one look cost: FLOPs as counted, seconds as timed under the counter, beside FLOPs of a plain pass of its samples.
+class RunLook(Plain):
+    """What one look cost: FLOPs as counted, seconds as timed under the counter, beside FLOPs of a plain pass of its samples."""
 
-    Args:
-        flops: All that ran inside.
-        seconds: All that ran inside, by the clock, while it was counted.
-        sweep: FLOPs of a forward and a backward pass of the samples that the look was given, through the network as it was.
-        samples: How many samples these were.
-    """
-
-    flops: float
-    seconds: float
-    sweep: float
-    samples: int
+    flops: float  # of all that ran inside
+    seconds: float  # of all that ran inside, by the clock, while it was counted
+    sweep: float  # FLOPs of a forward and a backward pass of the samples that the look was given, through the network as it was
+    samples: int  # how many samples these were
 
 
 @dataclass
-class Run:
+class Run(Plain):
     """One method on one task under one seed. Lists of a curve are equally long; FLOPs are those spent by then."""
 
     flops: list[float] = field(default_factory=list)
@@ -140,20 +140,17 @@ class Run:
     step_seconds: float = 0.0  # of all steps of training, were each of them an ordinary one, without a replay
 
     def to_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = strict(asdict(self))
-        return data
+        return strict(super().to_dict())  # type: ignore[no-any-return]
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Run:
+    def from_dict(cls, data: Mapping[str, Any]) -> Run:
         """The inverse of `to_dict`; what is not such a record is Damaged."""
         try:
-            run = cls(**lenient(data))
-            run.grown = [(flops, what) for flops, what in run.grown]
-            run.costs = [RunLook(**data) for data in lenient(data).get("costs", [])]
+            run = super().from_dict(lenient(data))
             check_types(run, "run")
             if not len(run.flops) == len(run.train) == len(run.validation):
                 raise ValueError("the curves are not equally long")
-        except (TypeError, ValueError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise Damaged(str(error)) from None
         return run
 
@@ -161,17 +158,8 @@ class Run:
 # ---- The results folder: `<root>/<task>-<budget>/<method>-<digest>/seed-0000.json`, each file one run with its checksum.
 
 
-class RunStore:
-    """Runs on disk. A run of a changed configuration has another digest, so old and new numbers never mix."""
-
-    def __init__(self, root: Path) -> None:
-        if root.exists() and not root.is_dir():
-            raise StoreError(f"{root} is a file, not a results folder. Choose a folder with --out.")
-        self.root = root
-
-    def check_writable(self) -> None:
-        """Find out before the work, not after it."""
-        check_writable(self.root / "results", StoreError)
+class RunStore(ResultsFolder):
+    """The runs of jobs."""
 
     def path(self, job: Job) -> Path:
         budget = f"x{job.budget:g}"

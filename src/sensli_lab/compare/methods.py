@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sensli.growing.strategy import STRATEGIES, class_of
@@ -38,31 +38,20 @@ WARMUP = 0.03  # of a round
 
 @dataclass(frozen=True)
 class MethodSchedule:
-    """One publication's schedule.
+    """One publication's schedule."""
 
-    Args:
-        words: What it says, and where it is from.
-        looks: Shares of the FLOPs at which it grows.
-        shape: One of `SHAPES`: the learning rate over a round.
-        rounds: "one": a single round; "each": every look begins another one; "last": constant to the last look, then one round.
-        after: A factor on the learning rate of all rounds but the first.
-        warmup: Whether rounds after the first begin with a warm-up.
-        forgets: Whether the optimizer begins again after a growth; otherwise it keeps its state, padded with zeros.
-        options: What `Grower` is given beyond the method's own options.
-    """
-
-    words: str
-    looks: tuple[float, ...]
-    shape: str = "linear"
-    rounds: str = "one"
-    after: float = 1.0
-    warmup: bool = False
-    forgets: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    words: str  # what it says, and where it is from
+    looks: tuple[float, ...]  # shares of the FLOPs at which it grows
+    shape: str = "linear"  # one of `SHAPES`: the learning rate over a round
+    rounds: str = "one"  # a single round; "each": every look begins another one; "last": constant to the last look, then one round
+    after: float = 1.0  # a factor on the learning rate of all rounds but the first
+    warmup: bool = False  # whether rounds after the first begin with a warm-up
+    forgets: bool = False  # whether the optimizer begins again after a growth, instead of padding its state with zeros
+    options: Mapping[str, Any] = field(default_factory=dict)  # what `Grower` is given beyond the method's own options
 
     def rate(self, share: float) -> float:
         """The factor of the learning rate after this share of the FLOPs."""
-        begins = self._begins()
+        begins = {"one": (0.0,), "each": (0.0, *self.looks), "last": (0.0, self.looks[-1])}[self.rounds]  # of rounds
         number = sum(begin <= share for begin in begins) - 1
         begin, end = begins[number], (*begins, 1.0)[number + 1]
         if self.rounds == "last" and number == 0 and len(begins) > 1:
@@ -71,16 +60,11 @@ class MethodSchedule:
         factor = SHAPES[self.shape](place) * (self.after if number else 1.0)
         return factor * max(place / WARMUP, 0.02) if number and self.warmup and place < WARMUP else max(factor, 0.0)
 
-    def _begins(self) -> tuple[float, ...]:
-        """Where rounds begin."""
-        return {"one": (0.0,), "each": (0.0, *self.looks), "last": (0.0, self.looks[-1])}[self.rounds]
-
     def facts(self) -> dict[str, Any]:
         """What decides numbers: plain data."""
-        return {
-            "looks": self.looks, "shape": self.shape, "rounds": self.rounds, "after": self.after, "warmup": self.warmup,
-            "forgets": self.forgets, "options": dict(self.options),
-        }  # fmt: skip
+        facts = asdict(self)
+        del facts["words"]
+        return facts
 
 
 def _equally(first: float, last: float, count: int) -> tuple[float, ...]:
@@ -196,7 +180,7 @@ class Method:
     """
 
     name: str
-    what: str
+    what: str  # empty: what its strategy says of itself
     kind: str  # one of KINDS
     size: str = "small"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -263,14 +247,8 @@ _FULL = Method(
 )  # fmt: skip
 # Strategies that are methods already; "random-place" is select="random" under another name.
 _KNOWN = {"sensli", *(method.name for method in _GROWING), *(method.options.get("strategy") for method in _GROWING)}
-KINDS = (
-    "fixed",
-    "reference",
-    "sensli",
-    "control",
-    "rival",
-    "own",
-)  # each is also the name of all its methods; "all" is all of them
+# Each is also the name of all its methods; "all" is all of them.
+KINDS = ("fixed", "reference", "sensli", "control", "rival", "own")
 
 
 def methods(task: Task) -> dict[str, Method]:
@@ -280,24 +258,19 @@ def methods(task: Task) -> dict[str, Method]:
         "large": "the largest network, from scratch, at equal FLOPs",
     }
     fixed = [Method(size, words.get(size, "a fixed size between them"), "fixed", size) for size in task.sizes]
-    rivals = [
-        Method(name, f"Grower(strategy={name!r})", "rival", options={"strategy": name})
-        for name in STRATEGIES
-        if name not in _KNOWN
-    ]
+    rivals = [Method(name, "", "rival", options={"strategy": name}) for name in STRATEGIES if name not in _KNOWN]
     growing = (*_GROWING, *rivals)
-    own = [_own(method, OWN[method.name]) for method in growing if method.name in OWN]
+    own = [
+        Method(
+            f"{method.name}-own", f"{method.name} under its published schedule", "own",
+            options={**method.options, **OWN[method.name].options}, schedule=OWN[method.name],
+        )
+        for method in growing if method.name in OWN
+    ]  # fmt: skip
     return {method.name: method for method in (*fixed, _FULL, *growing, *own)}
 
 
-def _own(method: Method, schedule: MethodSchedule) -> Method:
-    return Method(
-        f"{method.name}-own", f"{method.name} under its published schedule", "own",
-        options={**method.options, **schedule.options}, schedule=schedule,
-    )  # fmt: skip
-
-
-def named(task: Task, name: str) -> Method:
+def find_method(task: Task, name: str) -> Method:
     """A method by its name; ``"package.module:Class"`` is a strategy of the user's own, also from the current folder."""
     if ":" not in name:
         return methods(task)[name]
@@ -307,19 +280,24 @@ def named(task: Task, name: str) -> Method:
         kind = class_of(name)
     except ValueError as error:
         raise BadComparison(f"--methods: {error}") from None
-    what = (kind.__doc__ or f"Grower(strategy={name!r})").strip().splitlines()[0]
-    return Method(name, what, "rival", options={"strategy": name}, source=_digest(kind))
+    code = inspect.getsource(inspect.getmodule(kind) or kind)  # another code gives other numbers
+    source = hashlib.sha256(code.encode()).hexdigest()[:12]
+    return Method(name, "", "rival", options={"strategy": name}, source=source)
 
 
-def _digest(kind: type) -> str:
-    """Of the code of a strategy that is not ours: another code gives other numbers."""
-    return hashlib.sha256(inspect.getsource(inspect.getmodule(kind) or kind).encode()).hexdigest()[:12]
+def describe(method: Method) -> str:
+    """What a method is, in one line: of a strategy the first sentence of its docstring."""
+    if method.what:
+        return method.what
+    name = method.options["strategy"]
+    words = " ".join((class_of(name).__doc__ or f"Grower(strategy={name!r})").split())
+    return words.partition(". ")[0].removesuffix(".")
 
 
-def chosen(task: Task, names: Sequence[str]) -> list[Method]:
+def choose_methods(task: Task, names: Sequence[str]) -> list[Method]:
     """The methods of these names, each once, in the order of `methods`; those of the user's own come last."""
     known = methods(task)
-    given = {name: named(task, name) for name in names if ":" in name}
+    given = {name: find_method(task, name) for name in names if ":" in name}
     for name in names:
         if name not in known and name not in given and name not in (*KINDS, "all"):
             raise BadComparison(f"--methods: {unknown('method', name, [*known, *KINDS, 'all'])}")

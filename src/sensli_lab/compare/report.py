@@ -3,88 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sensli.text.files import write_bytes
-from sensli.text.records import dumps as strict_json
 from sensli.text.tables import short_number
-from sensli_lab.compare import figure, front
-from sensli_lab.compare.front import Front, Row, Runs
-from sensli_lab.compare.jobs import Run, RunStore
-from sensli_lab.compare.methods import Method, methods
-from sensli_lab.compare.task import Task
-from sensli_lab.errors import NoResults, StoreError
-from sensli_lab.paper.figures import check_available
-from sensli_lab.paper.statistics import CONFIRMED, OPPOSITE, Interval, Paired, number
-from sensli_lab.paper.tables import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
+from sensli_lab.compare import figure
+from sensli_lab.compare.front import Front, Row, Runs, load, rows
+from sensli_lab.compare.jobs import Comparison, Run, RunStore
+from sensli_lab.compare.methods import Method
+from sensli_lab.errors import NoResults
+from sensli_lab.work.pages import Block, Bullets, Heading, Paragraph, Picture, Table, without_empty, write_report
+from sensli_lab.work.statistics import CONFIRMED, OPPOSITE, Paired, number
 
 # ---- The table of a task, and what it says in words.
 
 
 def table(rows: Sequence[Row]) -> Table:
     """Final losses at equal FLOPs, paired differences, front ratios, costs."""
-    header: tuple[str, ...] = (
+    header = (
         "method", "seeds", "parameters", "validation loss", "test loss", "test error", "minus small", "minus large",
         "as good as large after", "front ratio at the end", "anywhere, at most", "on average", "worst of each run", "decisions",
     )  # fmt: skip
-    errors = any(row.error is not None for row in rows)
-    lines = tuple(_line(row) for row in rows)
-    if not errors:
-        place = header.index("test error")
-        header, lines = _without(header, place), tuple(_without(line, place) for line in lines)
-    return Table(header, lines)
+    return without_empty(Table(header, tuple(_line(row) for row in rows)), "test error")
 
 
 def _line(row: Row) -> tuple[str, ...]:
+    front = row.front
     return (
         row.method.name,
         str(row.seeds),
         short_number(round(row.parameters)),
-        _mean(row.validation),
-        _mean(row.test),
-        _mean(row.error),
-        _difference(row.to_small),
-        _difference(row.to_large),
+        *("" if value is None else number(value.mean) for value in (row.validation, row.test, row.error)),
+        *("" if pair is None else str(pair.difference) for pair in (row.to_small, row.to_large)),
         "" if row.matches is None else str(row.matches),
-        *(
-            [""] * 4
-            if row.front is None
-            else map(str, (row.front.end, row.front.most, row.front.mean, row.front.worst))
-        ),
+        *([""] * 4 if front is None else map(str, (front.end, front.most, front.mean, front.worst))),
         f"{row.decisions:.1%}" if row.method.grows else "",
     )
 
 
-def _without(cells: tuple[str, ...], place: int) -> tuple[str, ...]:
-    return cells[:place] + cells[place + 1 :]
-
-
-def _mean(value: Interval | None) -> str:
-    return "" if value is None else number(value.mean)
-
-
-def _difference(value: Paired | None) -> str:
-    return "" if value is None else str(value.difference)
-
-
 def verdict(rows: Sequence[Row]) -> list[str]:
     """A sentence for each growing method, and one for the best fixed network; intervals decide the words."""
-    fixed = [row for row in rows if row.method.in_front]
-    lines = []
-    if fixed:
-        best = min(fixed, key=lambda row: row.test.mean)
-        lines.append(
-            f"Of the fixed sizes, `{best.method.name}` ended with the lowest test loss ({number(best.test.mean)})."
-        )
-    growing = [row for row in rows if row.method.grows]
+    fixed, growing = [row for row in rows if row.method.in_front], [row for row in rows if row.method.grows]
+    lines = [_lowest("fixed sizes", fixed)] if fixed else []
     if len(growing) > 1:
-        lowest = min(growing, key=lambda row: row.test.mean)
-        lines.append(
-            f"Of the growing methods, `{lowest.method.name}` ended with the lowest test loss ({number(lowest.test.mean)})."
-        )
-        lines += _groups(growing, "small") + _groups(growing, "large")
+        lines += [_lowest("growing methods", growing), *_groups(growing, "small"), *_groups(growing, "large")]
     if single := [f"`{row.method.name}`" for row in growing if row.seeds == 1]:
         lines.append(f"One seed, so nothing can be said of {', '.join(single)}.")
     for row in growing:
@@ -95,23 +59,33 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _lowest(which: str, rows: Sequence[Row]) -> str:
+    best = min(rows, key=lambda row: row.test.mean)
+    return f"Of the {which}, `{best.method.name}` ended with the lowest test loss ({number(best.test.mean)})."
+
+
+def _compared(pair: Paired | None) -> str:
+    """A word for a difference; none of one seed."""
+    if pair is None or pair.difference.runs < 2:
+        return ""
+    return {CONFIRMED: "better", OPPOSITE: "worse"}.get(pair.verdict(), "not clearly different")
+
+
 def _groups(rows: Sequence[Row], other: str) -> list[str]:
     """Which methods are better, worse and not separated from a fixed network, in one sentence; of those with two seeds at least."""
-    found: dict[str, list[str]] = {"better": [], "worse": [], "not clearly different": []}
-    for row in rows:
-        difference = row.to_small if other == "small" else row.to_large
-        if difference is not None and difference.difference.runs > 1:
-            word = {CONFIRMED: "better", OPPOSITE: "worse"}.get(difference.verdict(), "not clearly different")
-            found[word].append(f"`{row.method.name}`")
-    said = [f"{word}: {', '.join(names)}" for word, names in found.items() if names]
+    words = {row.method.name: _compared(row.to_small if other == "small" else row.to_large) for row in rows}
+    said = []
+    for word in ("better", "worse", "not clearly different"):
+        if names := [f"`{name}`" for name, its in words.items() if its == word]:
+            said.append(f"{word}: {', '.join(names)}")
     return [f"Beside `{other}`: {'; '.join(said)}."] if said else []
 
 
-def _against(name: str, difference: Paired | None) -> str:
-    if difference is None or difference.difference.runs < 2:
+def _against(name: str, pair: Paired | None) -> str:
+    word = _compared(pair)
+    if pair is None or not word:
         return ""
-    word = {CONFIRMED: "better than", OPPOSITE: "worse than"}.get(difference.verdict(), "not clearly different from")
-    return f"{word} `{name}` ({difference.difference})"
+    return f"{word} {'from' if word.endswith('different') else 'than'} `{name}` ({pair.difference})"
 
 
 def _against_front(row: Row) -> str:
@@ -130,24 +104,18 @@ def _against_front(row: Row) -> str:
 # docstring of each strategy says so).
 
 
-_NONE = "0"
 _OURS = "1 pass of the unmodified network"
+_NOTHING = (
+    "random-units", "net2net", "netmorph", "net2net-deeper", "netmorph-deeper", "random-place", "variance-transfer", "g-stack", "llama-pro"
+)  # fmt: skip
 # In passes over the training data, all places together, as the released code works where there is one. Strategy -> words.
 PUBLISHED: Mapping[str, str] = {
+    **dict.fromkeys(_NOTHING, "0"),
     "sensli": f"{_OURS}; in the paper's form of the network with new layers at all places",
     "random-start": _OURS,
-    "random-units": _NONE,
-    "net2net": _NONE,
-    "netmorph": _NONE,
-    "net2net-deeper": _NONE,
-    "netmorph-deeper": _NONE,
-    "random-place": _NONE,
-    "variance-transfer": _NONE,
-    "autogrow": f"{_NONE}; the accuracy that decides is that of a pass",
-    "autogrow-gauss": f"{_NONE}; the accuracy that decides is that of a pass",
+    "autogrow": "0; the accuracy that decides is that of a pass",
+    "autogrow-gauss": "0; the accuracy that decides is that of a pass",
     "autogrow-adam": "1 to 10 for a new block, and the accuracy that decides is that of a pass",
-    "g-stack": _NONE,
-    "llama-pro": _NONE,
     "gradmax": "one batch of 128",
     "nest": "one large batch to 1",
     "tiny": "1, and at least 101 forward passes if its library searches the amplitude",
@@ -157,28 +125,21 @@ PUBLISHED: Mapping[str, str] = {
     "splitting": "0.1 to 1 for each layer; 11 in its fast form",
     "firefly": "2, of a network with 70 more channels in each layer",
     "morphnet": "a whole training",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class DecisionCost:
-    """The mean look of a method over all its runs.
+    """The mean look of a method over all its runs."""
 
-    Args:
-        looks: How many there were.
-        flops: FLOPs of one.
-        share: Of all FLOPs of the runs, what looks took.
-        passes: FLOPs of the looks divided by those of one forward and backward pass of the samples that each was given.
-        seconds: Of one, while it was counted.
-        steps: Seconds of one divided by those of a mean step of training of the same runs.
-    """
-
-    looks: int
-    flops: float
-    share: float
-    passes: float
-    seconds: float
-    steps: float
+    looks: int  # how many there were
+    flops: float  # of one
+    share: float  # of all FLOPs of the runs, what looks took
+    passes: (
+        float  # FLOPs of the looks divided by those of one forward and backward pass of the samples that each was given
+    )
+    seconds: float  # of one, while it was counted
+    steps: float  # seconds of one divided by those of a mean step of training of the same runs
 
 
 def cost_of(runs: Sequence[Run]) -> DecisionCost | None:
@@ -254,78 +215,53 @@ _OPENING = (
 
 
 @dataclass(frozen=True)
-class Told:
-    """A task with what is stored of it for one budget."""
+class TaskReport:
+    """What is stored of a task for one budget."""
 
-    task: Task
-    budget: float
-    methods: list[Method]
+    asked: Comparison
     runs: Runs
-    rows: list[Row]
-
-    @property
-    def seeds(self) -> int:
-        return max(len(own) for own in self.runs.values())
 
     @property
     def title(self) -> str:
-        words = self.task.title[0].upper() + self.task.title[1:]
-        return words if self.budget == 1 else f"{words}, {self.budget:g} times the FLOPs"
+        words = self.asked.task.title[0].upper() + self.asked.task.title[1:]
+        return words if self.asked.budget == 1 else f"{words}, {self.asked.budget:g} times the FLOPs"
 
     @property
     def picture(self) -> str:
-        return f"{self.task.name}.png" if self.budget == 1 else f"{self.task.name}-x{self.budget:g}.png"
+        size = "" if self.asked.budget == 1 else f"-x{self.asked.budget:g}"
+        return f"{self.asked.task.name}{size}.png"
+
+    @property
+    def command(self) -> str:
+        """What computes the runs that are shown."""
+        size = "" if self.asked.budget == 1 else f" --budget {self.asked.budget:g}"
+        seeds = max(len(own) for own in self.runs.values())
+        return f"sensli compare run {self.asked.task.name} --methods {' '.join(self.runs)} --seeds {seeds}{size}"
 
 
-Wanted = Sequence[tuple[Task, int, float]]  # tasks, seeds of each, factors on its FLOPs
-
-
-def gather(store: RunStore, wanted: Wanted) -> list[Told]:
-    """What has results."""
-    told = []
-    for task, seeds, budget in wanted:
-        known = list(methods(task).values())
-        try:
-            runs = front.load(task, known, seeds, budget, store)
-        except NoResults:
-            continue
-        told.append(Told(task, budget, known, runs, front.rows(known, runs)))
-    if not told:
-        asked = " or ".join(f"x {budget:g}" for budget in sorted({budget for _, _, budget in wanted}))
-        raise NoResults(
-            f"{store.root}: no run with the budget {asked} is stored. Compute some with: sensli compare run spirals"
-        )
-    return told
-
-
-def write(store: RunStore, folder: Path, wanted: Wanted) -> list[Path]:
+def write(store: RunStore, folder: Path, asked: Sequence[Comparison]) -> list[Path]:
     """Write README.md with its figures, report.html and summary.json into `folder`."""
-    check_available()
-    told = gather(store, wanted)
+    stored = []
+    for one in asked:
+        with suppress(NoResults):
+            stored.append(TaskReport(one, load(one, store)))
+    if not stored:
+        budgets = " or ".join(f"x {budget:g}" for budget in sorted({one.budget for one in asked}))
+        raise NoResults(
+            f"{store.root}: no run with the budget {budgets} is stored. Compute some with: sensli compare run spirals"
+        )
     blocks: list[Block] = [Heading(TITLE, 1), *(Paragraph(text) for text in _OPENING)]
-    for one in told:
-        path = folder / "figures" / one.picture
-        figure.draw(one.title, one.methods, one.runs, path, _command(one))
-        blocks += _section(one, path)
-    files = {
-        "README.md": markdown(blocks, folder),
-        "report.html": page(blocks, TITLE),
-        "summary.json": strict_json([_record(one) for one in told], indent=1) + "\n",
-    }
-    for name, content in files.items():
-        write_bytes(folder / name, content.encode(), StoreError)
-    return [folder / name for name in files]
+    records = []
+    for each in stored:
+        found, path = rows(each.asked.methods, each.runs), folder / "figures" / each.picture
+        figure.draw(each.title, each.asked.methods, each.runs, path, each.command)
+        blocks += _section(each, found, path)
+        records.append(_record(each, found))
+    return write_report(folder, TITLE, blocks, records)
 
 
-def _command(one: Told) -> str:
-    """What computes the runs that are shown."""
-    size = "" if one.budget == 1 else f" --budget {one.budget:g}"
-    return f"sensli compare run {one.task.name} --methods {' '.join(one.runs)} --seeds {one.seeds}{size}"
-
-
-def _section(one: Told, path: Path) -> list[Block]:
-    task = one.task
-    command = _command(one)
+def _section(one: TaskReport, rows: Sequence[Row], path: Path) -> list[Block]:
+    task = one.asked.task
     spent = next(iter(next(iter(one.runs.values())).values())).budget
     return [
         Heading(one.title),
@@ -333,18 +269,18 @@ def _section(one: Told, path: Path) -> list[Block]:
             f"{short_number(spent)} FLOPs each, {task.recipe}, {task.batch or 'all'} samples a step; looks after "
             f"{', '.join(f'{share:.0%}' for share in task.looks)} of the FLOPs, each given {task.looked_at:,} samples."
         ),
-        Bullets(tuple(verdict(one.rows))),
-        Picture(path, f"{task.name}: validation loss over FLOPs. {command}"),
-        table(one.rows),
+        Bullets(tuple(verdict(rows))),
+        Picture(path, f"{task.name}: validation loss over FLOPs. {one.command}"),
+        table(rows),
         *_costs(one),
         Paragraph("What grew, in the run of the first seed:"),
-        _grown(one),
-        Paragraph(f"Computed by `{command}`, written by `sensli compare report`."),
+        _growths(one),
+        Paragraph(f"Computed by `{one.command}`, written by `sensli compare report`."),
     ]
 
 
-def _costs(one: Told) -> list[Block]:
-    found = cost_table(one.methods, one.runs)
+def _costs(one: TaskReport) -> list[Block]:
+    found = cost_table(one.asked.methods, one.runs)
     if not found.rows:
         return []
     words = (
@@ -355,37 +291,35 @@ def _costs(one: Told) -> list[Block]:
     return [Paragraph(words), found]
 
 
-def _grown(one: Told) -> Table:
+def _growths(one: TaskReport) -> Table:
     lines = []
-    for method in one.methods:
+    for method in one.asked.methods:
         if method.grows and method.name in one.runs:
             run = next(iter(one.runs[method.name].values()))
             lines.append((method.name, "; ".join(f"{flops / run.budget:.0%}: {what}" for flops, what in run.grown)))
     return Table(("method", "share of the FLOPs: growth"), tuple(lines))
 
 
-def _record(one: Told) -> dict[str, Any]:
-    def plain(run: Run) -> dict[str, Any]:
-        names = ("test_loss", "test_error", "parameters", "forward", "decisions", "budget", "steps", "uncounted")
-        last = {"validation_loss": run.validation[-1]}
-        return {**last, **{name: getattr(run, name) for name in names}}
-
-    runs = {name: {str(seed): plain(run) for seed, run in own.items()} for name, own in one.runs.items()}
-    spent = {name: asdict(cost) for name, cost in costs(one.methods, one.runs).items()}
-    ratios = {row.method.name: _factors(row.front) for row in one.rows if row.front is not None}
+def _record(one: TaskReport, rows: Sequence[Row]) -> dict[str, Any]:
+    """The numbers of a task for programs."""
+    names = ("test_loss", "test_error", "parameters", "forward", "decisions", "budget", "steps", "uncounted")
+    runs = {
+        method: {
+            str(seed): {"validation_loss": run.validation[-1], **{name: getattr(run, name) for name in names}}
+            for seed, run in own.items()
+        }
+        for method, own in one.runs.items()
+    }
     return {
-        "task": one.task.name,
-        "budget": one.budget,
-        "title": one.task.title,
+        "task": one.asked.task.name,
+        "budget": one.asked.budget,
+        "title": one.asked.task.title,
         "runs": runs,
-        "front_ratios": ratios,
-        "costs": spent,
+        "front_ratios": {row.method.name: _factors(row.front) for row in rows if row.front is not None},
+        "costs": {name: asdict(cost) for name, cost in costs(one.asked.methods, one.runs).items()},
     }
 
 
 def _factors(front: Front) -> dict[str, Any]:
-    named = {"end": front.end, "most": front.most, "mean": front.mean, "worst": front.worst}
-    return {
-        **{name: str(factor) for name, factor in named.items()},
-        "levels": [round(one.mean, 3) for one in front.levels],
-    }
+    factors = {name: str(getattr(front, name)) for name in ("end", "most", "mean", "worst")}
+    return {**factors, "levels": [round(one.mean, 3) for one in front.levels]}

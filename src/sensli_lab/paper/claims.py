@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sensli_lab.paper.evidence import (
-    BestTime,
-    Cheaper,
-    Check,
-    NewGradient,
-    SamePlace,
-    Separation,
-    Smaller,
-    ThresholdCheck,
-)
+from sensli_lab.paper import evidence
+from sensli_lab.paper.evidence import BestTime, Cheaper, NewGradient, SamePlace, Separation, Smaller, ThresholdCheck
 
 LOSS = ("train_loss",)
 EARLY = (10, 50, 150, 450)
@@ -24,7 +16,7 @@ class Question:
     """A further experiment, asked because a claim did not hold everywhere, and a sentence for each outcome."""
 
     text: str
-    checks: tuple[Check, ...]
+    checks: tuple[evidence.Check, ...]
     yes: str  # every check confirmed
     partly: str
     no: str  # no check confirmed
@@ -35,7 +27,7 @@ class Question:
 class Claim:
     name: str
     words: str
-    checks: tuple[Check, ...]
+    checks: tuple[evidence.Check, ...]
     questions: tuple[Question, ...] = ()
 
 

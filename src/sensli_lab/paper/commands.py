@@ -11,9 +11,9 @@ from sensli_lab.paper import planning, runner, tables
 from sensli_lab.paper.engine import engine
 from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.planning import Experiment, Plan, RunOptions, plan
-from sensli_lab.paper.store import Store, readable, told
-from sensli_lab.paper.tables import Table
-from sensli_lab.work.options import place_of
+from sensli_lab.paper.store import Store, describe_results
+from sensli_lab.work.cli import place_of
+from sensli_lab.work.pages import Table, plain
 
 
 def plans_for(names: Sequence[str], recipe: str | None, options: RunOptions) -> list[Plan]:
@@ -23,13 +23,13 @@ def plans_for(names: Sequence[str], recipe: str | None, options: RunOptions) -> 
         for one in planning.GROUPS[name]() if name in planning.GROUPS else [name]:
             found = planning.find(one)
             wanted[found.name] = found, one
-    plans = []
-    for experiment, named in wanted.values():
-        for chosen in _recipes(experiment, recipe):
-            plans.append(plan(experiment, chosen, options, named=named))
-    for one_plan in plans:
-        for settings in one_plan.arms.values():
-            engine(settings)
+    plans = [
+        plan(experiment, chosen, options, named=named)
+        for experiment, named in wanted.values()
+        for chosen in _recipes(experiment, recipe)
+    ]
+    for settings in (settings for one_plan in plans for settings in one_plan.arms.values()):
+        engine(settings)
     return plans
 
 
@@ -49,7 +49,7 @@ def _options(args: argparse.Namespace) -> RunOptions:
 
 
 def _list(args: argparse.Namespace) -> None:
-    store = readable(args.out)
+    store = Store(args.out)
     rows, asked = [], list[Plan]()
     refused: list[BadExperiment] = []
     for experiment in planning.bundled().values():
@@ -67,8 +67,8 @@ def _list(args: argparse.Namespace) -> None:
     if refused and (args.epochs_scale == 1.0 or not rows):
         raise refused[0]
     header = ("experiment", "setting", "shows", "networks", "recipes", "runs", "cost", "computed")
-    print(tables.plain(Table(header, tuple(rows))))
-    others = told(store.root, asked)
+    print(plain(Table(header, tuple(rows))))
+    others = describe_results(store.root, asked)
     if others:
         print(f"\nComputed with other options: {others}")
 
@@ -100,7 +100,7 @@ def _networks(one: Plan) -> str:
 
 def _run(args: argparse.Namespace) -> None:
     plans = plans_for(args.experiments, args.recipe, _options(args))
-    store = readable(args.out)
+    store = Store(args.out)
     if runner.run(plans, store, Machine(args.data, args.device, args.compile), place_of(args)) == 0:
         print("everything was already computed")
     _show_plans(plans, store)
@@ -108,13 +108,12 @@ def _run(args: argparse.Namespace) -> None:
 
 def _show(args: argparse.Namespace) -> None:
     plans = plans_for(args.experiments, args.recipe, _options(args))
-    _show_plans(plans, readable(args.out))
+    _show_plans(plans, Store(args.out))
 
 
 def _show_plans(plans: list[Plan], store: Store) -> None:
     from sensli_lab.paper import figures
 
-    shown = 0
     missing: dict[str, NoResults] = {}
     for one in plans:
         try:
@@ -122,11 +121,10 @@ def _show_plans(plans: list[Plan], store: Store) -> None:
         except NoResults as error:
             missing[f"{one.experiment.name} ({one.words})"] = error
             continue
-        shown += 1
         size = "" if one.preset == "paper" else f", {one.preset} preset"
         print(f"\nExperiment {one.experiment.name}, recipe '{one.recipe}'{size}: {one.experiment.title}. {one.note}")
         for table in (tables.counts(one), tables.measured(one, results)):
-            print(f"\n{tables.plain(table)}")
+            print(f"\n{plain(table)}")
         for line in tables.remarks(one, results):
             print(f"\n{line}")
         try:
@@ -134,24 +132,23 @@ def _show_plans(plans: list[Plan], store: Store) -> None:
                 print(f"\nfigure: {path} (and .pdf)")
         except MissingExtra as error:
             print(f"\nno figure: {error}")
-    if missing and shown == 0:
-        raise NoResults(f"{next(iter(missing.values()))}. {told(store.root, known=plans)}")
+    if len(missing) == len(plans):
+        raise NoResults(f"{next(iter(missing.values()))}. {describe_results(store.root, known=plans)}")
     if missing:
-        print(
-            f"\nNot shown, because it is not computed with these options: {', '.join(missing)}. {told(store.root, plans, plans)}"
-        )
+        held = describe_results(store.root, plans, plans)
+        print(f"\nNot shown, because it is not computed with these options: {', '.join(missing)}. {held}")
 
 
 def _report(args: argparse.Namespace) -> None:
     from sensli_lab.paper import report
 
     folder = args.to or args.out / "report"
-    for path in report.write(readable(args.out), _options(args), folder):
+    for path in report.write(Store(args.out), _options(args), folder):
         print(path)
 
 
 def _export(args: argparse.Namespace) -> None:
-    print(planning.exported(args.experiment, args.name), end="")
+    print(planning.export(args.experiment, args.name), end="")
 
 
 COMMANDS = {"list": _list, "run": _run, "show": _show, "report": _report, "export": _export}

@@ -16,21 +16,12 @@ from torch import Tensor
 
 from sensli.merits.norms import NORMS
 from sensli_lab.errors import BadExperiment, NoResults
-from sensli_lab.paper import planning
+from sensli_lab.paper import cnn, planning
 from sensli_lab.paper.engine import engine
-from sensli_lab.paper.planning import Experiment, Plan, RunOptions, plan
-from sensli_lab.paper.statistics import (
-    AWAITING,
-    CONFIRMED,
-    NOT_CONFIRMED,
-    OPPOSITE,
-    Paired,
-    interval,
-    number,
-    paired,
-    ratios,
-)
+from sensli_lab.paper.image_sets import FACTS
+from sensli_lab.paper.planning import Plan, RunOptions, plan
 from sensli_lab.paper.store import Result, Store
+from sensli_lab.work.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED, OPPOSITE, Interval, interval, number, paired
 
 ONE_RUN = "inconclusive: one run"
 NOT_LEARNT = "inconclusive: the network did not learn"
@@ -50,58 +41,36 @@ class Finding:
 
 
 class Evidence:
-    """Stored results by experiment."""
+    """Stored results by experiment, each plan made and loaded once, because every claim asks for it."""
 
     def __init__(self, store: Store, options: RunOptions) -> None:
         self.store, self.options = store, options
         self.experiments = planning.bundled()
-        self._plans: dict[tuple[str, str], Plan | None] = {}
-        self._loaded: dict[str, dict[str, Result] | None] = {}
+        self._loaded: dict[tuple[str, str], tuple[Plan, dict[str, Result]] | None] = {}
         self.left_out: list[str] = []  # why, where only some of the results are stored
 
     def each(self, name: str, recipes: tuple[str, ...] = ()) -> Iterator[tuple[Plan, dict[str, Result]]]:
         """Every recipe of an experiment (or the named ones) that has all its results."""
         if name not in self.experiments:
             return
-        experiment = self.experiments[name]
-        for recipe in recipes or experiment.recipes:
-            one = self._plan(experiment, recipe)
-            if one is None:
-                continue
-            if one.key not in self._loaded:
-                try:
-                    self._loaded[one.key] = self.store.load_all(one)
-                except NoResults as error:
-                    self._loaded[one.key] = None
-                    if any(self.store.root.glob(f"{one.key}/*/runs-*.json")):
-                        self.left_out.append(str(error))
-            results = self._loaded[one.key]
-            if results is not None:
-                yield one, results
+        for recipe in recipes or self.experiments[name].recipes:
+            if (name, recipe) not in self._loaded:
+                self._loaded[name, recipe] = self._load(name, recipe)
+            stored = self._loaded[name, recipe]
+            if stored is not None:
+                yield stored
 
-    def _plan(self, experiment: Experiment, recipe: str) -> Plan | None:
-        """Made once, because every claim asks for it."""
-        key = experiment.name, recipe
-        if key not in self._plans:
-            try:
-                self._plans[key] = plan(experiment, recipe, self.options)
-            except BadExperiment:  # not possible at this scale of the epochs, so there can be no results
-                self._plans[key] = None
-        return self._plans[key]
-
-
-def _awaiting(experiment: str, what: str) -> Finding:
-    command = f"sensli paper run {experiment}"
-    kind = f"the CNN experiments: {command} --preset laptop" if experiment in CNN else f"results: {command}"
-    return Finding(f"{_called(experiment)}: {what}", f"awaiting {kind}", AWAITING)
-
-
-def named(one: Plan) -> str:
-    return f"{_called(one.experiment.name)} ({one.words})"
-
-
-def _called(experiment: str) -> str:
-    return f"Exp{experiment}" if experiment.isdigit() else experiment
+    def _load(self, name: str, recipe: str) -> tuple[Plan, dict[str, Result]] | None:
+        try:
+            one = plan(self.experiments[name], recipe, self.options)
+        except BadExperiment:  # not possible at this scale of the epochs, so there can be no results
+            return None
+        try:
+            return one, self.store.load_all(one)
+        except NoResults as error:
+            if any(self.store.root.glob(f"{one.key}/*/runs-*.json")):
+                self.left_out.append(str(error))
+            return None
 
 
 @dataclass(frozen=True)
@@ -113,48 +82,79 @@ class Check(ABC):
 
     def weigh(self, evidence: Evidence) -> list[Finding]:
         stored = evidence.each(self.experiment, self.recipes)
-        findings = [finding for one, results in stored for finding in self._found(one, results)]
-        return findings or [_awaiting(self.experiment, self._asks())]
+        findings = [finding for one, results in stored for finding in self._findings(one, results)]
+        if findings:
+            return findings
+        command = f"sensli paper run {self.experiment}"
+        cnn = self.experiment in CNN
+        kind = f"the CNN experiments: {command} --preset laptop" if cnn else f"results: {command}"
+        return [Finding(f"{_name(self.experiment)}: {self._asks()}", f"awaiting {kind}", AWAITING)]
 
     @abstractmethod
-    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]: ...
+    def _findings(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]: ...
 
     @abstractmethod
     def _asks(self) -> str:
         """What the check is about, in a few words."""
 
 
+def _name(experiment: str) -> str:
+    return f"Exp{experiment}" if experiment.isdigit() else experiment
+
+
+def _setting(one: Plan) -> str:
+    return f"{_name(one.experiment.name)} ({one.words})"
+
+
 @dataclass(frozen=True)
-class Smaller(Check):
-    """The first arm has smaller values than the second, over paired runs: at the end, unless another moment is given."""
+class TwoArms(Check):
+    """A comparison of two arms."""
 
     first: str
     second: str
+
+    def _asks(self) -> str:
+        return f"{self.first} against {self.second}"
+
+
+@dataclass(frozen=True)
+class Smaller(TwoArms):
+    """The first arm has smaller values than the second, over paired runs: at the end, unless another moment is given."""
+
     curves: tuple[str, ...] = ("train_loss", "test_error")
     hidden: bool = False  # the claim is that there is no visible difference
     epoch: int | None = None  # compare after this epoch
     equal_cost: bool = False  # compare with the second when it has used as many FLOPs as the first did in total
     dead: bool | None = None  # only runs whose first arm had dead units at the insertion (True), or none (False)
 
-    def _asks(self) -> str:
-        return f"{self.first} against {self.second}"
-
-    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+    def _findings(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
         first, second = results[self.first], results[self.second]
         ends, when = self._moments(one)
-        rows = self._rows(first)
-        if not len(rows):
+        rows = torch.arange(len(first.runs["train_loss"]), device="cpu")
+        if self.dead is not None:
+            rows = rows[(first.runs["dead"][:, 0] > 0) == self.dead]
+        if not len(rows) or (self.epoch or 0) > first.settings.epochs:  # a shortened training has no such epoch
             return
+        subset = {None: "", True: ", runs with dead units", False: ", runs without dead units"}[self.dead]
+        claimed = " (claimed: no visible difference)" if self.hidden else ""
+        idle = [arm for arm in (self.first, self.second) if at_chance(results[arm])]
+        remark = f"; at chance level: {' and '.join(idle)}" if idle else ""
         for curve in self.curves:
             sides = zip((first, second), ends, strict=True)
-            pair = paired(*(side.runs[curve][: one.runs][rows, end] for side, end in sides))
-            setting = f"{named(one)}, {WORDS[curve]}{when}{self._subset()}: {self._asks()}"
-            if self.hidden:
-                setting += " (claimed: no visible difference)"
-            idle = [arm for arm in (self.first, self.second) if at_chance(results[arm])]
-            remark = f"; at chance level: {' and '.join(idle)}" if idle else ""
-            verdict = self._verdict(pair) if len(idle) < 2 else NOT_LEARNT
-            yield Finding(setting, _words(pair) + remark, verdict)
+            both = paired(*(side.runs[curve][: one.runs][rows, end] for side, end in sides))
+            measured = (
+                f"{number(both.first)} against {number(both.second)}; difference {both.difference}; "
+                f"smaller in {both.wins} of {both.difference.runs} runs{remark}"
+            )
+            setting = f"{_setting(one)}, {WORDS[curve]}{when}{subset}: {self._asks()}{claimed}"
+            verdict = both.verdict()
+            if len(idle) == 2:
+                verdict = NOT_LEARNT
+            elif both.difference.runs < 2:
+                verdict = ONE_RUN
+            elif self.hidden:
+                verdict = CONFIRMED if verdict == NOT_CONFIRMED else NOT_CONFIRMED
+            yield Finding(setting, measured, verdict)
 
     def _moments(self, one: Plan) -> tuple[tuple[int, int], str]:
         """The epochs at which the two are compared, and how to say it."""
@@ -167,50 +167,20 @@ class Smaller(Check):
         epoch = min(round(share * sides[1].epochs), sides[1].epochs)
         return (-1, epoch), f" at equal FLOPs (epoch {epoch} of {self.second})"
 
-    def _subset(self) -> str:
-        return {None: "", True: ", runs with dead units", False: ", runs without dead units"}[self.dead]
-
-    def _rows(self, first: Result) -> torch.Tensor:
-        everyone = torch.arange(len(first.runs["train_loss"]), device="cpu")
-        if self.dead is None:
-            return everyone
-        return everyone[(first.runs["dead"][:, 0] > 0) == self.dead]
-
-    def _verdict(self, pair: Paired) -> str:
-        if pair.difference.runs < 2:
-            return ONE_RUN
-        verdict = pair.verdict()
-        if self.hidden:
-            return CONFIRMED if verdict == NOT_CONFIRMED else NOT_CONFIRMED
-        return verdict
-
 
 def at_chance(result: Result) -> bool:
     """Whether a CNN ends no better than guessing, as it does with the stated Adam 0.01."""
     return result.settings.engine == "cnn" and result.final("test_error").mean().item() > CHANCE
 
 
-def _words(pair: Paired) -> str:
-    return (
-        f"{number(pair.first)} against {number(pair.second)}; difference {pair.difference}; "
-        f"smaller in {pair.wins} of {pair.difference.runs} runs"
-    )
-
-
 @dataclass(frozen=True)
-class Cheaper(Check):
+class Cheaper(TwoArms):
     """The first arm needs fewer FLOPs than the second: a count, so it needs no interval; if asked for, less time as well."""
 
-    first: str
-    second: str
     time: bool = False
 
-    def _asks(self) -> str:
-        return f"{self.first} against {self.second}"
-
-    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+    def _findings(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
         sides = results[self.first], results[self.second]
-        setting = f"{named(one)}: {self._asks()}"
         if "flops" in sides[0].runs:  # what was actually inserted, and the time it actually took
             found = ratios(*sides)
             measured = str(found) if self.time else f"FLOPs ratio {found.flops}"
@@ -219,12 +189,11 @@ class Cheaper(Check):
                 verdict = OPPOSITE if found.steady.low > 1 else NOT_CONFIRMED
             if all(at_chance(side) for side in sides):
                 verdict = NOT_LEARNT
-            yield Finding(setting, measured, verdict)
-            return
-        first, second = (engine(s).counts(s).flops for s in (one.arms[self.first], one.arms[self.second]))
-        measured = f"{first:,} against {second:,} FLOPs per sample, ratio {first / second:.3f}"
-        verdict = CONFIRMED if first < second else OPPOSITE
-        yield Finding(setting, measured, verdict)
+        else:
+            first, second = (engine(s).counts(s).flops for s in (one.arms[self.first], one.arms[self.second]))
+            measured = f"{first:,} against {second:,} FLOPs per sample, ratio {first / second:.3f}"
+            verdict = CONFIRMED if first < second else OPPOSITE
+        yield Finding(f"{_setting(one)}: {self._asks()}", measured, verdict)
 
 
 @dataclass(frozen=True)
@@ -236,7 +205,7 @@ class NewGradient(Check):
     def _asks(self) -> str:
         return f"gradient norms of {self.arm}"
 
-    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+    def _findings(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
         result = results[self.arm]
         time = result.settings.insert_at[0]
         norms = result.runs["gradient_norm"][:, time:].double()  # [runs, epochs, layers]
@@ -246,13 +215,12 @@ class NewGradient(Check):
         logs = (new.clamp(min=1e-30) / others.clamp(min=1e-30)).log10().mean(1)
         mean = interval(logs)
         verdict = CONFIRMED if mean.low > -1 and mean.high < 1 else OPPOSITE if abs(mean.mean) > 1 else NOT_CONFIRMED
-        low, high = 10**mean.low, 10**mean.high
         larger = (new.mean(1) > others.mean(1)).sum().item()
         measured = (
             f"new layer's norm over the mean of the others', after the insertion: {number(10**mean.mean)} "
-            f"[{number(low)}, {number(high)}] (geometric mean); larger in {larger} of {len(logs)} runs"
+            f"[{number(10**mean.low)}, {number(10**mean.high)}] (geometric mean); larger in {larger} of {len(logs)} runs"
         )
-        yield Finding(f"{named(one)}: {self.arm}", measured, verdict)
+        yield Finding(f"{_setting(one)}: {self.arm}", measured, verdict)
 
 
 @dataclass(frozen=True)
@@ -264,23 +232,19 @@ class ThresholdCheck(Check):
     def _asks(self) -> str:
         return f"{self.arm}, ratio at least 1"
 
-    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+    def _findings(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
         result = results[self.arm]
         best = result.runs["ratios"].nan_to_num(-math.inf).amax(2)  # [runs, times]
         accepted = (best >= 1).double()
         mixed = 0 < accepted.mean().item() < 1
-        parts = [
-            f"after {time} epochs: {int(accepted[:, k].sum())} of {len(best)} runs, {_median(best[:, k])}"
-            for k, time in enumerate(result.settings.insert_at)
-        ]
+        parts = []
+        for k, time in enumerate(result.settings.insert_at):
+            median = best[:, k].median().item()
+            words = f"median ratio {number(median)}" if math.isfinite(median) else "all merits zero"
+            parts.append(f"after {time} epochs: {int(accepted[:, k].sum())} of {len(best)} runs, {words}")
         verdict = ONE_RUN if len(best) < 2 else CONFIRMED if mixed else NOT_CONFIRMED
         verdict = NOT_LEARNT if at_chance(result) else verdict
-        yield Finding(f"{named(one)}: {self._asks()}", "; ".join(parts), verdict)
-
-
-def _median(ratios: torch.Tensor) -> str:
-    median = ratios.median().item()
-    return f"median ratio {number(median)}" if math.isfinite(median) else "all merits zero"
+        yield Finding(f"{_setting(one)}: {self._asks()}", "; ".join(parts), verdict)
 
 
 @dataclass(frozen=True)
@@ -292,19 +256,17 @@ class BestTime(Check):
     def _asks(self) -> str:
         return "best insertion time"
 
-    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+    def _findings(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
         grown = {arm: r for arm, r in results.items() if r.settings.insert_at}
         means = {arm: r.final("train_loss").mean().item() for arm, r in grown.items()}
         best = min(means, key=lambda arm: means[arm])
         time = grown[best].settings.insert_at[0]
         losses = torch.stack([r.final("train_loss") for r in grown.values()])
-        moments = [r.settings.insert_at[0] for r in grown.values()]
-        counts = torch.bincount(losses.argmin(0), minlength=len(moments)).tolist()
-        spread = ", ".join(f"{moment}: {count}" for moment, count in zip(moments, counts, strict=True))
-        runs = losses.shape[1]
-        verdict = ONE_RUN if runs < 2 else CONFIRMED if time in self.expected else NOT_CONFIRMED
+        counts = torch.bincount(losses.argmin(0), minlength=len(grown)).tolist()
+        spread = ", ".join(f"{r.settings.insert_at[0]}: {n}" for r, n in zip(grown.values(), counts, strict=True))
+        verdict = ONE_RUN if losses.shape[1] < 2 else CONFIRMED if time in self.expected else NOT_CONFIRMED
         measured = f"best after {time} epochs (mean loss {number(means[best])}); best by run: {spread}"
-        yield Finding(f"{named(one)}: best time among {list(self.expected)}", measured, verdict)
+        yield Finding(f"{_setting(one)}: best time among {list(self.expected)}", measured, verdict)
 
 
 # ---- Checks that only the CNN experiments can answer: which norm separates, whether the same place is chosen each time.
@@ -322,10 +284,10 @@ class Separation(Check):
     def _asks(self) -> str:
         return "five norms per place and run"
 
-    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+    def _findings(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
         values = results[self.arm].runs["norms"][:, 0]
         values = values[:, ~values[0, :, 0].isnan()]  # [runs, places, norms]
-        setting = f"{named(one)}: gap between the two best places over the spread of the runs"
+        setting = f"{_setting(one)}: gap between the two best places over the spread of the runs"
         if len(values) < 2:
             yield Finding(setting, "needs the spread of several runs", ONE_RUN)
             return
@@ -360,11 +322,92 @@ class SamePlace(Check):
     def _asks(self) -> str:
         return "the same place at each insertion time"
 
-    def _found(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
+    def _findings(self, one: Plan, results: dict[str, Result]) -> Iterator[Finding]:
         grown = [result for result in results.values() if "place" in result.runs]
         places = torch.stack([result.runs["place"][:, 0] for result in grown])  # [times, runs]
         tallies = torch.bincount(places[places >= 0].flatten()).tolist()
         text = ", ".join(f"place {place + 1}: {count}" for place, count in enumerate(tallies))
         verdict = CONFIRMED if len(places.unique()) == 1 else NOT_CONFIRMED
-        setting = f"{named(one)}: the same place at each insertion time"
-        yield Finding(setting, f"chosen over times and runs: {text}", verdict)
+        yield Finding(f"{_setting(one)}: {self._asks()}", f"chosen over times and runs: {text}", verdict)
+
+
+# ---- What growing cost, compared with the grown network from the start, run by run: FLOPs, time, and the share of looking.
+
+
+@dataclass(frozen=True)
+class CostRatios:
+    """Grown over extended, mean over the runs. `chosen` follows from the insertions alone, without the looks."""
+
+    flops: Interval  # by the paper's rule: a look costs three passes of the network with a layer more at every place
+    computed: Interval  # as it is here: three passes of the network as it is, and a weight gradient at every place
+    time: Interval
+    steady: Interval  # time, with the median epoch of every stretch between two looks: not affected by a machine's busy moments
+    chosen: Interval
+    looking: Interval  # share of the looks in the time of the grown arm
+
+    def __str__(self) -> str:
+        return (
+            f"FLOPs ratio {self.computed}; by the paper's rule, which counts a look as passes of a network extended everywhere, "
+            f"{self.flops}; time ratio {self.time}, from median epochs {self.steady}; from the insertions alone {self.chosen}; "
+            f"looking took {number(100 * self.looking.mean)} % of the time"
+        )
+
+
+def ratios(grown: Result, whole: Result) -> CostRatios:
+    settings, facts = grown.settings, FACTS[grown.settings.data.name]
+    trained, total = _training_flops(grown), whole.final("flops")
+    ends = [cnn.forward_flops(settings.network, facts, stages[-1]) for stages in _stages(grown)]
+    parts = {
+        "flops": grown.final("flops") / total,
+        "computed": (trained + _look_flops(grown)) / total,
+        "time": grown.final("seconds") / whole.final("seconds"),
+        "steady": _steady(grown) / _steady(whole),
+        "chosen": trained / (3 * settings.epochs * torch.tensor(ends, dtype=torch.float64, device="cpu")),
+        "looking": grown.runs["look_seconds"].sum(1) / grown.final("seconds"),
+    }
+    return CostRatios(**{name: interval(values) for name, values in parts.items()})
+
+
+def pair(plan: Plan) -> tuple[str, str] | None:
+    """The arm that grows and the arm that has its network from the start, if the plan has such a pair."""
+    for arm, settings in plan.arms.items():
+        if settings.from_start:
+            return plan.grown_arm(arm), arm
+    return None
+
+
+def _stages(result: Result) -> list[list[list[int]]]:
+    """Convolutions per stage before each look and after the last one, run by run."""
+    network = result.settings.network
+    runs: list[list[int]] = result.runs["place"].tolist()
+    return [[cnn.grown(network, places[:look]) for look in range(len(places) + 1)] for places in runs]
+
+
+def _training_flops(result: Result) -> Tensor:
+    """FLOPs per image of all training steps, looks not counted: [runs]."""
+    settings, facts = result.settings, FACTS[result.settings.data.name]
+    times = torch.tensor((0, *settings.insert_at, settings.epochs), device="cpu").diff()
+    forward = [[cnn.forward_flops(settings.network, facts, one) for one in stages] for stages in _stages(result)]
+    return 3 * (torch.tensor(forward, dtype=torch.float64, device="cpu") * times).sum(1)
+
+
+def _look_flops(result: Result) -> Tensor:
+    """FLOPs per image of all looks, with the share of the images that each one needed: [runs]."""
+    network, facts = result.settings.network, FACTS[result.settings.data.name]
+    looks = [[cnn.look_flops(network, facts, one) for one in stages[:-1]] for stages in _stages(result)]
+    return (torch.tensor(looks, dtype=torch.float64, device="cpu") * result.runs["look_share"]).sum(1)
+
+
+def _steady(result: Result) -> Tensor:
+    """Seconds of a run if every epoch between two looks took the median of them, plus the looks."""
+    settings = result.settings
+    epochs = result.runs["seconds"].double().diff(dim=1)
+    total = torch.zeros(len(epochs), dtype=torch.float64, device="cpu")
+    if "look_seconds" in result.runs:
+        looks = result.runs["look_seconds"].double()
+        for k, time in enumerate(settings.insert_at):
+            epochs[:, time - 1] -= looks[:, k]  # a look counts to the epoch before it
+        total += looks.sum(1)
+    for start, end in zip((0, *settings.insert_at), (*settings.insert_at, settings.epochs), strict=True):
+        total += epochs[:, start:end].median(1).values * (end - start)
+    return total

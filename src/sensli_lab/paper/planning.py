@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper import presets
-from sensli_lab.paper.reading import check_keys, merged, read, unknown
+from sensli_lab.paper.reading import check_keys, merge, read, unknown
 from sensli_lab.paper.settings import Settings, need, need_known
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Plan:
         """The recipe, and the preset where it is not the paper's."""
         return self.recipe if self.preset == "paper" else f"{self.recipe}, {self.preset} preset"
 
-    def grown(self, arm: str) -> str:
+    def grown_arm(self, arm: str) -> str:
         """The arm whose grown networks this arm (`from_start`) trains from scratch."""
         wanted = dataclasses.replace(self.arms[arm], from_start=False, record_gradients=False, record_norms=False)
         for name, settings in self.arms.items():
@@ -152,66 +152,56 @@ def plan(experiment: Experiment, recipe: str, options: RunOptions, where: str | 
     if not 0 < options.epochs_scale <= 100:
         raise BadExperiment(f"{where}: --epochs-scale must be positive and at most 100, got {options.epochs_scale}.")
     chosen = experiment.recipes[recipe]
-    base = merged(experiment.settings, chosen.settings)
+    base = merge(experiment.settings, chosen.settings)
     check_keys(base, [f.name for f in dataclasses.fields(Settings)], f"{where}, recipe {recipe!r}")
     arms = {}
     for name, changes in experiment.arms.items():
         spot = f"{where}, arm {name!r} ({recipe})"
-        settings = presets.apply(options.preset, read(Settings, merged(base, changes), spot), spot)
-        settings = _scaled(settings, options.epochs_scale, spot)
-        arms[name] = (
-            dataclasses.replace(settings, dtype="bfloat16") if options.bf16 and presets.apply_to(settings) else settings
-        )
+        settings = presets.apply(options.preset, read(Settings, merge(base, changes), spot), spot)
+        try:
+            settings = presets.shorten(settings, options.epochs_scale)
+        except ValueError as error:
+            raise BadExperiment(f"{spot}: --epochs-scale {options.epochs_scale} is too small: {error}") from None
+        bf16 = options.bf16 and presets.apply_to(settings)
+        arms[name] = dataclasses.replace(settings, dtype="bfloat16") if bf16 else settings
     _check_figures(experiment, arms, where)
     runs = options.runs or presets.runs(options.preset, arms, chosen.runs or experiment.runs)
     result = Plan(experiment, recipe, chosen.note, runs, options.seed, arms, options, named)
     for name, settings in arms.items():
         if settings.from_start:
-            result.grown(name)
+            result.grown_arm(name)
     return result
 
 
 def _check_figures(experiment: Experiment, arms: dict[str, Settings], where: str) -> None:
     """A figure needs something to draw; better said before the training than after it."""
-    if "heatmaps" in experiment.figures and not any(arm.insert_at for arm in arms.values()):
-        raise BadExperiment(f"{where}: the figure 'heatmaps' needs an arm that grows (insert_at).")
-    recorded = any(arm.record_gradients and len(arm.insert_at) == 1 for arm in arms.values())
-    if "norms" in experiment.figures and not any(arm.record_norms and arm.insert_at for arm in arms.values()):
-        raise BadExperiment(f"{where}: the figure 'norms' needs an arm that grows with record_norms.")
-    if "cost" in experiment.figures and not all(presets.apply_to(arm) for arm in arms.values()):
-        raise BadExperiment(f"{where}: the figure 'cost' needs the engine 'cnn', which keeps the time.")
-    if "gradients" in experiment.figures and not recorded:
-        raise BadExperiment(f"{where}: the figure 'gradients' needs an arm with record_gradients and one insertion.")
-
-
-def _scaled(settings: Settings, scale: float, where: str) -> Settings:
-    try:
-        return presets.shortened(settings, scale)
-    except ValueError as error:
-        raise BadExperiment(f"{where}: --epochs-scale {scale} is too small: {error}") from None
+    growing = [arm for arm in arms.values() if arm.insert_at]
+    recorded = any(arm.record_gradients and len(arm.insert_at) == 1 for arm in growing)
+    needs = {
+        "heatmaps": (len(growing) > 0, "an arm that grows (insert_at)"),
+        "norms": (any(arm.record_norms for arm in growing), "an arm that grows with record_norms"),
+        "cost": (all(map(presets.apply_to, arms.values())), "the engine 'cnn', which keeps the time"),
+        "gradients": (recorded, "an arm with record_gradients and one insertion"),
+    }
+    for figure, (fulfilled, what) in needs.items():
+        if figure in experiment.figures and not fulfilled:
+            raise BadExperiment(f"{where}: the figure {figure!r} needs {what}.")
 
 
 # ---- Finding experiments: the paper's by number, ours by name, the user's by path.
 
 
-_DEEP = "is nested too deeply for an experiment. Use an intact copy."
 PAPER = tuple(str(number) for number in range(1, 15))
 
 
 @lru_cache
 def _files() -> dict[str, Traversable]:
     """The experiments that come with the package, by name, the paper's first. None of them is read."""
-    entries = {
-        entry.name.removesuffix(".json"): entry
-        for entry in (resources.files("sensli_lab.paper") / "experiments").iterdir()
-    }
-    names = {
-        re.sub(r"^exp0*(\d+)$", r"\1", stem): entry for stem, entry in entries.items() if entry.name.endswith(".json")
-    }
-    return {
-        name: names[name]
-        for name in sorted(names, key=lambda name: (0, int(name), "") if name in PAPER else (1, 0, name))
-    }
+    folder = resources.files("sensli_lab.paper") / "experiments"
+    entries = [entry for entry in folder.iterdir() if entry.name.endswith(".json")]
+    names = {re.sub(r"^exp0*(\d+)$", r"\1", entry.name.removesuffix(".json")): entry for entry in entries}
+    order = sorted(names, key=lambda name: (0, int(name), "") if name in PAPER else (1, 0, name))
+    return {name: names[name] for name in order}
 
 
 @lru_cache
@@ -254,7 +244,7 @@ def find(name: str) -> Experiment:
     raise BadExperiment(unknown("experiment", name, [*_files(), *GROUPS]))
 
 
-def exported(name: str, new: str | None = None) -> str:
+def export(name: str, new: str | None = None) -> str:
     """The file of an experiment of the package under another name, to be changed and run: ``my-13`` unless one is given."""
     if name not in _files():
         raise BadExperiment(unknown("experiment", name, _files()))
@@ -273,32 +263,26 @@ def load(path: Path) -> Experiment:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadExperiment(f"{path} cannot be read ({_reason(error)}). Check the path.") from None
+        reason = error.strerror or "" if isinstance(error, OSError) else "not UTF-8 text"
+        raise BadExperiment(f"{path} cannot be read ({reason}). Check the path.") from None
     try:
-        data = _toml(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
-        raise BadExperiment(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
-    except RecursionError:
-        raise BadExperiment(f"{path} {_DEEP}") from None
-    try:
+        try:
+            if path.suffix != ".toml":
+                data = json.loads(text)
+            elif sys.version_info >= (3, 11):
+                import tomllib
+
+                data = tomllib.loads(text)
+            else:
+                raise BadExperiment("TOML files need Python 3.11 or newer. Write the experiment as JSON.")
+        except ValueError as error:
+            raise BadExperiment(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
         experiment = parse(data, path.name)
     except RecursionError:
-        raise BadExperiment(f"{path} {_DEEP}") from None
+        raise BadExperiment(f"{path} is nested too deeply for an experiment. Use an intact copy.") from None
     if experiment.name in _files():
         raise BadExperiment(
             f"{path.name}: the name {experiment.name!r} belongs to an experiment of the package, and their results would "
             "be mixed up. Choose another name."
         )
     return experiment
-
-
-def _toml(text: str) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-
-        return tomllib.loads(text)
-    raise BadExperiment("TOML files need Python 3.11 or newer. Write the experiment as JSON.")
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror or "" if isinstance(error, OSError) else "not UTF-8 text"

@@ -6,10 +6,9 @@ have no presets: for them every preset is the paper's.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper.reading import unknown
@@ -37,32 +36,16 @@ PRESETS = {
     "paper": Preset("everything as stated"),
     "day": Preset(
         "all images, half the epochs, at most three runs: a GPU-day or less for all five",
-        0.5,
-        runs=3,
-        confidence=0.99,
-        tolerance=0.1,
+        0.5, runs=3, confidence=0.99, tolerance=0.1,
     ),
     "laptop": Preset(
         "2,000 images in batches of 32, a tenth of the epochs, at most three runs",
-        0.1,
-        2_000,
-        500,
-        1_000,
-        runs=3,
-        batch=32,
-        confidence=0.99,
-        tolerance=0.1,
+        0.1, 2_000, 500, 1_000, runs=3, batch=32, confidence=0.99, tolerance=0.1,
     ),
     "smoke": Preset(
         "256 images, a fiftieth of the epochs, one run: shows that it works, nothing more", 0.02, 256, 64, 128, 1
     ),
-}
-
-
-def known(name: str, where: str) -> Preset:
-    if name not in PRESETS:
-        raise BadExperiment(f"{where}: {unknown('preset', name, PRESETS)}")
-    return PRESETS[name]
+}  # fmt: skip
 
 
 def apply_to(settings: Settings) -> bool:
@@ -71,29 +54,27 @@ def apply_to(settings: Settings) -> bool:
 
 def apply(name: str, settings: Settings, where: str) -> Settings:
     """The settings at the size of a preset."""
-    preset = known(name, where)
+    if name not in PRESETS:
+        raise BadExperiment(f"{where}: {unknown('preset', name, PRESETS)}")
     if not apply_to(settings) or name == "paper":
         return settings
-    data = dataclasses.replace(
-        settings.data,
-        train=_at_most(settings.data.train, preset.train),
-        validation=_at_most(settings.data.validation, preset.validation),
-        test=_at_most(settings.data.test or 10**9, preset.test) if preset.test else settings.data.test,
-    )
-    stops_early = settings.insert_at and settings.select == "largest" and preset.confidence is not None
-    confidence = preset.confidence if stops_early else settings.confidence
-    tolerance = preset.tolerance if stops_early else settings.tolerance
-    batch = min(_at_most(settings.batch, preset.batch), data.train)
+    preset, data = PRESETS[name], settings.data
+    train, validation = _at_most(data.train, preset.train), _at_most(data.validation, preset.validation)
+    test = _at_most(data.test or 10**9, preset.test) if preset.test else data.test
+    changes: dict[str, Any] = {
+        "data": replace(data, train=train, validation=validation, test=test),
+        "batch": min(_at_most(settings.batch, preset.batch), train),
+        "preset": name,
+    }
+    if settings.insert_at and settings.select == "largest" and preset.confidence is not None:
+        changes |= {"confidence": preset.confidence, "tolerance": preset.tolerance}
     try:
-        sized = dataclasses.replace(
-            settings, data=data, batch=batch, confidence=confidence, tolerance=tolerance, preset=name
-        )
-        return shortened(sized, preset.scale)
+        return shorten(replace(settings, **changes), preset.scale)
     except ValueError as error:
         raise BadExperiment(f"{where}: the preset {name!r} is too short: {error}") from None
 
 
-def shortened(settings: Settings, scale: float) -> Settings:
+def shorten(settings: Settings, scale: float) -> Settings:
     """Epochs, insertion times and patience shortened (or lengthened) together."""
     if scale == 1.0:
         return settings
@@ -102,8 +83,8 @@ def shortened(settings: Settings, scale: float) -> Settings:
     schedule = settings.schedule
     if schedule is not None:
         patience = max(min(schedule.patience, SHORTEST_PATIENCE), round(schedule.patience * scale))
-        schedule = dataclasses.replace(schedule, patience=patience)
-    return dataclasses.replace(settings, epochs=epochs, insert_at=times, schedule=schedule)
+        schedule = replace(schedule, patience=patience)
+    return replace(settings, epochs=epochs, insert_at=times, schedule=schedule)
 
 
 def runs(name: str, arms: Mapping[str, Settings], asked: int) -> int:

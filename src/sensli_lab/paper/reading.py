@@ -67,39 +67,34 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the keys of `over` laid on top, tables merged key by key."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
-        result[key] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        result[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return result
 
 
 def _value(kind: Any, value: object, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return read(typing.cast(type, kind), value, where)
-    origin = typing.get_origin(kind)
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise BadExperiment(f"{where} must be {_WORDS[tuple]}, got {_shown(value)}.")
-        item = typing.get_args(kind)[0]
-        return tuple(_value(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise BadExperiment(f"{where} must be {_WORDS[dict]}, got {_shown(value)}.")
-        item = typing.get_args(kind)[1]
-        return {str(key): _value(item, entry, f"{where}, {key!r}") for key, entry in value.items()}
+    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        inner = [option for option in typing.get_args(kind) if option is not type(None)]
-        return None if value is None else _value(inner[0], value, where)
+        inner = next(option for option in parts if option is not type(None))
+        return None if value is None else _value(inner, value, where)
     if kind is Any:
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    accepted: Any = {tuple: (list, tuple), dict: Mapping}.get(origin, origin)
     # bool is a subclass of int in Python, but `epochs: true` is a mistake
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise BadExperiment(f"{where} must be {_WORDS[kind]}, got {_shown(value)}.")
+    if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
+        raise BadExperiment(f"{where} must be {_WORDS[origin]}, got {_shown(value)}.")
+    if isinstance(value, (list, tuple)):
+        return tuple(_value(parts[0], entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    if isinstance(value, Mapping):
+        return {str(key): _value(parts[1], entry, f"{where}, {key!r}") for key, entry in value.items()}
     return value
 
 

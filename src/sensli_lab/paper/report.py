@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sensli.text.files import write_bytes
-from sensli.text.records import dumps as strict_json
-from sensli_lab.errors import NoResults, StoreError
-from sensli_lab.paper import claims, figures, planning, statistics, tables
+from sensli_lab.errors import NoResults
+from sensli_lab.paper import claims, figures, planning, tables
 from sensli_lab.paper.claims import Claim, Question
 from sensli_lab.paper.engine import engine
-from sensli_lab.paper.evidence import CNN, UNDECIDED, Evidence, Finding
+from sensli_lab.paper.evidence import CNN, UNDECIDED, WORDS, Evidence, Finding, pair, ratios
 from sensli_lab.paper.planning import Plan, RunOptions
-from sensli_lab.paper.statistics import AWAITING, CONFIRMED, OPPOSITE, Interval, interval, overall
 from sensli_lab.paper.store import Result, Store
-from sensli_lab.paper.tables import Block, Bullets, Heading, Paragraph, Picture, Table, markdown, page
+from sensli_lab.work.pages import Block, Bullets, Heading, Paragraph, Picture, Table, write_report
+from sensli_lab.work.statistics import AWAITING, CONFIRMED, OPPOSITE, Interval, interval, overall
 
 TITLE = "Replicating the paper's claims"
+Stored = list[tuple[Plan, dict[str, Result]]]
 DRAWN = ("when-full", "when-mini")  # further experiments whose curves are worth a picture
 
 
 def write(store: Store, options: RunOptions, folder: Path) -> list[Path]:
     """Write README.md with its figures, report.html and summary.json into `folder`."""
-    figures.check_available()
     evidence = Evidence(store, options)
     names = [*planning.paper_names(), *planning.further_names()]
     stored = [(one, results) for name in names for one, results in evidence.each(name)]
@@ -35,20 +34,27 @@ def write(store: Store, options: RunOptions, folder: Path) -> list[Path]:
             f"{store.root}: no results are stored for these options. Compute them with: sensli paper run spirals further"
             f"{options.typed}{store.typed}"
         )
-    weighed = [(claim, _weigh(claim, evidence)) for claim in (*claims.CLAIMS, claims.WAKE, claims.RECYCLE)]
+    weighed = [
+        Weighed(claim, _weigh(claim, evidence), {one: _weigh(one, evidence) for one in claim.questions})
+        for claim in (*claims.CLAIMS, claims.WAKE, claims.RECYCLE)
+    ]
     blocks = [
-        *_opening(stored),
-        *_summary(weighed, evidence),
-        *(block for claim, findings in weighed for block in _claim(claim, findings, evidence)),
+        *_opening(),
+        *_summary(weighed),
+        *(block for each in weighed for block in _claim(each)),
         *_experiments(stored, folder),
         *_closing(stored),
     ]
-    text, html = folder / "README.md", folder / "report.html"
-    write_bytes(text, markdown(blocks, folder).encode(), StoreError)
-    write_bytes(html, page(blocks, TITLE).encode(), StoreError)
-    summary = folder / "summary.json"
-    write_bytes(summary, (strict_json(_record(weighed, stored), indent=1) + "\n").encode(), StoreError)
-    return [text, html, summary]
+    return write_report(folder, TITLE, blocks, _record(weighed, stored))
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A claim with what was found, and its questions with what was found."""
+
+    claim: Claim
+    findings: list[Finding]
+    questions: dict[Question, list[Finding]]
 
 
 def _weigh(asked: Claim | Question, evidence: Evidence) -> list[Finding]:
@@ -65,7 +71,7 @@ def verdict(findings: list[Finding]) -> str:
     return text + ("; awaiting further results" if any(f.verdict == AWAITING for f in findings) else "")
 
 
-def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
+def _opening() -> list[Block]:
     return [
         Heading(TITLE, 1),
         Paragraph(
@@ -86,16 +92,13 @@ def _opening(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
     ]
 
 
-def _summary(weighed: list[tuple[Claim, list[Finding]]], evidence: Evidence) -> list[Block]:
-    rows = []
-    for claim, findings in weighed:
-        words = claim.words.split(". ")[0].split(" (Not")[0]  # the first sentence; the rest is shown with the claim
-        rows.append((claim.name, words, f"**{verdict(findings)}**"))
-    asked = [
-        f"{claim.name}: {question.text} **{_answer(question, _weigh(question, evidence))}**"
-        for claim, _ in weighed
-        for question in claim.questions
-    ]
+def _summary(weighed: list[Weighed]) -> list[Block]:
+    rows, asked = [], []
+    for each in weighed:
+        name = each.claim.name
+        words = each.claim.words.split(". ")[0].split(" (Not")[0]  # the first sentence; all of them follow
+        rows.append((name, words, f"**{verdict(each.findings)}**"))
+        asked += [f"{name}: {one.text} **{_answer(one, findings)}**" for one, findings in each.questions.items()]
     return [
         Heading("In short"),
         Table(("", "claim", "verdict"), tuple(rows)),
@@ -104,17 +107,12 @@ def _summary(weighed: list[tuple[Claim, list[Finding]]], evidence: Evidence) -> 
     ]
 
 
-def _claim(claim: Claim, findings: list[Finding], evidence: Evidence) -> list[Block]:
-    blocks: list[Block] = [Heading(claim.name), Paragraph(claim.words)]
-    blocks += [Paragraph(f"Verdict: **{verdict(findings)}**."), _evidence(findings)]
-    for question in claim.questions:
-        blocks += _question(question, evidence)
+def _claim(each: Weighed) -> list[Block]:
+    blocks: list[Block] = [Heading(each.claim.name), Paragraph(each.claim.words)]
+    blocks += [Paragraph(f"Verdict: **{verdict(each.findings)}**."), _evidence(each.findings)]
+    for question, findings in each.questions.items():
+        blocks += [Heading(question.text, 3), Paragraph(_answer(question, findings)), _evidence(findings)]
     return blocks
-
-
-def _question(question: Question, evidence: Evidence) -> list[Block]:
-    findings = _weigh(question, evidence)
-    return [Heading(question.text, 3), Paragraph(_answer(question, findings)), _evidence(findings)]
 
 
 def _answer(question: Question, findings: list[Finding]) -> str:
@@ -133,7 +131,7 @@ def _evidence(findings: list[Finding]) -> Table:
     return Table(("comparison", "measured", "verdict"), tuple((f.setting, f.measured, f.verdict) for f in findings))
 
 
-def _experiments(stored: list[tuple[Plan, dict[str, Result]]], folder: Path) -> list[Block]:
+def _experiments(stored: Stored, folder: Path) -> list[Block]:
     blocks: list[Block] = [Heading("The experiments")]
     for one, results in stored:
         name = one.experiment.name
@@ -155,9 +153,7 @@ def _experiments(stored: list[tuple[Plan, dict[str, Result]]], folder: Path) -> 
 def _caption(one: Plan, path: Path) -> str:
     kind = path.stem.rsplit("-", 1)[1]
     words = {
-        "curves": (
-            "training loss and test error over iterations, mean over the runs with a 95 % band, dotted at insertions"
-        ),
+        "curves": "training loss and test error over iterations, mean over the runs with a 95 % band, dotted at insertions",
         "times": "training loss and test error over iterations for each insertion time, mean over the runs",
         "gradients": "norm of each layer's weight gradient over iterations",
         "heatmaps": "gradient of the new weights in the first three iterations after the insertion",
@@ -167,21 +163,14 @@ def _caption(one: Plan, path: Path) -> str:
     return f"Experiment {one.experiment.name} ({one.words}): {words[kind]}."
 
 
-def _closing(stored: list[tuple[Plan, dict[str, Result]]]) -> list[Block]:
+def _closing(stored: Stored) -> list[Block]:
     facts = next(iter(stored[0][1].values())).facts
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    paper, further = (
-        sum(
-            r.seconds
-            for one, results in stored
-            for r in results.values()
-            if (one.experiment.name in planning.PAPER) is own
-        )
-        for own in (True, False)
-    )
-    commits = sorted({_commit(result.facts["commit"]) for _, results in stored for result in results.values()})
-    told = [str(r.facts["device"]) for _, results in stored for r in results.values() if "device" in r.facts]
-    devices = {re.sub(r"\b1 threads", "1 thread", text) for text in told}  # as older results spell it
+    every = [(one.experiment.name in planning.PAPER, result) for one, results in stored for result in results.values()]
+    paper, further = (sum(result.seconds for is_paper, result in every if is_paper is own) for own in (True, False))
+    commits = sorted({_commit(result.facts["commit"]) for _, result in every})
+    named = [str(result.facts["device"]) for _, result in every if "device" in result.facts]
+    devices = {re.sub(r"\b1 threads", "1 thread", text) for text in named}  # as older results spell it
     cnns = f" (CNNs: {'; '.join(sorted(devices))})" if devices else ""
     preset = next((f" --preset {one.preset}" for one, _ in stored if one.preset != "paper"), "")
     cnn = f", `sensli paper run cnn{preset}`" if any(one.experiment.name in CNN for one, _ in stored) else ""
@@ -202,30 +191,25 @@ def _commit(name: str | None) -> str:
     return head[:10] + plus + rest
 
 
-def _record(weighed: list[tuple[Claim, list[Finding]]], stored: list[tuple[Plan, dict[str, Result]]]) -> dict[str, Any]:
+def _record(weighed: list[Weighed], stored: Stored) -> dict[str, Any]:
     """The numbers of the page for programs."""
     experiments: dict[str, Any] = {}
     for one, results in stored:
-        arms = {}
+        arms: dict[str, Any] = {}
         for arm, result in results.items():
             own = engine(result.settings).counts(result.settings)
-            finals = {}
-            for curve in ("train_loss", "test_loss", "test_error"):
-                finals[curve] = _numbers(interval(result.final(curve)))
-            arms[arm] = {**finals, "parameters": own.parameters, "flops": own.flops, "seconds": result.seconds}
-            if "flops" in result.runs:
-                arms[arm]["flops"] = result.final("flops").mean().item()
+            finals = {curve: _numbers(interval(result.final(curve))) for curve in WORDS}
+            flops = result.final("flops").mean().item() if "flops" in result.runs else own.flops
+            arms[arm] = {**finals, "parameters": own.parameters, "flops": flops, "seconds": result.seconds}
         experiments[one.key] = {"runs": one.runs, "seed": one.seed, "preset": one.preset, "arms": arms}
-        both = statistics.pair(one)
+        both = pair(one)
         if both is not None:
-            experiments[one.key]["ratios"] = {
-                name: _numbers(value)
-                for name, value in vars(statistics.ratios(results[both[0]], results[both[1]])).items()
-            }
+            found = vars(ratios(results[both[0]], results[both[1]]))
+            experiments[one.key]["ratios"] = {name: _numbers(value) for name, value in found.items()}
     facts = next(iter(stored[0][1].values())).facts
     judged = {
-        claim.name: {"verdict": verdict(findings), "findings": [vars(finding) for finding in findings]}
-        for claim, findings in weighed
+        each.claim.name: {"verdict": verdict(each.findings), "findings": [vars(finding) for finding in each.findings]}
+        for each in weighed
     }
     provenance = {key: facts[key] for key in ("commit", "versions", "machine")}
     return {"claims": judged, "experiments": experiments, **provenance}

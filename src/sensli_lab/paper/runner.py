@@ -13,7 +13,8 @@ from sensli_lab.paper.engine import TrainingJob, TrainingOutcome, engine
 from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.planning import Plan
 from sensli_lab.paper.settings import Settings
-from sensli_lab.paper.store import Store, origin
+from sensli_lab.paper.store import Store
+from sensli_lab.work.store import provenance
 from sensli_lab.work.workers import HERE, Place, Save, Tell, WorkCall, Workers
 
 Share = Callable[[Settings], tuple[Machine, int, int]]
@@ -36,7 +37,7 @@ class Piece:
 
     def needs(self, other: Piece) -> bool:
         """Whether this piece trains the network that the other one grows."""
-        if not self.settings.from_start or other.plan is not self.plan or other.arm != self.plan.grown(self.arm):
+        if not self.settings.from_start or other.plan is not self.plan or other.arm != self.plan.grown_arm(self.arm):
             return False
         return self.runs[0] in other.runs
 
@@ -75,8 +76,8 @@ def train(job: TrainingJob) -> TrainingOutcome:
         job.save({"engine": state, "seconds": spent(), "runs": list(job.runs)})
 
     outcome = engine(job.settings).train(replace(job, save=save))
-    known = origin(job.settings, job.machine)
-    return replace(outcome, seconds=spent(), origin=known, resumed=job.state is not None)
+    device = {"device": str(job.machine)} if job.settings.engine == "cnn" else {}
+    return replace(outcome, seconds=spent(), origin={**provenance(), **device}, resumed=job.state is not None)
 
 
 def compute(job: TrainingJob, tell: Tell, save: Save) -> TrainingOutcome:
@@ -135,7 +136,7 @@ class Pieces:
         kept = self.store.load_state(plan, arm, runs)
         if kept is None or kept["runs"] != runs:  # left by another choice of runs
             kept = {"engine": None, "seconds": 0.0}
-        grown = self.store.recorded(plan, plan.grown(arm), runs[0]) if piece.settings.from_start else None
+        grown = self.store.recorded(plan, plan.grown_arm(arm), runs[0]) if piece.settings.from_start else None
         machine, cpus, gpus = self.share(piece.settings)
         state, seconds = kept["engine"], kept["seconds"]
         job = TrainingJob(piece.settings, plan.seed, tuple(runs), state, machine=machine, grown=grown, seconds=seconds)

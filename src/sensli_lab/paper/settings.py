@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from sensli.merits.merits import SELECTIONS
 from sensli_lab.paper.reading import unknown
+from sensli_lab.work.store import digest_of
 
 # ---- What decides the numbers of one arm: frozen records that check themselves, and a name for all of it.
 
@@ -136,9 +135,8 @@ class Settings:
     select: str = "largest"
     lr_scale: float = 1.0  # factor on the learning rate at each insertion
     tau: float = 0.0
-    recycle_at: tuple[
-        int, ...
-    ] = ()  # after how many epochs dead ReLU units get new rows, after an insertion there (not in the paper)
+    # after how many epochs dead ReLU units get new rows, after an insertion there (not in the paper)
+    recycle_at: tuple[int, ...] = ()
     wake: bool = False  # give the dead units of a new ReLU layer random incoming weights (not in the paper)
     dtype: str = "float32"
     record_gradients: bool = False
@@ -174,9 +172,8 @@ class Settings:
 
 
 def digest(settings: Settings, seed: int) -> str:
-    """A name for all that decides an arm's numbers: equal digests may share results, different ones never do."""
-    content = {"settings": _spoken(settings), "seed": seed, "format": RESULT_FORMAT}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    """A name for all that decides an arm's numbers."""
+    return digest_of({"settings": _spoken(settings), "seed": seed, "format": RESULT_FORMAT})
 
 
 def _spoken(record: Any) -> dict[str, Any]:

@@ -1,1 +1,2 @@
-"""Computing what experiments and comparisons lack: in this process, in several, or as Ray tasks."""
+"""The harness of experiments and comparisons: their command lines, computing what is missing (in this process, in several, or as Ray
+tasks), results on disk, statistics, pages and figures."""

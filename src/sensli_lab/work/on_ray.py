@@ -22,7 +22,7 @@ from sensli import __version__
 from sensli.cli.terminal import how_to_get
 from sensli.errors import MissingExtra, SensliError
 from sensli_lab.errors import PaperError
-from sensli_lab.work.workers import TELL_EVERY, Lost, News, WorkCall, Workers, one_line, packed, perform
+from sensli_lab.work.workers import TELL_EVERY, Lost, News, WorkCall, Workers, one_line, pack, perform
 
 
 def stream(version: str, payload: bytes) -> Iterator[News]:
@@ -156,7 +156,7 @@ class _Tasks(Workers):
 
     def send(self, call: WorkCall) -> Any:
         task = self._task.options(num_cpus=call.cpus, num_gpus=call.gpus, name="sensli")
-        return task.remote(__version__, packed(call))
+        return task.remote(__version__, pack(call))
 
     def ready(self) -> Any:
         return self.ray.wait(list(self.running))[0][0]

@@ -53,9 +53,8 @@ class WorkCall:
 class Work(Protocol):
     """Items, whose text is their name, in an order in which none needs a later one."""
 
-    items: Sequence[
-        Any
-    ]  # with `cost`, estimated seconds, and `needs(other)`, whether it begins only when the other is stored
+    # with `cost`, estimated seconds, and `needs(other)`, whether it begins only when the other is stored
+    items: Sequence[Any]
 
     def call(self, item: Any) -> WorkCall: ...  # with what is known of the item by now
 
@@ -86,12 +85,12 @@ def perform(
             put(("share", share))
 
     try:
-        call: WorkCall = unpacked(payload)
+        call: WorkCall = unpack(payload)
         torch.set_num_threads(call.cpus)
         if not call.may_fetch:
             os.environ["SENSLI_OFFLINE"] = "1"
-        result = call.function(call.given, tell, lambda state: put(("state", packed(state))))
-        put(("done", packed((result, note))))
+        result = call.function(call.given, tell, lambda state: put(("state", pack(state))))
+        put(("done", pack((result, note))))
     except SensliError as error:
         put(("failed", type(error)(f"{where}: {error}")))
     except BaseException as error:
@@ -108,13 +107,13 @@ def one_line(error: object) -> str:
     return words if len(words) <= 300 else words[:300].rsplit(" ", 1)[0] + " ..."
 
 
-def packed(content: Any) -> bytes:
+def pack(content: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def unpacked(content: bytes) -> Any:
+def unpack(content: bytes) -> Any:
     """On the CPU, wherever it was made: this process may have no GPU."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
 
@@ -180,11 +179,11 @@ class Workers:
             if kind == "share":
                 shares[number] = value
             elif kind == "state":
-                work.save(item, unpacked(value))
+                work.save(item, unpack(value))
             else:
                 del running[worker]
                 if kind == "done":
-                    work.done(item, *unpacked(value))
+                    work.done(item, *unpack(value))
                     shares[number] = 1.0
                 else:
                     shares.pop(number, None)
@@ -253,7 +252,7 @@ class _Processes(Workers):
                 self.started[pipe].start()
             theirs.close()  # so that the pipe ends with the process
         with suppress(OSError):  # it was killed meanwhile, which its news will say
-            pipe.send(packed(call))
+            pipe.send(pack(call))
         return pipe
 
     def ready(self) -> Any:

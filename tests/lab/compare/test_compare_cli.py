@@ -14,10 +14,10 @@ import pytest
 from sensli.cli.main import main
 from sensli.text.commands import TASKS as NAMES
 from sensli_lab.compare import figure, report, work
+from sensli_lab.compare.cli import PRESETS, CompareSize
 from sensli_lab.compare.front import curve, front_ratios, rows
 from sensli_lab.compare.jobs import Run, RunLook
 from sensli_lab.compare.methods import methods
-from sensli_lab.compare.presets import PRESETS, CompareSize
 from sensli_lab.compare.report import table, verdict
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
@@ -74,6 +74,7 @@ def test_run_show_list_report(call: Call, tmp_path: Path, capsys: pytest.Capture
     assert call("list", "--seeds", "2") == 0
     listed = capsys.readouterr().out
     assert f"6 of {2 * len(methods(SMALL))} runs" in listed and "random-place" in listed and "0 of" in listed
+    assert "Grower(strategy" not in listed, "a method is described by its docstring"
     assert call("report", "--to", "page") == 0
     text = (tmp_path / "page" / "README.md").read_text()
     assert "`sensli compare run spirals --methods small large units --seeds 2`" in text and "minus small" in text

@@ -16,7 +16,7 @@ from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.training import train
 from sensli_lab.errors import PaperError
 from sensli_lab.work.on_ray import stream
-from sensli_lab.work.workers import WorkCall, packed, unpacked
+from sensli_lab.work.workers import WorkCall, pack, unpack
 
 SMALL = replace(SPIRALS, steps=6, looks=(0.3,), points=4)
 
@@ -32,12 +32,12 @@ def given(monkeypatch: pytest.MonkeyPatch) -> work.Given:
 def news(given: work.Given) -> list[tuple[str, Any]]:
     """What the task tells, unpacked; the end is a run or the words of one that is refused."""
     found = []
-    for kind, value in stream(__version__, packed(WorkCall(work.one, given))):
+    for kind, value in stream(__version__, pack(WorkCall(work.one, given))):
         if kind == "done":
-            result, _ = unpacked(value)
+            result, _ = unpack(value)
             found.append(("refused" if isinstance(result, str) else kind, result))
         else:
-            found.append((kind, unpacked(value) if kind == "state" else value))
+            found.append((kind, unpack(value) if kind == "state" else value))
     return found
 
 
@@ -67,7 +67,7 @@ def test_a_task_of_another_version_or_configuration_is_refused(given: work.Given
     with pytest.raises(
         PaperError, match=r"sensli is .* there and 0\.0 here\. Install the same version on every machine\."
     ):
-        next(stream("0.0", packed(WorkCall(work.one, given))))
+        next(stream("0.0", pack(WorkCall(work.one, given))))
     other = replace(given.job, task=replace(SMALL, steps=7))
     with pytest.raises(PaperError, match="spirals is configured in another way there"):
         news(replace(given, job=other))
@@ -75,6 +75,6 @@ def test_a_task_of_another_version_or_configuration_is_refused(given: work.Given
 
 def test_what_a_method_refuses_comes_back_as_words(given: work.Given, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = replace(methods(SMALL)["units"], options={"grow": "units", "where": "conv"})
-    monkeypatch.setattr(jobs, "named", lambda task, name: nowhere)
+    monkeypatch.setattr(jobs, "find_method", lambda task, name: nowhere)
     ((kind, why),) = news(replace(given, job=Job(SMALL, nowhere, 0), save_every=1e9))
     assert kind == "refused" and "nowhere to grow" in why

@@ -13,7 +13,7 @@ import pytest
 
 from sensli.cli.main import main
 from sensli_lab.compare.jobs import Job
-from sensli_lab.compare.methods import chosen
+from sensli_lab.compare.methods import choose_methods
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
 
@@ -46,10 +46,10 @@ def test_the_example_of_contributing_is_a_method(own: Path, capsys: Any) -> None
 
 def test_other_code_is_another_configuration(own: Path) -> None:
     task = TASKS["spirals"]
-    (before,) = chosen(task, [NAME])
+    (before,) = choose_methods(task, [NAME])
     (own / "at_the_end.py").write_text(CODE + "# changed\n")
     del sys.modules["at_the_end"]
-    (after,) = chosen(task, [NAME])
+    (after,) = choose_methods(task, [NAME])
     assert Job(task, before, 0).digest != Job(task, after, 0).digest
 
 

@@ -9,7 +9,7 @@ import pytest
 from sensli.growing.strategy import STRATEGIES
 from sensli_lab.compare.front import fixed_curves
 from sensli_lab.compare.jobs import Job, Run
-from sensli_lab.compare.methods import OWN, SHAPES, Method, MethodSchedule, chosen, methods
+from sensli_lab.compare.methods import OWN, SHAPES, Method, MethodSchedule, choose_methods, methods
 from sensli_lab.compare.report import PUBLISHED
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
@@ -45,7 +45,7 @@ def test_every_published_schedule_is_one() -> None:
         "no name is misspelt or left out"
     )
     known = methods(TINY)
-    own = {method.name: method for method in chosen(TINY, ["own"])}
+    own = {method.name: method for method in choose_methods(TINY, ["own"])}
     assert {"net2net-own", "gradmax-own", "autogrow-own"} <= own.keys()
     assert all(method.schedule is OWN[name.removesuffix("-own")] for name, method in own.items())
     assert not any(known[name].schedule for name in known if not name.endswith("-own"))

@@ -19,7 +19,7 @@ from sensli.growing.options import used
 from sensli.growing.strategy import STRATEGIES, class_of
 from sensli_lab.compare import training, work
 from sensli_lab.compare.jobs import Job, Run, RunStore
-from sensli_lab.compare.methods import chosen, methods
+from sensli_lab.compare.methods import choose_methods, methods
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.tasks.text import TEXT, Transformer
@@ -255,9 +255,9 @@ def test_every_registered_strategy_is_a_method() -> None:
     known = methods(TINY)
     named = {method.options.get("strategy", "sensli") for method in known.values() if method.grows}
     assert named == set(STRATEGIES) - {"random-place"}  # which is the control of that name
-    assert [one.name for one in chosen(TINY, ["units", "small"])] == ["small", "units"]
-    assert {one.kind for one in chosen(TINY, ["fixed", "control"])} == {"fixed", "control"}
-    assert chosen(TINY, ["all"]) == list(known.values())
+    assert [one.name for one in choose_methods(TINY, ["units", "small"])] == ["small", "units"]
+    assert {one.kind for one in choose_methods(TINY, ["fixed", "control"])} == {"fixed", "control"}
+    assert choose_methods(TINY, ["all"]) == list(known.values())
 
 
 def test_every_method_makes_its_grower() -> None:

@@ -162,7 +162,7 @@ def test_ctrl_c_is_no_traceback(call, capsys, monkeypatch):
     monkeypatch.setattr(commands.runner, "run", stop)
     assert call("run", "2") == 130
     assert capsys.readouterr().err == "Interrupted. Run the same command again to resume.\n"
-    monkeypatch.setattr(commands.tables, "plain", stop)
+    monkeypatch.setattr(commands, "plain", stop)
     assert call("list") == 130
     assert capsys.readouterr().err == "Interrupted.\n", "there is nothing to resume"
 

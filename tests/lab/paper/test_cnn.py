@@ -17,7 +17,7 @@ from experiments import make_plan
 from pictures import TINY, raw, tiny
 from sensli import count_flops, find_sites, measure
 from sensli_lab.errors import BadExperiment
-from sensli_lab.paper import cnn, datasets, image_sets, runner, store
+from sensli_lab.paper import cnn, datasets, image_sets, runner
 from sensli_lab.paper import machine as machine_module
 from sensli_lab.paper.engine import TrainingJob, engine
 from sensli_lab.paper.image_sets import FACTS
@@ -25,6 +25,7 @@ from sensli_lab.paper.machine import Machine, generator, run_seed
 from sensli_lab.paper.planning import RunOptions, parse, plan
 from sensli_lab.paper.settings import Network
 from sensli_lab.paper.store import Store
+from sensli_lab.work import store
 from sensli_lab.work.workers import processes
 
 CIFAR = FACTS["cifar10"]
@@ -387,4 +388,4 @@ def test_the_same_arm_but_for_what_is_recorded_may_be_followed():
     image_sets = tiny()
     image_sets["arms"] = {"LI": {"record_gradients": True}, "whole": {"from_start": True}}
     one = plan(parse(image_sets, "tiny.json"), "stated", RunOptions())
-    assert one.grown("whole") == "LI" and dataclasses.replace(one.arms["whole"], from_start=False) != one.arms["LI"]
+    assert one.grown_arm("whole") == "LI" and dataclasses.replace(one.arms["whole"], from_start=False) != one.arms["LI"]

@@ -9,11 +9,11 @@ import torch
 
 from pictures import raw, tiny
 from sensli.cli.main import main
-from sensli_lab.paper import cnn, evidence, image_sets, runner, statistics, tables
+from sensli_lab.paper import cnn, evidence, image_sets, runner, tables
 from sensli_lab.paper.evidence import NOT_LEARNT, Cheaper, NewGradient, SamePlace, Separation, Smaller, ThresholdCheck
 from sensli_lab.paper.planning import RunOptions, parse, plan
-from sensli_lab.paper.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED
 from sensli_lab.paper.store import Store
+from sensli_lab.work.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED
 
 
 class Stored:
@@ -59,8 +59,8 @@ def test_show_draws_all_figures_and_says_the_ratios(trained, capsys, monkeypatch
 
 def test_ratios(trained):
     one, store = trained
-    assert statistics.pair(one) == ("LI", "whole")
-    found = statistics.ratios(store.load(one, "LI"), store.load(one, "whole"))
+    assert evidence.pair(one) == ("LI", "whole")
+    found = evidence.ratios(store.load(one, "LI"), store.load(one, "whole"))
     # half of the epochs with two convolutions, half with three, all with four channels and of two map sizes
     assert 0.5 < found.chosen.mean < found.computed.mean < found.flops.mean
     assert 0 < found.looking.mean < 1 and found.steady.mean > 0

@@ -146,17 +146,17 @@ def test_files_of_the_user(tmp_path):
 def test_an_exported_experiment_is_the_same_under_another_name(tmp_path):
     for name in ("13", "where"):
         path = tmp_path / "mine.json"
-        path.write_text(planning.exported(name))
+        path.write_text(planning.export(name))
         mine, known = planning.find(str(path)), planning.find(name)
         assert mine == dataclasses.replace(known, name=f"my-{name}")
-    assert json.loads(planning.exported("13", "deep"))["name"] == "deep"
+    assert json.loads(planning.export("13", "deep"))["name"] == "deep"
     for name, new, text in (
         ("99", None, "unknown experiment"),
         ("13", "2", "--name must not be"),
         ("13", "../x", "becomes a folder"),
     ):
         with pytest.raises(BadExperiment, match=text):
-            planning.exported(name, new)
+            planning.export(name, new)
 
 
 def test_one_experiment_is_read_to_run_one(monkeypatch):

@@ -10,8 +10,8 @@ from sensli_lab.paper.claims import CLAIMS, WAKE
 from sensli_lab.paper.evidence import Cheaper, Evidence, NewGradient, Smaller, ThresholdCheck
 from sensli_lab.paper.planning import Plan, RunOptions, plan
 from sensli_lab.paper.report import verdict
-from sensli_lab.paper.statistics import AWAITING
 from sensli_lab.paper.store import Result, Store
+from sensli_lab.work.statistics import AWAITING
 
 RUNS = 6
 
@@ -41,6 +41,8 @@ def test_the_end_of_training_decides_unless_told_otherwise(tmp_path):
     assert end.verdict == "confirmed" and "smaller in 6 of 6 runs" in end.measured
     (early,) = Smaller("2", "FNN LI", "FNN2", ("train_loss",), epoch=100).weigh(evidence)
     assert early.verdict == "opposite" and "after 100 epochs" in early.setting
+    (beyond,) = Smaller("2", "FNN LI", "FNN2", ("train_loss",), epoch=2000).weigh(evidence)
+    assert beyond.verdict == AWAITING, "of 1,850 epochs"
 
 
 def test_equal_cost_reads_the_dearer_arm_earlier(tmp_path):

@@ -12,7 +12,9 @@ from forging import JSON_VALUES, RAN, VALUES, Trap, altered, damaged
 from sensli_lab.errors import PaperError
 from sensli_lab.paper import runner, tables
 from sensli_lab.paper.engine import TrainingJob
-from sensli_lab.paper.store import Store, read_json, read_tensors, write_json, write_tensors
+from sensli_lab.paper.store import Store
+from sensli_lab.work.pages import plain
+from sensli_lab.work.store import read_json, read_tensors, write_json, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_forged_results_are_computed_again_or_refused(good, tmp_path, capsys):
         try:
             again += runner.run([one], store)
             results = store.load_all(one)
-            tables.plain(tables.measured(one, results))
+            plain(tables.measured(one, results))
             assert results["LI"].runs["train_loss"].shape == whole.shape, told
         except PaperError as error:
             assert str(error), told

@@ -37,7 +37,7 @@ from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.planning import RunOptions, parse, plan
 from sensli_lab.paper.store import Store
 from sensli_lab.work.on_ray import ray_place, stream
-from sensli_lab.work.workers import WorkCall, packed
+from sensli_lab.work.workers import WorkCall, pack
 
 ray = pytest.importorskip("ray", reason="Ray is missing. Get it with: pip install 'sensli[ray]'")
 
@@ -260,7 +260,7 @@ def test_a_cancelled_training_ends(monkeypatch):
     slow = planned({**GOOD, "settings": {**GOOD["settings"], "epochs": 1_000_000}}).arms["small"]
     job = TrainingJob(slow, 0, (0,), machine=Machine(device="cpu"), save_every=1e9)
     before = set(threading.enumerate())
-    news = stream(__version__, packed(WorkCall(runner.compute, job)))
+    news = stream(__version__, pack(WorkCall(runner.compute, job)))
     assert next(news) == ("share", 0.0)
     assert set(threading.enumerate()) > before
     news.close()

@@ -15,7 +15,8 @@ from sensli_lab.errors import NoResults, StoreError
 from sensli_lab.paper import runner, stacked
 from sensli_lab.paper.engine import TrainingJob
 from sensli_lab.paper.planning import RunOptions, parse, plan
-from sensli_lab.paper.store import Damaged, Store, read_json, read_tensors
+from sensli_lab.paper.store import Store
+from sensli_lab.work.store import Damaged, read_json, read_tensors
 
 
 @pytest.fixture

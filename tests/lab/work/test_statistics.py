@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sensli_lab.paper.statistics import band, interval, number, overall, paired, smooth, t_quantile
+from sensli_lab.work.statistics import band, interval, number, overall, paired, smooth, t_quantile
 
 
 @pytest.mark.parametrize(
