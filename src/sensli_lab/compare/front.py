@@ -230,16 +230,17 @@ def rows(methods: Sequence[Method], runs: Runs) -> list[Row]:
 def _row(method: Method, methods: Sequence[Method], runs: Runs) -> Row:
     own = runs[method.name]
     errors = [run.test_error for run in own.values() if run.test_error is not None]
+    small, large = (runs.get(name, {}) if name != method.name else {} for name in ("small", "large"))
     return Row(
         method=method,
         seeds=len(own),
         validation=interval([run.validation[-1] for run in own.values()]),
         test=interval([run.test_loss for run in own.values()]),
         error=interval(errors) if errors else None,
-        to_small=_difference(own, runs.get("small")) if method.name != "small" else None,
-        to_large=_difference(own, runs.get("large")) if method.name != "large" else None,
+        to_small=_difference(own, small),
+        to_large=_difference(own, large),
         front=front(method, methods, runs),
-        matches=_matches(own, runs.get("large")) if method.name != "large" else None,
+        matches=_matches(own, large),
         decisions=sum(run.decisions / run.budget for run in own.values()) / len(own),
         parameters=sum(run.parameters for run in own.values()) / len(own),
     )
@@ -258,19 +259,17 @@ def front(method: Method, methods: Sequence[Method], runs: Runs) -> Front | None
     return Front.of(found) if found else None
 
 
-def _difference(own: Mapping[int, Run], other: Mapping[int, Run] | None) -> Paired | None:
-    both = sorted(own.keys() & (other or {}).keys())
-    if other is None or not both:
+def _difference(own: Mapping[int, Run], other: Mapping[int, Run]) -> Paired | None:
+    both = sorted(own.keys() & other.keys())
+    if not both:
         return None
     return paired(*(torch.tensor([some[seed].test_loss for seed in both], device="cpu") for some in (own, other)))
 
 
-def _matches(own: Mapping[int, Run], large: Mapping[int, Run] | None) -> Matches | None:
-    both = sorted(own.keys() & (large or {}).keys())
-    if large is None or not both:
-        return None
+def _matches(own: Mapping[int, Run], large: Mapping[int, Run]) -> Matches | None:
+    both = sorted(own.keys() & large.keys())
     shares = (curve(own[seed]).reached(large[seed].validation[-1]) / large[seed].flops[-1] for seed in both)
-    return Matches(tuple(max(share, BEGIN) for share in shares))
+    return Matches(tuple(max(share, BEGIN) for share in shares)) if both else None
 
 
 def _factor(values: Sequence[float]) -> CostFactor:

@@ -267,14 +267,7 @@ def load(path: Path) -> Experiment:
         raise BadExperiment(f"{path} cannot be read ({reason}). Check the path.") from None
     try:
         try:
-            if path.suffix != ".toml":
-                data = json.loads(text)
-            elif sys.version_info >= (3, 11):
-                import tomllib
-
-                data = tomllib.loads(text)
-            else:
-                raise BadExperiment("TOML files need Python 3.11 or newer. Write the experiment as JSON.")
+            data = _toml(text) if path.suffix == ".toml" else json.loads(text)
         except ValueError as error:
             raise BadExperiment(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
         experiment = parse(data, path.name)
@@ -286,3 +279,11 @@ def load(path: Path) -> Experiment:
             "be mixed up. Choose another name."
         )
     return experiment
+
+
+def _toml(text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        return tomllib.loads(text)
+    raise BadExperiment("TOML files need Python 3.11 or newer. Write the experiment as JSON.")
