@@ -201,7 +201,7 @@ class AutoGrow(Strategy):
 
 
 class AutoGrowGauss(AutoGrow):
-    """The same with normally distributed last norms."""
+    """AutoGrow with normally distributed last norms."""
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
@@ -209,7 +209,7 @@ class AutoGrowGauss(AutoGrow):
 
 
 class AutoGrowAdam(AutoGrow):
-    """The same with last norms that are trained before the block comes."""
+    """AutoGrow with last norms that are trained before the block comes."""
 
     @classmethod
     def made(cls, options: Options) -> Strategy:

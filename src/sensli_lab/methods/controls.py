@@ -52,7 +52,7 @@ class RandomStart(Sensli):
 
 
 class RandomUnits(Rival):
-    """Measures nothing."""
+    """Random widths with random rows; nothing is measured."""
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
         return self._search.sites(model, example)

@@ -215,7 +215,7 @@ def _adding(site: Site, sums: dict[Site, list[Tensor]]) -> Any:
 
 
 class NetMorph(Rival):
-    """One width after the other."""
+    """One width after the other, with zeros on one side of the new units; nothing is measured."""
 
     batches: ClassVar[int | None] = 1  # it looks at shapes alone
     in_turn: ClassVar[bool] = True
