@@ -1,7 +1,10 @@
 """What merits print, and what they become: plain data, a pandas table, a picture. Batches as dicts."""
 
 import json
+import re
 import sys
+from dataclasses import replace
+from html import escape
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from models import alive, batches, deep, fnn, loss_fn, points, untouched
 from sensli import Grower, find_sites, insert, measure, triggers
 from sensli.errors import MeasurementError, MissingExtra
+from sensli.moves.point import Ref
 
 
 def measured(model=None):
@@ -34,12 +38,35 @@ def test_each_prints_as_one_line():
     assert repr(grower).endswith("1 growth in 1 call)") and "66 parameters" in repr(grower)
 
 
-def test_the_table_has_the_merit_per_parameter_and_per_flop():
-    merits = measured()
+@pytest.mark.parametrize(("per", "columns"), [(None, []), ("parameters", ["per parameter"]), ("flops", ["per FLOP"])])
+def test_the_table_has_the_merit_per_cost_where_merits_are_compared_by_it(per, columns):
+    merits = measured().per(per)
     head, _, first = str(merits).splitlines()[:3]
-    assert head.split("  ")[0] == "site" and "merit  per parameter   per FLOP  ratio" in head
+    dead = [] if per else ["dead units"]  # for which there is no room beside the names of these sites
+    assert re.split("  +", head) == ["site", "merit", *columns, "ratio", "+parameters", "+FLOPs", *dead]
     best = merits.best
-    assert f"{best.value / best.site.parameters:.3e}" in first and f"{best.value / best.site.flops:.3e}" in first
+    assert not per or f"{best.value / getattr(best.site, per):.3e}" in first
+
+
+def renamed(merits, stem):
+    """The same merits at sites that print with a longer name."""
+    long = [replace(m.site, point=replace(m.site.point, anchor=Ref(f"{stem}.{m.site.path}", None))) for m in merits]
+    return merits.with_sites(long)
+
+
+@pytest.mark.parametrize("per", [None, "parameters", "flops"])
+def test_the_table_fits_a_terminal(per):
+    merits = measured().per(per)
+    for stem in ("blocks", "blocks" * 6, "blocks" * 30):
+        long = renamed(merits, stem)
+        lines = str(long).splitlines()
+        assert max(map(len, lines)) <= 100 and "  +parameters  +FLOPs" in lines[0]
+        whole = [str(merit.site) for merit in long.ranked]
+        for line, name in zip(lines[2:], whole, strict=False):
+            begins, cut, ends = re.split("  +", line)[0].partition("...")
+            assert name.startswith(begins) and name.endswith(ends) and (cut or begins == name)
+            assert len(name) < 50 or cut  # what has room is not shortened
+        assert all(name in long._repr_html_() for name in map(escape, whole))
 
 
 @pytest.mark.parametrize("per", [None, "parameters", "flops"])

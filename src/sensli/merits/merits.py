@@ -16,7 +16,7 @@ from sensli.merits.norms import NATURAL
 from sensli.modules import checks
 from sensli.moves.sites import Site
 from sensli.text.commands import PER, imported
-from sensli.text.tables import html_table, short_number, text_table
+from sensli.text.tables import WIDTH, html_table, short_number, text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,14 +40,15 @@ class Merit:
         ratio: The merit divided by the mean over the existing weights, which is compared with the threshold tau. None if it was
             not measured.
         dead: The share of the new layer's units that were zero on all the data, or None.
-        share: The merit divided by the sum over the existing weights: how much of their gradient it would add. None without a ratio.
+        share: The merit divided by the sum over the existing weights: how much of their gradient it would add, which `triggers.Pays`
+            compares with the FLOPs. None without a ratio.
     """
 
     site: Site
     value: float
-    ratio: float | None = None  # to the mean over the existing weights: what the threshold tau is compared with
-    dead: float | None = None  # share of units that were zero on all the data
-    share: float | None = None  # of the sum over the existing weights: what `triggers.Pays` compares with the FLOPs
+    ratio: float | None = None
+    dead: float | None = None
+    share: float | None = None
 
     def __str__(self) -> str:
         ratio = f", {self.ratio:.3g} x the mean of the existing weights" if self.ratio is not None else ""
@@ -126,11 +127,11 @@ class Merits(Sequence[Merit]):
         self.norm = norm
         self.batches = batches
         self.samples = samples
-        self.loss = loss  # the mean over the data; None where a probe did not see it
-        self.confidence = confidence  # the level that was asked for
-        self.tolerance = tolerance  # the share of the best merit that may be missed
-        self.clear = clear  # whether the best site was clear at that level before the data ended
-        self.compared = compared  # per what
+        self.loss = loss
+        self.confidence = confidence
+        self.tolerance = tolerance
+        self.clear = clear
+        self.compared = compared
 
     @overload
     def __getitem__(self, index: int) -> Merit: ...
@@ -192,23 +193,30 @@ class Merits(Sequence[Merit]):
         return f"Merits({len(self)} sites, norm={self.norm!r}, best: {self.best})"
 
     def __str__(self) -> str:
-        return text_table(self._header, self._rows) + f"\n{self._measured}"
+        header, *rows = self._table
+        table = text_table(header, rows)
+        if table.index("\n") > WIDTH:  # dead units have room beside short names only
+            table = text_table(header[:-1], [row[:-1] for row in rows], width=WIDTH)
+        measured = self._measured
+        if len(measured) > WIDTH:
+            measured = measured.replace("; ", ";\n")
+        return f"{table}\n{measured}"
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        return html_table(self._header, self._rows, caption=self._measured)
+        header, *rows = self._table
+        return html_table(header, rows, caption=self._measured)
 
     @property
-    def _header(self) -> list[str]:
-        return ["site", "merit", *PER.values(), "ratio", "+parameters", "+FLOPs", "dead units"]
-
-    @property
-    def _rows(self) -> list[list[str]]:
-        return [
+    def _table(self) -> list[list[str]]:
+        """The header and a row for each merit, best first."""
+        per = [self.compared] if self.compared else []
+        header = ["site", "merit", *(PER[cost] for cost in per), "ratio", "+parameters", "+FLOPs", "dead units"]
+        return [header] + [
             [
                 str(merit.site),
                 f"{merit.value:.3e}",
-                *(f"{worth_of(merit, cost):.3e}" for cost in PER),
+                *(f"{worth_of(merit, cost):.3e}" for cost in per),
                 "" if merit.ratio is None else f"{merit.ratio:.2f}",
                 short_number(merit.site.parameters),
                 short_number(merit.site.flops),

@@ -7,16 +7,29 @@ from html import escape
 
 # ---- Plain-text tables: numbers to the right, text to the left. No dependency, so that every record can print itself.
 
+WIDTH = 100  # of a line in a terminal
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Container[int] = (0,)) -> str:
-    """Columns separated by two blanks; those listed in ``left`` are text."""
+
+def text_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Container[int] = (0,), width: int | None = None
+) -> str:
+    """Columns separated by two blanks; those listed in ``left`` are text. To fit the ``width``, names in the first lose their middle."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    if width is not None:
+        widths[0] = min(widths[0], width - sum(2 + each for each in widths[1:]))
+        rows = [[shorten(row[0], widths[0]), *row[1:]] for row in rows]
 
     def line(cells: Sequence[str]) -> str:
         aligned = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
         return "  ".join(aligned).rstrip()
 
     return "\n".join([line(header), line(["-" * w for w in widths]), *(line(row) for row in rows)])
+
+
+def shorten(text: str, length: int) -> str:
+    """A text without its middle where it would be longer: a name begins with what it is, and ends with where it is."""
+    kept = length - 3
+    return text if len(text) <= length else f"{text[: kept - kept // 2]}...{text[-(kept // 2) :]}"
 
 
 def short_number(value: float) -> str:
