@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from sensli.errors import MeasurementError
 from sensli.merits.norms import NATURAL, Metric, natural_merit, squared_norm
-from sensli.modules.running import describe, device_of, run, taken_by, tensors, to_device, widened
+from sensli.modules.running import describe, device_of, run, taken_by, tensors, to_device, upcast
 from sensli.modules.wrappers import eager, own_modules
 from sensli.moves.factors import Outer, Use, factored, is_moment, mirrored, watch_uses
 from sensli.moves.point import Point, Watch, handed_on, is_transformed, is_transformed_from, tap
@@ -531,7 +531,7 @@ class Catch:
     def unscaled(self, gradient: Tensor) -> Tensor:
         """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""
         scale = self.scale()
-        wide: Tensor = widened(gradient)
+        wide: Tensor = upcast(gradient)
         return wide if scale == 1.0 else wide / scale
 
     def forget_pass(self) -> None:

@@ -103,7 +103,7 @@ def capable(tensor: Tensor) -> Tensor:
     return tensor if is_capable(tensor.device) else tensor.cpu()
 
 
-def widened(value: Any) -> Any:
+def upcast(value: Any) -> Any:
     """The same nest with half precision turned into single."""
     return mapped(value, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
 

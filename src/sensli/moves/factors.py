@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sensli.modules.running import is_capable, widened
+from sensli.modules.running import is_capable, upcast
 from sensli.moves.trace.graph import operation
 
 _WORK = 2**27  # multiply-adds of one moment in one pass that are always afforded
@@ -68,7 +68,7 @@ class Outer:
 
     def added_to(self, total: Tensor | None) -> Tensor:
         """The total with this added in place, a new one if there is none. Above the diagonal it means nothing until it is `mirrored`."""
-        rows: Tensor = widened(self.rows.values)
+        rows: Tensor = upcast(self.rows.values)
         factor, beta = self.factor * self.rows.seen / max(self.rows.used, 1), 1.0
         if total is None:
             total, beta = rows.new_empty(len(rows), rows.shape[2], rows.shape[2]), 0.0

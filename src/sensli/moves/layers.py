@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sensli.errors import one_of
 from sensli.modules.grown import CONVS, Chain, ParametricLayer, ResidualLayer, undrawn
-from sensli.modules.running import widened
+from sensli.modules.running import upcast
 from sensli.moves.factors import Outer, Rows, Windows, of_channels, of_features, of_windows, parts_of
 from sensli.moves.inserting import Inserts, example_parameter
 from sensli.moves.point import Point
@@ -56,7 +56,7 @@ class LayerGauge(Gauge):
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Mapping[str, Tensor | Outer]:
         self.shape = tuple(x.shape)
-        x = widened(x)
+        x = upcast(x)
         if any(True for _ in self._bend.parameters()):
             self._bend.to(x)
         if self.layer.norm:  # statistics of the batch where the model takes them

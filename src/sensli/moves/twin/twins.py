@@ -17,7 +17,7 @@ from sensli.errors import MeasurementError, UnsupportedSite, one_of
 from sensli.modules import random_state
 from sensli.modules.copies import copied_block
 from sensli.modules.engines.fsdp import readable_part
-from sensli.modules.running import HALF, Slot, first_tensor, undrawn, value_at, widened, with_value, without_memory
+from sensli.modules.running import HALF, Slot, first_tensor, undrawn, upcast, value_at, with_value, without_memory
 from sensli.moves.factors import Outer, Use, watch_uses
 from sensli.moves.inserting import Inserts, apply_cut, example_parameter, plan_cut, take_out
 from sensli.moves.point import Point
@@ -96,7 +96,7 @@ class VirtualTwin(_TwinGauge):
             self._module.train(self._block.training)
             self._training = self._block.training
         if self._maps[0].dtype not in HALF:  # then half precision is autocast's, which is off here
-            x, args, kwargs = widened((x, args, kwargs))
+            x, args, kwargs = upcast((x, args, kwargs))
         slot = self._point.slot
         args, kwargs = without_memory(with_value(args, kwargs, slot, None))
         args, kwargs = with_value(args, kwargs, slot, x.clone())  # it may work in place

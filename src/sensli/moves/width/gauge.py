@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.grown import holder_of
-from sensli.modules.running import widened
+from sensli.modules.running import upcast
 from sensli.moves.factors import Factored, Outer, Rows, Windows, of_channels, of_features, of_windows, sums_of
 from sensli.moves.point import Point, Ref
 from sensli.moves.roles import Geometry, column_gradient
@@ -110,7 +110,7 @@ class ReaderGauge(Gauge):
     def catching(self, index: int, x: Tensor) -> Caught:
         assert self._replica is not None
         call = self._replica.call(self._readers[index].module.path, x)
-        return lambda x, cotangent, args, kwargs: self._sums(index, widened(call.read_by(self)), cotangent)
+        return lambda x, cotangent, args, kwargs: self._sums(index, upcast(call.read_by(self)), cotangent)
 
     def _sums(self, index: int, read: Tensor, cotangent: Tensor) -> Mapping[str, Tensor | Outer]:
         """What one call of a reader adds: what candidates would give it to read, and the cotangent of what it gave."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.modules.copies import NoDropout
 from sensli.modules.engines.fsdp import whole
-from sensli.modules.running import first_tensor, run, untouched, widened
+from sensli.modules.running import first_tensor, run, untouched, upcast
 from sensli.modules.wrappers import eager
 from sensli.moves.point import Point
 from sensli.moves.roles import Geometry, inputs_per_unit, role_of, unfolded, unfolds
@@ -179,7 +179,7 @@ def _seeing(module: nn.Module, see: Callable[[Tensor], None]) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         x = first_tensor(args or tuple(kwargs.values()))
         if x is not None and torch.is_grad_enabled():
-            see(widened(x.detach()))
+            see(upcast(x.detach()))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
