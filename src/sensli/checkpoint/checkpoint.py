@@ -32,10 +32,10 @@ from sensli.errors import CheckpointError, WrongType, brief
 from sensli.growing.grower import Grower
 from sensli.modules import checks, random_state
 from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.engines.fsdp import is_sharded, reshard, whole
+from sensli.modules.engines.fsdp import reshard
 from sensli.modules.grown import count_growths
-from sensli.modules.running import mapped, tensors
-from sensli.modules.wrappers import bare
+from sensli.modules.running import mapped, tensors, whole
+from sensli.modules.wrappers import bare, is_sharded
 from sensli.surgery.growth import replay
 from sensli.surgery.history import History, as_growths
 from sensli.surgery.optimizers import as_list, as_optimizers
@@ -48,7 +48,8 @@ def content_of(
 ) -> dict[str, Any]:
     """All parts but the random states, which are each process's own."""
     network = bare(model)
-    reshard(network)
+    if is_sharded(network):
+        reshard(network)
     history = _history_of(network, grower, history)
     return {
         "history": history.to_dict(),
@@ -178,11 +179,11 @@ def save_checkpoint(
         check_schedulers(scheduler)
         content = content_of(model, optimizer, scheduler, grower, history, extra)
         together.agree_on({"the number of tensors": sum(1 for _ in tensors(content))}, last=False)
-        if not is_sharded(bare(model)):
+        if not together.sharded:
             content.update({part: mapped(content[part], whole) for part in ("model", "optimizers")})
         content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
     with Together(model, "write a checkpoint") as together:
-        if is_sharded(bare(model)):
+        if together.sharded:
             storage.write_shards(path, content, together)
         elif together.rank == 0:
             storage.write(path, content)

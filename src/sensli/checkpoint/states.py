@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sensli.checkpoint import storage
 from sensli.errors import CheckpointError, brief
-from sensli.modules.engines.fsdp import distributed_like, empty_like, reshard
-from sensli.modules.running import let_memory_through
+from sensli.modules.engines.fsdp import reshard
+from sensli.modules.running import distributed_like, empty_like, let_memory_through
 from sensli.modules.wrappers import own_parameters
 from sensli.surgery.history import Growth, names_of_today
 from sensli.surgery.optimizers import as_list, as_optimizers, states_of, unwrapped

@@ -28,10 +28,9 @@ from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.grown import grown
 from sensli.modules.running import without_inference_mode
-from sensli.modules.wrappers import bare, own_parameters
+from sensli.modules.wrappers import bare, is_sharded, own_parameters
 from sensli.moves.sites import Site, Sites, check_where
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history import Growth, History, names_of_today

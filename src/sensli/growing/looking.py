@@ -22,10 +22,10 @@ from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import measure
 from sensli.merits.merits import Merit, Merits, chosen_sites, is_control
 from sensli.modules.engines.distributed import Together
-from sensli.modules.engines.fsdp import is_sharded, reshard
+from sensli.modules.engines.fsdp import reshard
 from sensli.modules.flops import count_flops
 from sensli.modules.running import mapped, noting, tensors, untouched, without_autocast
-from sensli.modules.wrappers import bare, own_modules, own_parameters
+from sensli.modules.wrappers import bare, is_sharded, own_modules, own_parameters
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites, Skipped, Where, chosen
 from sensli.surgery.growth import check_joining
@@ -209,7 +209,8 @@ class Sizes(Mapping[str, int]):
         except Exception:
             return None
         finally:
-            reshard(self._model)  # a forward pass without a backward one leaves the parameters whole
+            if is_sharded(self._model):
+                reshard(self._model)  # a forward pass without a backward one leaves the parameters whole
 
 
 # ---- Whether a merit is worth a layer: compared with the existing weights (``tau``), and with a loss that is gone already

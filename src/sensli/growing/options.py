@@ -18,7 +18,7 @@ from sensli.merits.measuring import check_level
 from sensli.merits.merits import BY_MERIT, Merit, Selection, check_per, check_selection
 from sensli.merits.norms import choose
 from sensli.modules import checks
-from sensli.modules.engines.fsdp import is_sharded
+from sensli.modules.wrappers import is_sharded
 from sensli.moves.finding import check_growth, check_request, check_units
 from sensli.moves.sites import Where, check_where
 from sensli.surgery.optimizers import Optimizers, check_group, check_needed, check_optimizers

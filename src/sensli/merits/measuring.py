@@ -31,7 +31,7 @@ from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, choose, operator_work
 from sensli.modules import checks, random_state
 from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.engines.fsdp import is_sharded, unsharded
+from sensli.modules.engines.fsdp import unsharded
 from sensli.modules.running import (
     autocast_of_now,
     device_of,
@@ -102,7 +102,7 @@ def _seen(
 def made_for(together: Together, model: nn.Module, site: Site, batch: Any) -> Site:
     """A site that was never measured with what fits a batch of inputs, of which a few pass; without one, or measured, it is as it was."""
     # Before the gauge, for which a block is copied: a sharded one cannot be, and without a batch it would be for nothing.
-    if is_sharded(model) or (together.group is None and batch is None):
+    if together.sharded or (together.group is None and batch is None):
         return site
     try:
         gauge = site.move.gauge(site, model).ahead()
@@ -350,7 +350,10 @@ def measure(
         asked, norm = norm, choose(norm, [site.kind for site in sites])
         request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance}
         ranks = len(together.agree_on({**request, **numbered("site", sites)}, last=False))
-        model, places = _readable(model, sites)
+        places: Sequence[Site] = sites
+        if together.sharded:
+            places = [replace(site.by_path(), point=site.point.by_path(site.find(model)[0])) for site in sites]
+            model = unsharded(model)
         groups = 1 if confidence is None else GROUPS
         catch = Catch(model, places, weights=ratio, groups=groups, natural=norm == NATURAL)
         # Without weights that train, only the activations at the sites are asked for.
@@ -459,16 +462,6 @@ def _until_clear(
 def _filled(caught: Caught) -> list[float]:
     """The sizes of the groups that hold something: they are filled in order."""
     return [size for size in caught.sizes if size]
-
-
-def _readable(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, Sequence[Site]]:
-    """The model and its sites, or, where it is sharded, an unsharded copy and the same sites on it."""
-    if not is_sharded(model):
-        return model, sites
-    places = []
-    for site in sites:
-        places.append(replace(site.by_path(), point=site.point.by_path(site.find(model)[0])))
-    return unsharded(model), places
 
 
 def check_level(confidence: float | None, tolerance: float) -> tuple[float | None, float]:

@@ -19,7 +19,6 @@ from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, choose
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.running import device_of, without_autocast
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
@@ -65,17 +64,18 @@ class Probe:
                 "there are no sites to probe. find_sites(...).explain() says which places were skipped and why."
             )
         self._asked, self._norm = norm, choose(norm, [site.kind for site in sites])
-        if is_sharded(self._model) and any(site.move.kind == "block" for site in sites):
+        sharded = self._together.sharded
+        if sharded and any(site.move.kind == "block" for site in sites):
             raise MeasurementError(
                 "a probe cannot run the twin of a sharded block, whose parameters are whole only during its own pass. Use measure(...), "
                 "which works on an unsharded copy."
             )
-        if ratio and is_sharded(self._model):
+        if sharded and ratio:
             raise MeasurementError(
                 "a probe cannot see the gradients of sharded weights, so there is no ratio. Give ratio=False, or use "
                 "measure(...)."
             )
-        if is_sharded(self._model):  # gathers weights near the sites, for which all ranks are needed
+        if sharded:  # gathers weights near the sites, for which all ranks are needed
             with Together(model, "probe") as together:
                 together.agree_on(numbered("site", sites))
         self._sites = sites

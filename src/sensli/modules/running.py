@@ -237,6 +237,44 @@ def without_memory(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else None
 
 
+# ---- Tensors that may be sharded by `fully_shard`, which each of them knows of itself.
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor (all processes must call together), or the tensor itself."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor.detach() if full is None else full().detach()
+
+
+def distributed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor of the shape of a parameter, sharded as the parameter is; anything else as it is."""
+    return tensor if tensor.shape != parameter.shape else sharded_like(tensor, parameter)
+
+
+def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor of any shape, sharded as another one is, with the values of the first process; whole if the other is."""
+    if not hasattr(other, "full_tensor") or hasattr(tensor, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.detach().to(other.device), other.device_mesh, other.placements)  # type: ignore[attr-defined]
+
+
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor, whole or sharded, other values of another shape; whoever holds it sees them. A gradient of the old shape goes."""
+    tensor.grad = None
+    tensor.data = value
+    if hasattr(tensor, "full_tensor"):  # torch changes the outside of a sharded tensor only
+        tensor._local_tensor, tensor._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]
+
+
+def empty_like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
+    """Room for a tensor that belongs to a parameter: sharded as the parameter is if it has its shape, else whole."""
+    if parameter is not None and tensor.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=None if parameter is None else parameter.device)
+
+
 # ---- A batch cut down to its first samples: enough to see what a model does, at a fraction of the cost.
 
 

@@ -152,6 +152,11 @@ def _is_kind(kind: type, name: str) -> bool:
     return any(base.__name__ == name and base.__module__.startswith("torch.") for base in kind.__mro__)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or to a part of it."""
+    return any_is_a(model.modules(), "FSDPModule")
+
+
 def is_average(module: object) -> bool:
     """Whether this is an average of torch (`torch.optim.swa_utils.AveragedModel`)."""
     return isinstance(module, nn.Module) and is_a(module, "AveragedModel")

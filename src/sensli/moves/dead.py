@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from sensli.errors import UnsupportedModel, UnsupportedSite
 from sensli.modules.copies import NoDropout
-from sensli.modules.engines.fsdp import is_sharded, put
 from sensli.modules.grown import count_growths
-from sensli.modules.running import capable, device_of, first_tensor, run, to_device
-from sensli.modules.wrappers import eager
+from sensli.modules.running import capable, device_of, first_tensor, put, run, to_device
+from sensli.modules.wrappers import eager, is_sharded
 from sensli.moves.inserting import forget, recall, remember
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import role_of

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from sensli.errors import HistoryError, MovedSite, UnsupportedModel
 from sensli.modules.engines.all_or_nothing import about_to_change
-from sensli.modules.engines.fsdp import whole
 from sensli.modules.grown import Chain
-from sensli.modules.running import Slot, capable
+from sensli.modules.running import Slot, capable, whole
 from sensli.moves.point import Bind, ListPlace, Point, Ref, list_renames, put_into_list, take_from_list
 from sensli.moves.roles import units_made
 from sensli.moves.sites import Edit, New

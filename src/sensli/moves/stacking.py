@@ -15,7 +15,7 @@ from torch import nn
 
 from sensli.errors import SensliError, UnknownSite, UnsupportedSite
 from sensli.modules import random_state
-from sensli.modules.engines.fsdp import readable_part
+from sensli.modules.engines.distributed import readable_part
 from sensli.modules.running import device_of, note, run, tensors, to_device
 from sensli.modules.wrappers import bare
 from sensli.moves.inserting import (

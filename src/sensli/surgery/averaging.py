@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from sensli.errors import UnsupportedModel
 from sensli.modules.copies import copied_model
 from sensli.modules.engines.distributed import Together
-from sensli.modules.engines.fsdp import is_sharded, sharded_like, whole
 from sensli.modules.grown import Chain, grown
-from sensli.modules.wrappers import averages_in, bare, own_modules
+from sensli.modules.running import sharded_like, whole
+from sensli.modules.wrappers import averages_in, bare, is_sharded, own_modules
 from sensli.moves.point import Ref
 from sensli.moves.stretching import is_own
 from sensli.surgery.growth import repeat, undo

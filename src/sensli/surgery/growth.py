@@ -25,7 +25,6 @@ from sensli.modules import checks, random_state
 from sensli.modules.copies import NoDropout
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Changing
-from sensli.modules.engines.fsdp import whole
 from sensli.modules.grown import grown, mark, tell, told, unmark
 from sensli.modules.running import (
     describe,
@@ -38,6 +37,7 @@ from sensli.modules.running import (
     to_device,
     undrawn,
     untouched,
+    whole,
     without_autocast,
     without_inference_mode,
 )

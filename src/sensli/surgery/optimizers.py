@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sensli.errors import OptimizerError
 from sensli.modules import checks
-from sensli.modules.engines.fsdp import sharded_like, whole
-from sensli.modules.running import tensors
+from sensli.modules.running import sharded_like, tensors, whole
 from sensli.moves.sites import New
 from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, copied, given_back, is_copied, like_layout
 

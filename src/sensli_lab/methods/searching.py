@@ -17,9 +17,8 @@ from sensli.growing.strategy import Strategy
 from sensli.merits.catching import LossFunction, scalar_loss, split
 from sensli.merits.merits import Merits
 from sensli.modules.engines.distributed import Together
-from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.running import count_samples, device_of, run, to_device, untouched
-from sensli.modules.wrappers import bare
+from sensli.modules.wrappers import bare, is_sharded
 from sensli.moves.sites import Site
 
 # ---- Decisions of several processes by a method that searches: one of them gets the batches of all, and the others what

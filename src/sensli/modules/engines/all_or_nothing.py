@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.modules.engines import fsdp
-from sensli.modules.engines.distributed import is_known, process_group
-from sensli.modules.wrappers import around, forget_compiled, is_a
+from sensli.modules.engines.distributed import ddps, is_known, process_group, rebuild
+from sensli.modules.wrappers import around, forget_compiled, is_sharded
 
 # ---- How things are before a change, so that a change that fails leaves no trace.
 #
@@ -310,7 +310,7 @@ class Kept:
     def __init__(self, model: nn.Module, *others: Any) -> None:
         self._model = model
         self._before = Before(around(model)[-1], *others)
-        self._reducers = [(each, each.reducer) for each in _ddps(model)]
+        self._reducers = [(each, each.reducer) for each in ddps(model)]
 
     def also(self, thing: Any, name: str | None = None) -> None:
         """Keep something else as it is now, unless it is kept already."""
@@ -322,22 +322,16 @@ class Kept:
     def put_back(self, error: BaseException | None = None) -> None:
         """Make everything as it was, and let the wrappers follow. With several processes all come here, unless one of them has an error
         that the others do not know of."""
-        changed = self._before.put_back()
+        changed, sharded = self._before.put_back(), is_sharded(self._model)
         if changed:
             forget_compiled(self._model)
-            own = around(self._model)[-1]
-            if fsdp.is_sharded(own):
+            if sharded:
+                own = around(self._model)[-1]
                 fsdp.follow_shapes(own)
                 fsdp.look_again(own)
-        alone = process_group(self._model) is None
+        alone = process_group(self._model, sharded=sharded) is None
         for wrapper, reducer in self._reducers:
             # With several processes only when a growth was over on all of them, and all take it back: they rebuild together.
             rebuilt = wrapper.reducer is not reducer
             if (rebuilt or changed) if alone else rebuilt and (error is None or is_known(error)):
-                from sensli.modules.engines import distributed
-
-                distributed.rebuild(wrapper)
-
-
-def _ddps(model: nn.Module) -> list[Any]:
-    return [each for each in around(model) if is_a(each, "DistributedDataParallel")]
+                rebuild(wrapper)

@@ -18,17 +18,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sensli.errors import DistributedError, UnsupportedModel
 from sensli.modules.engines import fsdp
-from sensli.modules.wrappers import around, forget_compiled, is_a
+from sensli.modules.wrappers import around, forget_compiled, is_a, is_sharded
 
 
-def process_group(model: nn.Module) -> Any:
+def ddps(model: nn.Module) -> list[Any]:
+    """The wrappers of DistributedDataParallel around a model."""
+    return [each for each in around(model) if is_a(each, "DistributedDataParallel")]
+
+
+def process_group(model: nn.Module, *, sharded: bool) -> Any:
     """The processes that train this model together, or None if there is only one."""
-    for each in around(model):
-        if is_a(each, "DistributedDataParallel"):
-            group: Any = each.process_group
-            return group if dist.get_world_size(group) > 1 else None
-    own = around(model)[-1]
-    return fsdp.process_group(own) if isinstance(own, nn.Module) and fsdp.is_sharded(own) else None
+    for wrapper in ddps(model):
+        return wrapper.process_group if dist.get_world_size(wrapper.process_group) > 1 else None
+    return fsdp.process_group(model) if sharded else None
+
+
+def readable_part(model: nn.Module, part: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model and a part of it, or, where it is sharded, an unsharded copy and the same part of that."""
+    if not is_sharded(model):
+        return model, part
+    path = next(path for path, module in model.named_modules() if module is part)
+    copied = fsdp.unsharded(model)
+    return copied, copied.get_submodule(path)
 
 
 class Together:
@@ -39,7 +50,9 @@ class Together:
     """
 
     def __init__(self, model: nn.Module | None, what: str) -> None:
-        self.group = None if model is None else process_group(model)
+        # By fully_shard: asked once, and whoever takes part in the work reads it here.
+        self.sharded = isinstance(model, nn.Module) and is_sharded(model)
+        self.group = None if model is None else process_group(model, sharded=self.sharded)
         self.what = what
         self._agreed = False
 
@@ -159,7 +172,6 @@ class Changing(Together):
     def __init__(self, model: nn.Module, what: str) -> None:
         super().__init__(model, what)
         self._model = model
-        self._sharded = isinstance(model, nn.Module) and fsdp.is_sharded(model)
 
     def __enter__(self) -> Changing:
         try:
@@ -170,10 +182,10 @@ class Changing(Together):
         return self
 
     def _check(self) -> None:
-        if self._sharded:
+        if self.sharded:
             fsdp.check(around(self._model)[-1])
             fsdp.reshard(self._model)
-        for wrapper in self._ddps():
+        for wrapper in ddps(self._model):
             check(wrapper)
 
     def __exit__(
@@ -182,18 +194,15 @@ class Changing(Together):
         super().__exit__(kind, value, trace)
         if value is None:
             forget_compiled(self._model)
-            if self._sharded:
+            if self.sharded:
                 fsdp.look_again(self._model)
-            for wrapper in self._ddps():
+            for wrapper in ddps(self._model):
                 rebuild(wrapper)
 
     def prepare(self, layer: nn.Module, path: str) -> None:
         """Make a new layer like the modules around its place, before its parameters are handed to anybody."""
-        if self._sharded:
+        if self.sharded:
             fsdp.shard_like(layer, around(self._model)[-1], path)
-
-    def _ddps(self) -> Iterable[Any]:
-        return [each for each in around(self._model) if is_a(each, "DistributedDataParallel")]
 
 
 # ---- DistributedDataParallel follows a changed module: the wrapper is rebuilt in place.

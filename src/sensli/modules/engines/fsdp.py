@@ -3,6 +3,8 @@
 `fully_shard` works in place: it swaps the class of a module and keeps a state beside it. The root finds its parts at the first forward
 pass, so after a change it has to look again; that is private to torch, done only here, and checked to be as expected. A look at the
 model (sites, merits) runs on an unsharded copy, which every process holds for as long as it takes.
+
+Whether a model is sharded is asked where a call begins (`wrappers.is_sharded`): of others nothing comes here.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sensli.errors import UnsupportedModel, UnsupportedSite
-from sensli.modules.wrappers import any_is_a, is_a
+from sensli.modules.running import whole
+from sensli.modules.wrappers import is_a
 
 # Of what torch keeps of a parameter, the part that a new shape changes.
 _OF_A_PARAMETER = (
@@ -25,11 +28,6 @@ _OF_A_PARAMETER = (
     "all_gather_outputs", "device", "fsdp_placement", "mesh_info", "post_forward_mesh_info", "reset_sharded_param", "sharded_param",
 )  # fmt: skip
 _STATE = "__composable_api_state_key"  # the prefix of the names under which torch keeps the state in the module itself
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to the model or to a part of it."""
-    return any_is_a(model.modules(), "FSDPModule")
 
 
 def check(model: nn.Module) -> None:
@@ -111,15 +109,6 @@ def look_again(model: nn.Module) -> None:
                 state._fsdp_param_group._module_fqn = None  # a name for messages, which would be appended to
 
 
-def readable_part(model: nn.Module, part: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The model and a part of it, or, where it is sharded, an unsharded copy and the same part of that."""
-    if not is_sharded(model):
-        return model, part
-    path = next(path for path, module in model.named_modules() if module is part)
-    whole = unsharded(model)
-    return whole, whole.get_submodule(path)
-
-
 def unsharded(model: nn.Module) -> nn.Module:
     """A copy of the model as it was before `fully_shard`, with whole parameters. All processes must call it together."""
     check(model)
@@ -143,34 +132,6 @@ def unsharded(model: nn.Module) -> nn.Module:
             module.__class__ = cls
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor (all processes must call together), or the tensor itself."""
-    full = getattr(tensor, "full_tensor", None)
-    return tensor.detach() if full is None else full().detach()
-
-
-def distributed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor of the shape of a parameter, sharded as the parameter is; anything else as it is."""
-    return tensor if tensor.shape != parameter.shape else sharded_like(tensor, parameter)
-
-
-def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor of any shape, sharded as another one is, with the values of the first process; whole if the other is."""
-    if not hasattr(other, "full_tensor") or hasattr(tensor, "full_tensor"):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor.detach().to(other.device), other.device_mesh, other.placements)  # type: ignore[attr-defined]
-
-
-def put(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor, whole or sharded, other values of another shape; whoever holds it sees them. A gradient of the old shape goes."""
-    tensor.grad = None
-    tensor.data = value
-    if hasattr(tensor, "full_tensor"):  # torch changes the outside of a sharded tensor only
-        tensor._local_tensor, tensor._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]
-
-
 def check_resized(model: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> None:
     """Refuse new shapes, by the id of the parameter, that `fully_shard` could not have divided or would not take."""
     if any(not _is_known(each) for each in _sharded_parameters(model) if id(each.sharded_param) in shapes):
@@ -187,8 +148,6 @@ def check_resized(model: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> No
 
 def follow_shapes(model: nn.Module) -> None:
     """What `fully_shard` keeps of parameters that have got another shape is as if they had been sharded with it."""
-    if not is_sharded(model):
-        return
     reshard(model)  # a run of the model may have left whole parameters of the old shape
     for each in _sharded_parameters(model):
         if each.sharded_param.shape != each._orig_size:
@@ -222,13 +181,6 @@ def _shard_again(each: Any) -> None:
     each.reset_sharded_param()
     each.all_gather_outputs = []  # room for the old whole
     vars(each).pop("_unsharded_param", None)
-
-
-def empty_like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
-    """Room for a tensor that belongs to a parameter: sharded as the parameter is if it has its shape, else whole."""
-    if parameter is not None and tensor.shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=None if parameter is None else parameter.device)
 
 
 def _without_hooks(module: nn.Module) -> dict[int, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError, UnsupportedSite, one_of
 from sensli.modules import random_state
 from sensli.modules.copies import copied_block
-from sensli.modules.engines.fsdp import readable_part
+from sensli.modules.engines.distributed import readable_part
 from sensli.modules.running import HALF, Slot, first_tensor, undrawn, upcast, value_at, with_value, without_memory
 from sensli.moves.factors import Outer, Use, watch_uses
 from sensli.moves.inserting import Inserts, apply_cut, example_parameter, plan_cut, take_out

@@ -15,6 +15,7 @@ from sensli.errors import MovedSite, UnsupportedSite
 from sensli.modules.engines.fsdp import check_resized
 from sensli.modules.grown import WideAttention, holder_of
 from sensli.modules.running import brief_error, note
+from sensli.modules.wrappers import is_sharded
 from sensli.moves.point import Ref
 from sensli.moves.roles import role_of
 from sensli.moves.search import Search
@@ -155,7 +156,8 @@ class Siting:
         move = replace(move, more=more, axes=axes, start=request.start, layers=layers_in(self.model))
         try:
             resized = resizes(self.model, move)
-            check_resized(self.model, {id(each.tensor): each.new_shape for each in resized})
+            if is_sharded(self.model):
+                check_resized(self.model, {id(each.tensor): each.new_shape for each in resized})
             check_hooks(resized)
         except MovedSite:  # as far as marks tell
             raise NoWidth(

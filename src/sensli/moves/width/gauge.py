@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sensli.modules.engines.fsdp import is_sharded
 from sensli.modules.grown import holder_of
 from sensli.modules.running import upcast
+from sensli.modules.wrappers import is_sharded
 from sensli.moves.factors import Factored, Outer, Rows, Windows, of_channels, of_features, of_windows, sums_of
 from sensli.moves.point import Point, Ref
 from sensli.moves.roles import Geometry, column_gradient

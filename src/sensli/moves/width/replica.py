@@ -24,9 +24,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
 from sensli.modules.copies import copied_block, made_by
-from sensli.modules.engines.fsdp import is_sharded, unsharded, whole
+from sensli.modules.engines.fsdp import unsharded
 from sensli.modules.grown import WideAttention, holder_of
-from sensli.modules.running import first_tensor, let_memory_through, mapped, tensors
+from sensli.modules.running import first_tensor, let_memory_through, mapped, tensors, whole
+from sensli.modules.wrappers import is_sharded
 from sensli.moves.point import is_transformed
 from sensli.moves.roles import Role, applied, inputs_per_unit, role_of, unfolded
 from sensli.moves.stretching import Stretch, like_layout

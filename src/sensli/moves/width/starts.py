@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.modules.copies import NoDropout
-from sensli.modules.engines.fsdp import whole
-from sensli.modules.running import first_tensor, run, untouched, upcast
+from sensli.modules.running import first_tensor, run, untouched, upcast, whole
 from sensli.modules.wrappers import eager
 from sensli.moves.point import Point
 from sensli.moves.roles import Geometry, inputs_per_unit, role_of, unfolded, unfolds

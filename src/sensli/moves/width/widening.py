@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from sensli.errors import MovedSite, UnknownSite, UnsupportedSite
 from sensli.modules.engines.all_or_nothing import about_to_change
-from sensli.modules.engines.fsdp import check_resized, follow_shapes, put, sharded_like, whole
+from sensli.modules.engines.fsdp import check_resized, follow_shapes
 from sensli.modules.grown import fit_class, new_in
-from sensli.modules.wrappers import own_modules
+from sensli.modules.running import put, sharded_like, whole
+from sensli.modules.wrappers import is_sharded, own_modules
 from sensli.moves.inserting import forget, recall, remember
 from sensli.moves.point import Ref
 from sensli.moves.sites import Edit
@@ -114,7 +115,9 @@ class Widening(Edit):
         self._done = _costing(move, self.resized)
         self.site = replace(site, point=point, move=self._done)
         check_sizes(move)
-        check_resized(model, {id(each.tensor): each.new_shape for each in self.resized})
+        self._sharded = is_sharded(model)
+        if self._sharded:
+            check_resized(model, {id(each.tensor): each.new_shape for each in self.resized})
         check_hooks(self.resized)
         self._model = model
         self.renames = {}
@@ -140,7 +143,8 @@ class Widening(Edit):
             if self._moves_old or is_shared(each):
                 each.lost[_VALUE] = (old,)
             put(each.tensor, value)
-        follow_shapes(self._model)
+        if self._sharded:
+            follow_shapes(self._model)
         if self._remembers:
             remember(self.module, self.resized)
 
@@ -154,7 +158,8 @@ class Widening(Edit):
             forget(self.module, self.resized)
         for each, value in zip(self.resized, self._old, strict=True):
             put(each.tensor, value)
-        follow_shapes(self._model)
+        if self._sharded:
+            follow_shapes(self._model)
         forget_widening(self._move)
         change_sizes(self._move, -self._move.more)
 
@@ -190,7 +195,8 @@ class Widened(Edit):
         forget(self.module, self.resized)
         for each in self.resized:
             put(each.tensor, sharded_like(like_layout(_before(each, self._move), each.tensor), each.tensor))
-        follow_shapes(self._model)
+        if is_sharded(self._model):
+            follow_shapes(self._model)
         forget_widening(self._move)
         change_sizes(self._move, -self._move.more)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import UnknownSite, one_of
-from sensli.modules.engines.fsdp import whole
+from sensli.modules.running import whole
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.sites import Cost, Edit, Gauge, New
 from sensli.moves.stretching import FRESH, Copied, Stretch
