@@ -14,7 +14,7 @@ from sensli.errors import MeasurementError
 from sensli.merits.norms import NATURAL, Metric, natural_merit, squared_norm
 from sensli.modules.running import describe, device_of, run, taken_by, tensors, to_device, upcast
 from sensli.modules.wrappers import eager, own_modules
-from sensli.moves.factors import Outer, Use, factored, is_moment, mirrored, watch_uses
+from sensli.moves.factors import Factored, Outer, Use, factored, is_moment, mirrored, watch_uses
 from sensli.moves.point import Point, Watch, handed_on, is_transformed, is_transformed_from, tap
 from sensli.moves.roles import Geometry
 from sensli.moves.sites import Gauge, Site, always, as_it_is
@@ -42,8 +42,7 @@ class Sum:
             gradient = gradient.to_dense()
         if gradient.is_complex():
             gradient = torch.view_as_real(gradient)
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            gradient = gradient.float()
+        gradient = upcast(gradient)
         for j in {group % len(self), len(self.groups) - 1}:
             held = self.groups[j]
             if held is None:
@@ -52,10 +51,6 @@ class Sum:
                 held.add_(gradient)
             else:  # the first one came from autograd: it may be expanded, or the gradient of another weight as well
                 self.groups[j], self._owned[j] = held + gradient, True
-
-    def like(self) -> Sum:
-        """An empty one with as many groups."""
-        return Sum(len(self))
 
     def total(self, without: int | None = None) -> Tensor | None:
         """The sum over all groups, or over all but one."""
@@ -72,7 +67,8 @@ class MomentSum:
         self._total: Tensor | None = None
         self._whole = True
 
-    def add(self, value: Outer) -> None:
+    def add(self, value: Outer, group: int = 0) -> None:
+        """To the one group that all batches are in."""
         self._total, self._whole = value.added_to(self._total), False
 
     def total(self, without: int | None = None) -> Tensor | None:
@@ -83,7 +79,6 @@ class MomentSum:
 
     @property
     def groups(self) -> list[Tensor | None]:
-        """The one group that all batches are in."""
         return [self.total()]
 
 
@@ -91,14 +86,53 @@ class MomentSum:
 # them.
 
 
-class SiteCatch:
+class Catches:
+    """What is summed over batches for one thing that has a merit, and the merit that follows from it."""
+
+    def __init__(self, groups: int) -> None:
+        self.sums: dict[str, Sum | MomentSum] = {}
+        self.shape: tuple[int, ...] = ()  # of the activation, which the geometry of a convolution needs
+        self._groups = groups
+        self._metrics: list[Metric] = []
+
+    def add(self, values: Mapping[str, Tensor | Outer], group: int) -> None:
+        """One pass."""
+        for name, value in values.items():
+            held: Any = self.sums.get(name)
+            if held is None:
+                # Gradients without one group of batches are measured by the moments of all.
+                held = MomentSum() if isinstance(value, Outer) else Sum(1 if is_moment(name) else self._groups)
+                self.sums[name] = held
+            held.add(value, group)
+
+    def totals(self, without: int | None = None) -> dict[str, Tensor]:
+        """The sums over all batches, or over all but one group."""
+        totals = {name: each.total(without) for name, each in self.sums.items()}
+        return {name: total for name, total in totals.items() if total is not None}
+
+    def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
+        """The summed gradients of all measured weights, and how each acts."""
+        raise NotImplementedError
+
+    def maps(self, without: int | None = None) -> list[Factored]:
+        """The same for the natural merit."""
+        return factored(self.totals(without))
+
+    def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
+        """The squared norm of the mean gradient; ``whole``: the number of samples with the group that is left out."""
+        if norm == NATURAL:
+            return natural_merit(self.maps(without), samples / (whole or samples), self._metrics)
+        return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
+
+
+class SiteCatch(Catches):
     """What was caught at one site: sums, as its move wants them."""
 
     def __init__(
         self, site: Site, groups: int, model: nn.Module, natural: bool = False, gauge: Gauge | None = None
     ) -> None:
+        super().__init__(groups)
         self.site = site
-        self.sums: dict[str, Sum | MomentSum] = {}
         self.gauge = site.move.gauge(site, model) if gauge is None else gauge
         if natural and not self.gauge.factors:
             raise MeasurementError(
@@ -106,54 +140,39 @@ class SiteCatch:
                 "norm='frobenius'."
             )
         self.gauge.natural = natural
-        self._metrics: list[Metric] = []
         self.shape = self.gauge.shape
-        self._groups = groups
 
     def add(self, values: Mapping[str, Tensor | Outer], group: int) -> None:
-        """One pass."""
-        _add(self.sums, values, group, self._groups)
+        super().add(values, group)
         self.shape = self.gauge.shape
 
     @property
     def dead(self) -> float | None:
         """The share of units that were zero on all the data."""
-        totals = self._totals()
+        totals = self.totals()
         return self.gauge.dead(totals) if totals else None
 
     def settled(self, site: Site) -> Site:
         """The site as it was measured."""
-        return self.gauge.settled(site, self._totals())
-
-    def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
-        """The squared norm of the mean gradient; ``whole``: the number of samples with the group that is left out."""
-        if norm == NATURAL:
-            return natural_merit(
-                self.gauge.factored(self._totals(without)), samples / (whole or samples), self._metrics
-            )
-        return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
+        return self.gauge.settled(site, self.totals())
 
     def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
-        """The summed gradients of all measured weights, and how each acts."""
-        totals = self._totals(without)
+        totals = self.totals(without)
         return self.gauge.gradients(totals, self.shape) if totals else ()
 
-    def _totals(self, without: int | None = None) -> dict[str, Tensor]:
-        return _totals(self.sums, without)
+    def maps(self, without: int | None = None) -> list[Factored]:
+        return self.gauge.factored(self.totals(without))
 
 
-class WeightCatch:
+class WeightCatch(Catches):
     """The gradient of one existing weight."""
 
     def __init__(self, name: str, parameter: nn.Parameter, owner: nn.Module, groups: int) -> None:
+        super().__init__(groups)
         self.name = name
         self.parameter = parameter
         self.owner = owner
-        self.sums: dict[str, Sum | MomentSum] = {}
-        self._groups = groups
-        self._metrics: list[Metric] = []
         self._use: Use | None = None  # where the weight was met last, for the natural merit
-        self.shape: tuple[int, ...] = ()  # the spatial one of a convolution's input
 
     @property
     def geometry(self) -> Geometry:
@@ -162,49 +181,32 @@ class WeightCatch:
         conv = self.owner
         return Geometry(self.shape, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
 
-    def add(self, gradient: Tensor, group: int) -> None:
+    def see_input(self, module: nn.Module, args: Any) -> None:
+        """Before a convolution runs: the shape of its map."""
+        if args and isinstance(args[0], Tensor):
+            axes = self.parameter.dim() - 2
+            self.shape = tuple(args[0].shape[-axes:])  # from the end: a single sample may come without its batch
+
+    def add_gradient(self, gradient: Tensor, group: int) -> None:
         """The gradient of one pass."""
-        name = "gradient"
-        if self._use is not None:
-            name, gradient = "map0", self._use.matrix(gradient)
-        _add(self.sums, {name: gradient}, group, self._groups)
+        if self._use is None:
+            self.add({"gradient": gradient}, group)
+        else:
+            self.add({"map0": self._use.matrix(gradient)}, group)
 
     def met(self, use: Use, cotangent: Tensor, samples: int, group: int) -> None:
         """An operation with the weight in a backward pass; its gradient will follow."""
         self._use = use
-        sums = use.sums(0, None, cotangent, samples)
-        _add(self.sums, sums, group, self._groups)
+        self.add(use.sums(0, None, cotangent, samples), group)
 
     @property
     def factored(self) -> bool:
         """Whether it has a natural merit: an embedding, or a weight that its module uses in another way than as a map, has none."""
         return "map0" in self.sums
 
-    def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
-        if norm == NATURAL:
-            return natural_merit(factored(_totals(self.sums, without)), samples / (whole or samples), self._metrics)
-        return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
-
     def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
-        total = _totals(self.sums, without).get("gradient")
+        total = self.totals(without).get("gradient")
         return () if total is None else [(total, self.geometry)]
-
-
-def _add(sums: dict[str, Sum | MomentSum], values: Mapping[str, Tensor | Outer], group: int, groups: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, Outer):
-            moment = sums.setdefault(name, MomentSum())
-            assert isinstance(moment, MomentSum)
-            moment.add(value)
-        else:  # gradients without one group of batches are measured by the moments of all
-            held = sums.setdefault(name, Sum(1 if is_moment(name) else groups))
-            assert isinstance(held, Sum)
-            held.add(value, group)
-
-
-def _totals(sums: dict[str, Sum | MomentSum], without: int | None) -> dict[str, Tensor]:
-    totals = {name: each.total(without) for name, each in sums.items()}
-    return {name: total for name, total in totals.items() if total is not None}
 
 
 # ---- Whose backward pass a hook is called in: the one that is measured, or another one that the user's code takes by
@@ -262,9 +264,8 @@ class Stepped:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self.supersedes = model, False
-        self._adds: dict[
-            int, bool | None
-        ] = {}  # by the number of a pass: whether it adds to .grad; None if it asks for nothing of ours
+        # By the number of a pass: whether it adds to .grad; None if it asks for nothing of ours.
+        self._adds: dict[int, bool | None] = {}
         self._taken = self._asked = False
 
     def counts(self, near: Any, born: int = NOWHERE) -> bool:
@@ -352,11 +353,8 @@ class Catch:
         self.model = model
         self.groups = groups
         self.natural = natural  # the moments of the natural merit are caught too
-        self.sites = (
-            [SiteCatch(site, groups, model, natural) for site in sites]
-            if gauges is None
-            else [SiteCatch(site, groups, model, natural, gauge) for site, gauge in zip(sites, gauges, strict=True)]
-        )
+        given = [None] * len(sites) if gauges is None else gauges
+        self.sites = [SiteCatch(site, groups, model, natural, own) for site, own in zip(sites, given, strict=True)]
         # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
         self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
         self.group = 0
@@ -366,9 +364,8 @@ class Catch:
         self.others = False  # whether tensors that are not parameters ask for a gradient
         self.caught = 0
         self.active = False
-        self.around: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # the user's code: autocast, where it is on
-        )
+        # Around the user's code: autocast, where it is on.
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
         self.whose: Measured | Stepped = Stepped(model)  # which backward passes count
         self.mark = Mark()
@@ -387,7 +384,7 @@ class Catch:
                 handles += catch.gauge.hooks(self._arrived(catch), self.unscaled)
             for weight in self.weights:
                 if isinstance(weight.owner, CONVOLUTIONS):
-                    handles.append(weight.owner.register_forward_pre_hook(_shape_for(weight)))
+                    handles.append(weight.owner.register_forward_pre_hook(weight.see_input))
             if self.natural and self.weights:
                 handles.append(self.model.register_forward_hook(self._watch_weights, with_kwargs=True))
             self.active = True
@@ -412,6 +409,8 @@ class Catch:
                 catch.gauge.counts, catch.gauge.marked = always, as_it_is
 
     def _watcher(self, catch: SiteCatch, index: int, point: Point) -> Watch:
+        marked = self._marker(catch.site)
+
         def watch(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             if is_transformed(value):
                 if is_transformed_from(self.model):
@@ -420,10 +419,36 @@ class Catch:
             asking, watched = handed_on(value, point)
             if asking is not value:  # after frozen layers
                 self.leaves.append(asking)
-            self._watch(catch, index, value.detach(), watched, args, kwargs)
             if self.keeps_activations:
                 # What is overwritten stands for its new value afterwards, and a gradient of that comes from after the point.
                 self.watched.append(asking if point.overwritten else watched)
+            x, key = value.detach(), id(watched)
+            version = x._version
+            self._waiting[key] = (catch.site, x, version)
+            born, caught = task(), catch.gauge.catching(index, x)
+            if born != NOWHERE:
+                self.counts()  # while that pass can still be asked what it is for
+            # What is before it, which does not hold the hook: a node that it held would keep itself alive.
+            assert watched.grad_fn is not None
+            near = watched.grad_fn.next_functions[0][0]
+
+            def back(cotangent: Tensor | None) -> None:
+                if cotangent is None:  # a part of a second derivative that is zero
+                    self._waiting.pop(key, None)
+                    return
+                if not self.counts(near, born):  # or a pass that began inside the context and ends outside
+                    return
+                if x._version != version:
+                    raise _overwritten(catch.site)
+                self._waiting.pop(key, None)
+                # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
+                with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                    catch.add(caught(x, self.unscaled(cotangent.detach()), args, kwargs), self.group)
+                self.caught += 1
+
+            watched.register_hook(back)
+            # Where a gradient leaves the place of the site.
+            watched.grad_fn.register_hook(lambda given, _: None if given[0] is None else (marked(given[0]),))
             return watched
 
         return watch
@@ -466,43 +491,6 @@ class Catch:
         """Weights that are in the model for the time of the measurement."""
         return [weight for catch in self.sites for weight in catch.gauge.weights]
 
-    def _watch(
-        self,
-        catch: SiteCatch,
-        index: int,
-        x: Tensor,
-        watched: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        version, key = x._version, id(watched)
-        self._waiting[key] = (catch.site, x, version)
-        born, caught = task(), catch.gauge.catching(index, x)
-        if born != NOWHERE:
-            self.counts()  # while that pass can still be asked what it is for
-        # What is before it, which does not hold the hook: a node that it held would keep itself alive.
-        assert watched.grad_fn is not None
-        near = watched.grad_fn.next_functions[0][0]
-
-        def back(cotangent: Tensor | None) -> None:
-            if cotangent is None:  # a part of a second derivative that is zero
-                self._waiting.pop(key, None)
-                return
-            if not self.counts(near, born):  # or a pass that began inside the context and ends outside
-                return
-            if x._version != version:
-                raise _overwritten(catch.site)
-            self._waiting.pop(key, None)
-            # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
-            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                catch.add(caught(x, self.unscaled(cotangent.detach()), args, kwargs), self.group)
-            self.caught += 1
-
-        watched.register_hook(back)
-        # Where a gradient leaves the place of the site.
-        marked = self._marker(catch.site)
-        watched.grad_fn.register_hook(lambda cotangents, _: None if cotangents[0] is None else (marked(cotangents[0]),))
-
     def _marker(self, place: object) -> Callable[[Tensor], Tensor]:
         """From a cotangent that passes a place to the same; if a loss turns out to depend on it, the place is refused."""
 
@@ -525,8 +513,8 @@ class Catch:
         """Begin once more: what was caught so far does not count."""
         self.caught = 0
         self._refused.clear()
-        for sums in (*(site.sums for site in self.sites), *(weight.sums for weight in self.weights)):
-            sums.clear()
+        for each in (*self.sites, *self.weights):
+            each.sums.clear()
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""
@@ -547,7 +535,7 @@ class Catch:
         """Gradients of the existing weights of one batch, in the order of `weights`."""
         for weight, gradient in zip(self.weights, gradients, strict=True):
             if gradient is not None:
-                weight.add(gradient, self.group)
+                weight.add_gradient(gradient, self.group)
 
 
 def _overwritten(site: Site) -> MeasurementError:
@@ -565,15 +553,6 @@ def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:
             if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield WeightCatch(name, parameter, module, groups)
-
-
-def _shape_for(weight: WeightCatch) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any) -> None:
-        if args and isinstance(args[0], Tensor):
-            axes = weight.parameter.dim() - 2
-            weight.shape = tuple(args[0].shape[-axes:])  # from the end: a single sample may come without its batch
-
-    return hook
 
 
 # ---- One ordinary pass of the unmodified model for a measurement: a batch in, its loss back to everything that is

@@ -116,7 +116,7 @@ class Probe:
         def hook(gradient: Tensor) -> None:
             # A copy: the tensor becomes the user's .grad, which the next backward pass or step may overwrite.
             if self._catch.counts():
-                self._catch.weights[index].add(self._catch.unscaled(gradient.clone()), 0)
+                self._catch.weights[index].add_gradient(self._catch.unscaled(gradient.clone()), 0)
 
         return hook
 
