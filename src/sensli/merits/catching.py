@@ -573,7 +573,12 @@ def backward(
             f"batch {index} is on the meta device, where tensors have no values. Give data with values."
         )
     given, target = to_device(given, device), to_device(target, device)
-    size = _size(given, batch)
+    size = samples_of((given, batch))
+    if not size:
+        raise MeasurementError(
+            f"a batch ({describe(batch)}) contains no samples: its first tensor with a dimension is empty, or there is no such tensor. "
+            "Leave the batch out."
+        )
     catch.whose = own_pass = Measured()  # not those that the loss or the model take themselves
     # A dict is keyword arguments; a tuple inside a batch is several arguments.
     with catch.around(), _of_inference(index):
@@ -649,16 +654,9 @@ def split(batch: Any, index: int, model: nn.Module | None) -> tuple[Any, Any]:
     )
 
 
-def _size(given: Any, batch: Any) -> int:
-    for tensor in tensors((given, batch)):
-        if tensor.dim() > 0:
-            if tensor.shape[0] == 0:
-                break
-            return int(tensor.shape[0])
-    raise MeasurementError(
-        f"a batch ({describe(batch)}) contains no samples: its first tensor with a dimension is empty, or there is no such tensor. "
-        "Leave the batch out."
-    )
+def samples_of(batch: Any) -> int:
+    """How many samples a batch has: the length of its first tensor that has a dimension."""
+    return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 0)
 
 
 def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:

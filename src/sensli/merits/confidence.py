@@ -11,13 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from sensli.errors import MeasurementError
-from sensli.merits.catching import SiteCatch, WeightCatch
-from sensli.merits.merits import Merit, Merits
+from sensli.merits.catching import Catches, WeightCatch
 from sensli.merits.norms import NATURAL
-from sensli.moves.sites import Site
 
 GROUPS = 16  # batches beyond that many are added to existing groups, which bounds the memory
 
@@ -137,7 +133,7 @@ def share_remaining(count: int, known: int | None) -> float:
     return 1.0 if not known else max(0.0, 1 - count / known)
 
 
-def estimate_of(caught: SiteCatch | WeightCatch, norm: str, sizes: Sequence[float], remaining: float) -> Estimate:
+def estimate_of(caught: Catches, norm: str, sizes: Sequence[float], remaining: float) -> Estimate:
     total = sum(sizes)
     return estimate(
         lambda without: caught.merit(norm, total - (0 if without is None else sizes[without]), without, total),
@@ -146,7 +142,7 @@ def estimate_of(caught: SiteCatch | WeightCatch, norm: str, sizes: Sequence[floa
     )
 
 
-def value_of(caught: SiteCatch | WeightCatch, norm: str, sizes: Sequence[float], remaining: float) -> float:
+def value_of(caught: Catches, norm: str, sizes: Sequence[float], remaining: float) -> float:
     """Exact where nothing remains, else without the share of the noise; never below zero, where less than the noise is left of it."""
     if remaining == 0:
         merit = caught.merit(norm, sum(sizes))
@@ -169,25 +165,3 @@ def mean_of_weights(
 def compared(weights: Sequence[WeightCatch], norm: str) -> list[WeightCatch]:
     """The existing weights that merits in this norm are compared with."""
     return [weight for weight in weights if norm != NATURAL or weight.factored]
-
-
-def as_merits(
-    sites: Sequence[Site],
-    caught: Sequence[SiteCatch],
-    values: Sequence[float],
-    mean: float | None,
-    weights: int,
-    **facts: Any,
-) -> Merits:
-    """``mean``: over so many existing weights; None if there are none."""
-    if mean is not None and not math.isfinite(mean):
-        raise MeasurementError(
-            f"the mean over the existing weights is {mean}: one of their gradients is not finite although the loss is. "
-            "Lower the learning rate, clip gradients, or measure with ratio=False."
-        )
-    records = []
-    for site, its, value in zip(sites, caught, values, strict=True):
-        quotient = None if mean is None else (value / mean if mean > 0 else math.inf)
-        share = None if quotient is None else quotient / weights
-        records.append(Merit(its.settled(site), value, quotient, its.dead, share))
-    return Merits(records, **facts).check()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -15,10 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, UnsupportedSite
-from sensli.merits.catching import Catch, LossFunction, MomentSum, SiteCatch, Sum, WeightCatch, backward
+from sensli.merits.catching import (
+    Catch,
+    Catches,
+    LossFunction,
+    MomentSum,
+    SiteCatch,
+    Sum,
+    WeightCatch,
+    backward,
+    samples_of,
+)
 from sensli.merits.confidence import (
     GROUPS,
-    as_merits,
     compared,
     estimate_of,
     is_clear,
@@ -132,11 +141,6 @@ def _hooked(gauge: Ahead) -> Iterator[None]:
             handle.remove()
 
 
-def samples_of(batch: Any) -> int:
-    """How many samples a batch has: the length of its first tensor."""
-    return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 0)
-
-
 def few(batch: Any, count: int) -> Any:
     """The first samples of a batch whose tensors all have one entry for each of them; otherwise all of it."""
     size = samples_of(batch)
@@ -147,7 +151,8 @@ def few(batch: Any, count: int) -> Any:
 
 def _of_the_first(together: Together, found: Found | None, device: Any) -> Found | None:
     """What the first process that has seen something found, on all of them."""
-    forms = together.agree(None if found is None else [_shapes_and_types(each) for each in found], last=False)
+    own_forms = None if found is None else [{name: _form(value) for name, value in each.items()} for each in found]
+    forms = together.agree(own_forms, last=False)
     if together.group is None:
         return found
     leader = next((rank for rank, form in enumerate(forms) if form is not None), None)
@@ -165,8 +170,8 @@ def _of_the_first(together: Together, found: Found | None, device: Any) -> Found
     return shared
 
 
-def _shapes_and_types(found: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {name: (tuple(value.shape), value.dtype) for name, value in found.items()}
+def _form(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(value.shape), value.dtype
 
 
 # ---- What several processes have caught, as one: gradients are added up before any norm is taken.
@@ -189,8 +194,17 @@ def joined(together: Together, caught: Caught, device: Any, *, last: bool = True
 
     Sizes are brought to the unit of the first rank that has any. Unless it is the `last` time, the ranks will meet again.
     """
-    own: list[SiteCatch | WeightCatch] = [*caught.sites, *caught.weights]
-    forms = [({name: _forms(each) for name, each in catch.sums.items()}, catch.shape) for catch in own]
+    own: list[Catches] = [*caught.sites, *caught.weights]
+    forms = [
+        (
+            {
+                name: [part if part is None else _form(part) for part in each.groups]
+                for name, each in catch.sums.items()
+            },
+            catch.shape,
+        )
+        for catch in own
+    ]
     told = together.agree((caught.unit, caught.sizes, caught.count, forms, caught.loss), last=last)
     if together.group is None:
         return caught
@@ -209,35 +223,47 @@ def joined(together: Together, caught: Caught, device: Any, *, last: bool = True
     return Caught(sites, copies[len(sites) :], totals, common, sum(count for _, _, count, _, _ in told), loss)
 
 
-def same_values(together: Together, values: list[float], mean: float | None) -> tuple[list[float], float | None]:
-    """Rank 0's numbers on all ranks: machines of different make may differ in the last bit, and a decision depends on it."""
-    first: tuple[list[float], float | None] = together.agree((values, mean))[0]
-    return first
-
-
-def _forms(each: Sum | MomentSum) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
-    return [None if part is None else (tuple(part.shape), part.dtype) for part in each.groups]
-
-
 def _joined_sum(own: Sum | MomentSum | None, forms: list[list[Any]], factor: float, device: Any, group: Any) -> Sum:
     """One sum over all ranks; ``forms`` tells what each rank that has any holds in its groups."""
-    groups = len(forms[0])
-    joint = Sum(max(groups - 1, 1))
-    for j in range(groups):
+    joint = Sum(max(len(forms[0]) - 1, 1))
+    for j in range(len(forms[0])):
         form = next((its[j] for its in forms if its[j]), None)
         if form is not None:
-            joint.groups[j] = _summed(None if own is None else own.groups[j], form, factor, device, group)
+            part, (shape, dtype) = None if own is None else own.groups[j], form
+            # A copy: what was caught may be somebody's gradient, and may be expanded.
+            total = torch.zeros(shape, dtype=dtype, device=device) if part is None else (part * factor).contiguous()
+            dist.all_reduce(total, group=group)
+            joint.groups[j] = total
     return joint
 
 
-def _summed(
-    part: Tensor | None, form: tuple[tuple[int, ...], torch.dtype], factor: float, device: Any, group: Any
-) -> Tensor:
-    shape, dtype = form
-    # A copy: what was caught may be somebody's gradient, and may be expanded.
-    total = torch.zeros(shape, dtype=dtype, device=device) if part is None else (part * factor).contiguous()
-    dist.all_reduce(total, group=group)
-    return total
+def conclude(
+    together: Together,
+    sites: Sequence[Site],
+    caught: Caught,
+    sizes: Sequence[float],
+    norm: str,
+    remaining: float = 0.0,
+    *,
+    check: Callable[[list[float]], None] = lambda values: None,
+    **facts: Any,
+) -> Merits:
+    """The merits of the sites, from what all processes have caught; ``check`` may refuse their values."""
+    values = [value_of(site, norm, sizes, remaining) for site in caught.sites]
+    check(values)
+    mean = mean_of_weights(caught.weights, norm, sizes, remaining)
+    # Rank 0's numbers on all ranks: machines of different make may differ in the last bit, and a decision depends on it.
+    values, mean = together.agree((values, mean))[0]
+    if mean is not None and not math.isfinite(mean):
+        raise MeasurementError(
+            f"the mean over the existing weights is {mean}: one of their gradients is not finite although the loss is. "
+            "Lower the learning rate, clip gradients, or measure with ratio=False."
+        )
+    weights, merits = len(compared(caught.weights, norm)), []
+    for site, its, value in zip(sites, caught.sites, values, strict=True):
+        ratio = None if mean is None else (value / mean if mean > 0 else math.inf)
+        merits.append(Merit(its.settled(site), value, ratio, its.dead, None if ratio is None else ratio / weights))
+    return Merits(merits, norm=norm, batches=caught.count, **facts).check()
 
 
 # ---- What ``norm="auto"`` may cost: norms that would take longer than the passes themselves give way to one that costs
@@ -266,28 +292,25 @@ def affordable(
     """
     if asked != "auto" or norm != "operator":
         return norm
-    costs = _norms(sites) * (_SETS * batches if groups else 1) + _norms(weights)
-    return norm if costs <= max(_FREE, batches * _pass(sites, weights)) else "frobenius"
-
-
-def _norms(parts: Iterable[SiteCatch | WeightCatch]) -> float:
-    work = 0.0
-    for part in parts:
-        for total, geometry in part.parts():
-            work += operator_work(tuple(total.shape), geometry)
-    return work
-
-
-def _pass(sites: Sequence[SiteCatch], weights: Sequence[WeightCatch]) -> float:
-    """Products of one batch: a site's gradient; for a weight the forward pass, and both gradients of the backward pass."""
+    costs = products = 0.0
+    for site in sites:
+        work, entries = _work(site)
+        costs += work * (_SETS * batches if groups else 1)
+        products += math.prod(site.shape[2:]) * entries
+    for weight in weights:
+        work, entries = _work(weight)
+        costs += work
+        products += (
+            3 * math.prod(weight.shape) * entries
+        )  # of the forward pass, and for both gradients of the backward pass
     samples = sites[0].shape[0] if sites else 0
-    work = sum(math.prod(site.shape[2:]) * _entries(site) for site in sites)
-    work += sum(3 * math.prod(weight.shape) * _entries(weight) for weight in weights)
-    return float(samples * work)
+    return norm if costs <= max(_FREE, batches * samples * products) else "frobenius"
 
 
-def _entries(part: SiteCatch | WeightCatch) -> int:
-    return sum(total.numel() for total, _ in part.parts())
+def _work(caught: Catches) -> tuple[int, int]:
+    """What the operator norms of its gradients cost, and how many entries these have."""
+    forms = [(tuple(total.shape), geometry) for total, geometry in caught.parts()]
+    return sum(operator_work(*form) for form in forms), sum(math.prod(shape) for shape, _ in forms)
 
 
 EMPTY = "the batches are empty: a loader without data, or an iterator that is already used up. Give a new one."
@@ -374,12 +397,8 @@ def measure(
         sizes = _filled(caught)
         if remaining == 0:  # with confidence the first look has settled it, unless the data ended before
             norm = affordable(asked, norm, caught.sites, caught.weights, caught.count / ranks)
-        values = [value_of(site, norm, sizes, remaining) for site in caught.sites]
-        mean = mean_of_weights(caught.weights, norm, sizes, remaining)
-        values, mean = same_values(together, values, mean)
-        return as_merits(
-            sites, caught.sites, values, mean, len(compared(caught.weights, norm)),
-            norm=norm, batches=caught.count, samples=round(sum(sizes) * caught.unit),
+        return conclude(
+            together, sites, caught, sizes, norm, remaining, samples=round(sum(sizes) * caught.unit),
             loss=caught.loss / sum(sizes), confidence=confidence, tolerance=tolerance, clear=clear,
         )  # fmt: skip
 
@@ -391,7 +410,9 @@ class _Taken:
         self, model: nn.Module, catch: Catch, batches: Iterable[Any], loss_fn: LossFunction | None, most: int | None
     ) -> None:
         self.model, self.catch, self.loss_fn, self.most = model, catch, loss_fn, most
-        self.known = _length(batches)
+        self.known: int | None = None
+        with suppress(TypeError):
+            self.known = len(batches)  # type: ignore[arg-type]
         self.unit, self.count, self.exhausted, self.loss = 0.0, 0, False, 0.0
         self._sizes = [0.0] * catch.groups
         self._rest: Iterator[Any] = iter(batches)
@@ -471,10 +492,3 @@ def check_level(confidence: float | None, tolerance: float) -> tuple[float | Non
     if tolerance and confidence is None:
         raise ValueError(f"tolerance={tolerance} needs confidence= (for example confidence=0.99).")
     return confidence, tolerance
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None

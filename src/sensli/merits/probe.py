@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, WrongType
 from sensli.merits.catching import Catch
-from sensli.merits.confidence import as_merits, compared, mean_of_weights, value_of
-from sensli.merits.measuring import Caught, affordable, joined, same_values
+from sensli.merits.measuring import Caught, affordable, conclude, joined
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, choose
 from sensli.modules import checks
@@ -143,13 +142,11 @@ class Probe:
             caught = joined(together, own, device_of(self._model))
         ranks = 1 if together.group is None else dist.get_world_size(together.group)
         norm = affordable(self._asked, self._norm, caught.sites, caught.weights, caught.count / ranks)
-        values = [value_of(site, norm, caught.sizes, 0.0) for site in caught.sites]
+        return conclude(together, self._sites, caught, caught.sizes, norm, check=self._check_scale)
+
+    def _check_scale(self, values: list[float]) -> None:
         if self._scaler is not None and not all(map(math.isfinite, values)):
             raise MeasurementError(
                 f"the scaled gradients of the probed pass overflowed at the scale {self._scaler.get_scale():g}; the scaler skips such a "
                 "step and lowers its scale. Probe the next step."
             )
-        mean = mean_of_weights(caught.weights, norm, caught.sizes, 0.0)
-        values, mean = same_values(together, values, mean)
-        weights = len(compared(caught.weights, norm))
-        return as_merits(self._sites, caught.sites, values, mean, weights, norm=norm, batches=caught.count)
