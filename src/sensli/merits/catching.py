@@ -152,7 +152,7 @@ class SiteCatch(Catches):
         totals = self.totals()
         return self.gauge.dead(totals) if totals else None
 
-    def settled(self, site: Site) -> Site:
+    def measured_site(self, site: Site) -> Site:
         """The site as it was measured."""
         return self.gauge.settled(site, self.totals())
 
@@ -302,20 +302,9 @@ def _asks(leaf: Any) -> bool | None:
         return False
 
 
-class Mark:
-    """Tells whether a loss depends on a gradient that somebody took before."""
-
-    def __init__(self) -> None:
-        # To be asked for with the gradients of the loss: otherwise autograd leaves out the way to where nothing else is.
-        self.leaf = torch.zeros((), requires_grad=True, device="cpu")
-
-    def on(self, cotangent: Tensor, met: Callable[[Any], None]) -> Tensor:
-        """The same cotangent of a pass that builds a graph; ``met`` is called, with a node near by, when a later one comes back to it."""
-        marked: Tensor = _Marked.apply(cotangent, self.leaf, met)  # type: ignore[no-untyped-call]
-        return marked
-
-
 class _Marked(torch.autograd.Function):
+    """The same cotangent of a pass that builds a graph; ``met`` is called, with a node near by, when a later one comes back to it."""
+
     @staticmethod
     def forward(ctx: Any, cotangent: Tensor, leaf: Tensor, met: Callable[[Any], None]) -> Tensor:
         ctx.leaf, ctx.met = leaf, met
@@ -368,7 +357,9 @@ class Catch:
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
         self.whose: Measured | Stepped = Stepped(model)  # which backward passes count
-        self.mark = Mark()
+        # To be asked for with the gradients of the loss: otherwise autograd leaves out the way to where nothing else is that tells
+        # whether the loss depends on a gradient that somebody took before.
+        self.mark = torch.zeros((), requires_grad=True, device="cpu")
         self._refused: dict[str, str] = {}  # sites that a derivative passed which the loss depends on, and in which way
         # Activations whose gradient has not come back yet, and their versions.
         self._waiting: dict[int, tuple[Site, Tensor, int]] = {}
@@ -486,11 +477,6 @@ class Catch:
         nodes = [tensor.grad_fn for tensor in tensors(output)]
         watch_uses(nodes, {key: weight.parameter for key, weight in catches.items()}, arrived)
 
-    @property
-    def virtual(self) -> list[Tensor]:
-        """Weights that are in the model for the time of the measurement."""
-        return [weight for catch in self.sites for weight in catch.gauge.weights]
-
     def _marker(self, place: object) -> Callable[[Tensor], Tensor]:
         """From a cotangent that passes a place to the same; if a loss turns out to depend on it, the place is refused."""
 
@@ -498,8 +484,12 @@ class Catch:
             if self.counts(near):
                 self._refused[str(place)] = "depends on a gradient that your code takes itself"
 
-        # Only with a graph can somebody differentiate it once more.
-        return lambda cotangent: self.mark.on(cotangent, met) if self.active and torch.is_grad_enabled() else cotangent
+        def marked(cotangent: Tensor) -> Tensor:
+            if self.active and torch.is_grad_enabled():  # only with a graph can somebody differentiate it once more
+                cotangent = _Marked.apply(cotangent, self.mark, met)  # type: ignore[no-untyped-call]
+            return cotangent
+
+        return marked
 
     def check_order(self) -> None:
         """Refuse merits of a loss that depends on a derivative through the sites: they are not products of what was caught."""
@@ -583,12 +573,17 @@ def backward(
     # A dict is keyword arguments; a tuple inside a batch is several arguments.
     with catch.around(), _of_inference(index):
         output = run(model, given)
-        loss = _loss(output, target, loss_fn, index)
-    virtual = catch.virtual
+        loss = scalar_loss(output, target, loss_fn, index)
+    if not torch.isfinite(loss):
+        raise MeasurementError(
+            f"the loss of batch {index} is {loss.item()}: training has diverged or the batch contains bad values, "
+            "so merits would be meaningless. Lower the learning rate or check the data."
+        )
+    virtual = [weight for site in catch.sites for weight in site.gauge.weights]  # in the model for this time only
     own = {id(weight) for weight in virtual}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in own] if catch.weights else []
     # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
-    wanted = [*virtual, catch.mark.leaf] + (trained + catch.leaves if catch.weights else list(catch.watched))
+    wanted = [*virtual, catch.mark] + (trained + catch.leaves if catch.weights else list(catch.watched))
     if catch.weights and loss.grad_fn is not None and (index == 0 or catch.others):
         # A model or its input may hold tensors that require a gradient and are not parameters. Unless they are asked for too,
         # autograd leaves out the way to them, and the sites on that way would seem worthless.
@@ -657,17 +652,6 @@ def split(batch: Any, index: int, model: nn.Module | None) -> tuple[Any, Any]:
 def samples_of(batch: Any) -> int:
     """How many samples a batch has: the length of its first tensor that has a dimension."""
     return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 0)
-
-
-def _loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:
-    """The mean loss of a batch, checked to be a finite scalar."""
-    loss = scalar_loss(output, target, loss_fn, index)
-    if not torch.isfinite(loss):
-        raise MeasurementError(
-            f"the loss of batch {index} is {loss.item()}: training has diverged or the batch contains bad values, "
-            "so merits would be meaningless. Lower the learning rate or check the data."
-        )
-    return loss
 
 
 def scalar_loss(output: Any, target: Any, loss_fn: LossFunction | None, index: int) -> Tensor:

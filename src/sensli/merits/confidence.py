@@ -128,11 +128,6 @@ def student_tail(t: float, freedom: int) -> float:
 # ---- From the sums that were caught to merits: exact over all the data, or from a sample without the share of the noise.
 
 
-def share_remaining(count: int, known: int | None) -> float:
-    """The share of the data that was not seen; without a known end there is always more."""
-    return 1.0 if not known else max(0.0, 1 - count / known)
-
-
 def estimate_of(caught: Catches, norm: str, sizes: Sequence[float], remaining: float) -> Estimate:
     total = sum(sizes)
     return estimate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -33,7 +33,6 @@ from sensli.merits.confidence import (
     is_clear,
     mean_of_weights,
     next_look,
-    share_remaining,
     value_of,
 )
 from sensli.merits.merits import Merit, Merits, as_sites
@@ -108,7 +107,7 @@ def _seen(
         return [gauge.found() for _, gauge in wanting] if passed else None
 
 
-def made_for(together: Together, model: nn.Module, site: Site, batch: Any) -> Site:
+def fit_to_batch(together: Together, model: nn.Module, site: Site, batch: Any) -> Site:
     """A site that was never measured with what fits a batch of inputs, of which a few pass; without one, or measured, it is as it was."""
     # Before the gauge, for which a block is copied: a sharded one cannot be, and without a batch it would be for nothing.
     if together.sharded or (together.group is None and batch is None):
@@ -122,23 +121,15 @@ def made_for(together: Together, model: nn.Module, site: Site, batch: Any) -> Si
     found = None
     if batch is not None:
         # A batch that does not pass is reported where the outputs are compared.
-        with forgiven(), untouched(model), _hooked(gauge):
+        with forgiven(), untouched(model), ExitStack() as hooks:
+            for handle in gauge.hooks(lambda sums: None, lambda gradient: gradient):
+                hooks.callback(handle.remove)
             with torch.enable_grad():
                 run(model, to_device(few(batch, MANY), device_of(model)))
             with torch.no_grad():
                 found = [gauge.found()]
     shared = _of_the_first(together, found, device_of(model))
     return site if shared is None else gauge.settled(site, shared[0])
-
-
-@contextmanager
-def _hooked(gauge: Ahead) -> Iterator[None]:
-    handles = gauge.hooks(lambda sums: None, lambda gradient: gradient)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def few(batch: Any, count: int) -> Any:
@@ -170,8 +161,8 @@ def _of_the_first(together: Together, found: Found | None, device: Any) -> Found
     return shared
 
 
-def _form(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(value.shape), value.dtype
+def _form(value: Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
+    return None if value is None else (tuple(value.shape), value.dtype)
 
 
 # ---- What several processes have caught, as one: gradients are added up before any norm is taken.
@@ -188,23 +179,19 @@ class Caught:
     count: int
     loss: float = 0.0  # the sum over the batches, each times its size
 
+    @property
+    def filled(self) -> list[float]:
+        """The sizes of the groups that hold something: they are filled in order."""
+        return [size for size in self.sizes if size]
 
-def joined(together: Together, caught: Caught, device: Any, *, last: bool = True) -> Caught:
+
+def join_ranks(together: Together, caught: Caught, device: Any, *, last: bool = True) -> Caught:
     """What all ranks have caught: gradients added up (never their norms), sizes, counts, units alive. What each holds stays as it is.
 
     Sizes are brought to the unit of the first rank that has any. Unless it is the `last` time, the ranks will meet again.
     """
     own: list[Catches] = [*caught.sites, *caught.weights]
-    forms = [
-        (
-            {
-                name: [part if part is None else _form(part) for part in each.groups]
-                for name, each in catch.sums.items()
-            },
-            catch.shape,
-        )
-        for catch in own
-    ]
+    forms = [({name: list(map(_form, each.groups)) for name, each in catch.sums.items()}, catch.shape) for catch in own]
     told = together.agree((caught.unit, caught.sizes, caught.count, forms, caught.loss), last=last)
     if together.group is None:
         return caught
@@ -241,7 +228,6 @@ def conclude(
     together: Together,
     sites: Sequence[Site],
     caught: Caught,
-    sizes: Sequence[float],
     norm: str,
     remaining: float = 0.0,
     *,
@@ -249,6 +235,7 @@ def conclude(
     **facts: Any,
 ) -> Merits:
     """The merits of the sites, from what all processes have caught; ``check`` may refuse their values."""
+    sizes = caught.filled
     values = [value_of(site, norm, sizes, remaining) for site in caught.sites]
     check(values)
     mean = mean_of_weights(caught.weights, norm, sizes, remaining)
@@ -262,7 +249,9 @@ def conclude(
     weights, merits = len(compared(caught.weights, norm)), []
     for site, its, value in zip(sites, caught.sites, values, strict=True):
         ratio = None if mean is None else (value / mean if mean > 0 else math.inf)
-        merits.append(Merit(its.settled(site), value, ratio, its.dead, None if ratio is None else ratio / weights))
+        merits.append(
+            Merit(its.measured_site(site), value, ratio, its.dead, None if ratio is None else ratio / weights)
+        )
     return Merits(merits, norm=norm, batches=caught.count, **facts).check()
 
 
@@ -391,15 +380,15 @@ def measure(
                     taken.up_to(None)
                 else:
                     clear, remaining, norm = _until_clear(together, taken, (asked, norm), confidence, tolerance)
-            caught = joined(together, taken.caught(), device_of(model), last=False)
+            caught = join_ranks(together, taken.caught(), device_of(model), last=False)
         if caught.count == 0:
             raise MeasurementError(EMPTY)
-        sizes = _filled(caught)
         if remaining == 0:  # with confidence the first look has settled it, unless the data ended before
             norm = affordable(asked, norm, caught.sites, caught.weights, caught.count / ranks)
+        size = sum(caught.filled)
         return conclude(
-            together, sites, caught, sizes, norm, remaining, samples=round(sum(sizes) * caught.unit),
-            loss=caught.loss / sum(sizes), confidence=confidence, tolerance=tolerance, clear=clear,
+            together, sites, caught, norm, remaining, samples=round(size * caught.unit),
+            loss=caught.loss / size, confidence=confidence, tolerance=tolerance, clear=clear,
         )  # fmt: skip
 
 
@@ -466,10 +455,10 @@ def _until_clear(
         whole = None if None in known else sum(known)
         if all(exhausted):
             return False, 0.0, norm
-        remaining = share_remaining(sum(counts), whole)
+        remaining = max(0.0, 1 - sum(counts) / whole) if whole else 1.0  # without a known end there is always more
         own = replace(taken.caught(), weights=[])
-        seen = joined(together, own, device_of(taken.model), last=False)
-        sizes = _filled(seen)
+        seen = join_ranks(together, own, device_of(taken.model), last=False)
+        sizes = seen.filled
         if look == 1:
             norm = affordable(asked, norm, seen.sites, [], seen.count / len(states), groups=True)
         estimates = [estimate_of(site, norm, sizes, remaining) for site in seen.sites]
@@ -478,11 +467,6 @@ def _until_clear(
             return True, remaining, norm
         if all(finished):
             return False, remaining, norm
-
-
-def _filled(caught: Caught) -> list[float]:
-    """The sizes of the groups that hold something: they are filled in order."""
-    return [size for size in caught.sizes if size]
 
 
 def check_level(confidence: float | None, tolerance: float) -> tuple[float | None, float]:

@@ -21,13 +21,11 @@ from sensli.text.tables import WIDTH, html_table, short_number, text_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# ---- The merit of a site, and the table of all of them.
 
-
-def check_per(per: str | None) -> None:
+def check_per(per: str | None, name: str = "per") -> None:
     """Refuse what merits cannot be compared by."""
     if per is not None:
-        checks.one_of("per", per, PER, other="None")
+        checks.one_of(name, per, PER, other="None")
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,7 @@ class Merits(Sequence[Merit]):
         Returns:
             The merits, each with the value that it had.
         """
-        if cost is not None:
-            checks.one_of("cost", cost, PER, other="None")
+        check_per(cost, "cost")
         again = copy(self)
         again.compared = cost
         return again
@@ -428,11 +425,11 @@ def chosen_sites(
     of a stack under ``"auto"``: all of its places pass if one does.
     """
     if not callable(select):
+        passing: Sequence[Merit] = merits
         if select in BY_MERIT:  # what passes is decided by the merit itself, the order by what it costs
             stacks = {merit.site.stack for merit in worth if select == "auto"} - {None}
             passing = [merit for merit in merits if merit in worth or merit.site.stack in stacks]
-            return ordered(select, passing, min(count, len(worth)), per=per)[: len(worth)]
-        return ordered(select, merits, min(count, len(worth)), generator, per=per)[: len(worth)]
+        return ordered(select, passing, min(count, len(worth)), generator, per=per)[: len(worth)]
     choice = select(merits)
     for merit in merits:
         if choice is merit or choice is merit.site:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, WrongType
 from sensli.merits.catching import Catch
-from sensli.merits.measuring import Caught, affordable, conclude, joined
+from sensli.merits.measuring import Caught, affordable, conclude, join_ranks
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, choose
 from sensli.modules import checks
@@ -139,10 +139,10 @@ class Probe:
             passes = max(1, self._catch.caught // len(self._catch.sites))
             # As DistributedDataParallel does with the gradients: the mean over the processes.
             own = Caught(self._catch.sites, self._catch.weights, [1.0], 1.0, passes)
-            caught = joined(together, own, device_of(self._model))
+            caught = join_ranks(together, own, device_of(self._model))
         ranks = 1 if together.group is None else dist.get_world_size(together.group)
         norm = affordable(self._asked, self._norm, caught.sites, caught.weights, caught.count / ranks)
-        return conclude(together, self._sites, caught, caught.sizes, norm, check=self._check_scale)
+        return conclude(together, self._sites, caught, norm, check=self._check_scale)
 
     def _check_scale(self, values: list[float]) -> None:
         if self._scaler is not None and not all(map(math.isfinite, values)):

@@ -19,7 +19,7 @@ from sensli.errors import (
     UnknownSite,
     UnsupportedSite,
 )
-from sensli.merits.measuring import made_for
+from sensli.merits.measuring import fit_to_batch
 from sensli.merits.merits import Merit, as_site
 from sensli.modules import checks, random_state
 from sensli.modules.copies import NoDropout
@@ -220,7 +220,7 @@ def grow(
         change.keep(model, *as_optimizers(optimizer), *as_schedulers(scheduler))
 
         # Plan and check: everything that can be refused is refused here, and nothing changes.
-        site = made_for(together, network, site, None if check is None else given_of(check))
+        site = fit_to_batch(together, network, site, None if check is None else given_of(check))
         edit = site.move.plan(network, site)
         averaging.check_alike(network, None)
         # Before a copy of a sharded block is made, for which all ranks are needed.
