@@ -20,7 +20,7 @@ from sensli.growing.strategy import Strategy, read_generator, save_generator
 from sensli.growing.triggers import Moment
 from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import measure
-from sensli.merits.merits import Merit, Merits, chosen_sites, is_control
+from sensli.merits.merits import Merit, Merits, choose_sites, is_control
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.flops import count_flops
@@ -368,7 +368,7 @@ class Sensli(Strategy):
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         worth = self.threshold.worth(merits)
-        found = chosen_sites(
+        found = choose_sites(
             self.options.select, merits, worth, self.options.count, self._generator, per=self.options.per
         )
         return [merit.site for merit in found]

@@ -410,7 +410,7 @@ def ordered(
     return [merits[place] for place in SELECTIONS[select](values, stacks, count, generator or torch.Generator())]
 
 
-def chosen_sites(
+def choose_sites(
     select: str | Selection,
     merits: Merits,
     worth: Sequence[Merit],

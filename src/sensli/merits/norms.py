@@ -206,14 +206,6 @@ def _check(gradient: Tensor, geometry: Geometry) -> None:
 # ---- the five norms -------------------------------------------------------------------------------------------------
 
 
-def _frobenius(gradient: Tensor, geometry: Geometry) -> float:
-    return gradient.square().sum().item()
-
-
-def _mean_square(gradient: Tensor, geometry: Geometry) -> float:
-    return gradient.square().mean().item()
-
-
 def _operator(gradient: Tensor, geometry: Geometry) -> float:
     values, grid = taps(gradient, geometry)
     if not geometry.size or geometry.groups == 1:
@@ -228,23 +220,6 @@ def _operator(gradient: Tensor, geometry: Geometry) -> float:
     return best
 
 
-def _operator_l2(gradient: Tensor, geometry: Geometry) -> float:
-    return _output_norms(gradient, geometry).sum().item()
-
-
-def _operator_l1(gradient: Tensor, geometry: Geometry) -> float:
-    return _output_norms(gradient, geometry).sqrt().sum().square().item()
-
-
-NORMS: dict[str, Callable[[Tensor, Geometry], float]] = {
-    "frobenius": _frobenius,
-    "mean_square": _mean_square,
-    "operator": _operator,
-    "operator_l2": _operator_l2,
-    "operator_l1": _operator_l1,
-}
-
-
 def _output_norms(gradient: Tensor, geometry: Geometry) -> Tensor:
     """The squared operator norm of the map to each single output; shape: outputs."""
     values, grid = taps(gradient, geometry)
@@ -256,3 +231,12 @@ def _output_norms(gradient: Tensor, geometry: Geometry) -> Tensor:
     if maps[0].shape[2] == 1:
         return peaks(torch.stack([each.flatten(1) for each in maps], 1), grid)
     return values.new_tensor([largest(each, grid) for each in maps])
+
+
+NORMS: dict[str, Callable[[Tensor, Geometry], float]] = {
+    "frobenius": lambda gradient, geometry: gradient.square().sum().item(),
+    "mean_square": lambda gradient, geometry: gradient.square().mean().item(),
+    "operator": _operator,
+    "operator_l2": lambda gradient, geometry: _output_norms(gradient, geometry).sum().item(),
+    "operator_l1": lambda gradient, geometry: _output_norms(gradient, geometry).sqrt().sum().square().item(),
+}

@@ -20,9 +20,6 @@ from torch.overrides import TorchFunctionMode
 from sensli.modules import grown
 from sensli.modules.configs import is_configuration
 
-# ---- Copies of a user's modules: of the whole model to try things on, of one block to be its twin.
-
-
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",

@@ -118,9 +118,8 @@ class Chain(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """What belongs to the module is set there: a temperature that is annealed from outside must reach it."""
         anchor = self.__dict__.get("_modules", {}).get("anchor")
-        private = (
-            anchor is not None and name.startswith("_") and name not in vars(anchor)
-        )  # torch's own, set on any module
+        # Torch's own, set on any module.
+        private = anchor is not None and name.startswith("_") and name not in vars(anchor)
         if anchor is None or private or name in _OWN or name in self.__dict__ or name in self._modules:
             super().__setattr__(name, value)
         else:
@@ -222,12 +221,9 @@ class WideAttention(nn.MultiheadAttention):
             parts.append(padding.reshape(batch, 1, 1, -1))
         total: Tensor | None = None
         for part in parts:
-            added = (
-                torch.zeros_like(part, dtype=q.dtype).masked_fill(part, -torch.inf)
-                if part.dtype == torch.bool
-                else part
-            )
-            total = added if total is None else total + added
+            if part.dtype == torch.bool:
+                part = torch.zeros_like(part, dtype=q.dtype).masked_fill(part, -torch.inf)
+            total = part if total is None else total + part
         return None if total is None else F.pad(total, (0, k.shape[2] - total.shape[-1]))
 
     def _of_nested(self, x: Tensor) -> Tensor:

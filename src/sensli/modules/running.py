@@ -1,4 +1,4 @@
-"""Calling a user's model: its arguments, devices, precision and random numbers, and putting back what a run would change."""
+"""Calling a user's model: its arguments, devices, shards, precision and random numbers, and putting back what a run would change."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from sensli.modules import random_state
-
-# ---- Calling a user's model: arguments, devices, and putting back what a run would change.
-
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -71,17 +68,17 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(getattr(value, entry.name, None))
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of tuples, lists and dicts with every tensor changed; other values as they are."""
+def mapped(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value) -> Any:
+    """The same nest of tuples, lists and dicts with every tensor changed; other values as they are, or as ``other`` makes them."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(part, change) for part in value))
+        return type(value)(*(mapped(part, change, other) for part in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(part, change) for part in value)
+        return type(value)(mapped(part, change, other) for part in value)
     if isinstance(value, dict):
-        return {key: mapped(part, change) for key, part in value.items()}
-    return value
+        return {key: mapped(part, change, other) for key, part in value.items()}
+    return other(value)
 
 
 def to_device(value: Any, device: torch.device | None) -> Any:
@@ -143,7 +140,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 for module, name, buffer, values in kept:
                     module._buffers[name] = buffer  # a forward may bind the name to another tensor
                     # Written only where it moved: a graph that the user holds may have saved the buffer.
-                    if buffer is not None and values is not None and not _same(buffer, values):
+                    if buffer is not None and values is not None and not equal(buffer, values, fast=False):
                         buffer.copy_(values)
 
 
@@ -158,11 +155,6 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal values, where nan equals nan."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 # ---- The arguments of a block's call: which of them is the value that flows through the stack, and how to call the block
@@ -226,15 +218,7 @@ def is_plain(value: Any) -> bool:
 
 def without_memory(value: Any) -> Any:
     """The arguments without objects that a call may have changed, such as a cache; and nothing in them carries a graph."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(without_memory(part) for part in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(without_memory(part) for part in value)
-    if isinstance(value, dict):
-        return {key: without_memory(part) for key, part in value.items()}
-    return value if isinstance(value, _PLAIN) else None
+    return mapped(value, Tensor.detach, lambda other: other if isinstance(other, _PLAIN) else None)
 
 
 # ---- Tensors that may be sharded by `fully_shard`, which each of them knows of itself.
@@ -308,14 +292,14 @@ def with_another(value: Any) -> Any:
 # differently.
 
 
-_HALF = (torch.float16, torch.bfloat16)
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Entry by entry, where nan equals nan."""
+    return (one == other) | ((one != one) & (other != other))
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
-    """To the bit, where nan equals nan."""
-    if one.shape != other.shape:
-        return False
-    return bool(torch.equal(one, other) or ((one == other) | ((one != one) & (other != other))).all())
+def equal(one: Tensor, other: Tensor, *, fast: bool = True) -> bool:
+    """To the bit, where nan equals nan. ``fast``: quicker where they are equal, but a device is waited for twice where they are not."""
+    return one.shape == other.shape and bool((fast and torch.equal(one, other)) or _same(one, other).all())
 
 
 def moved(old: Tensor, new: Tensor, *, exact: bool = False) -> float:
@@ -325,7 +309,7 @@ def moved(old: Tensor, new: Tensor, *, exact: bool = False) -> float:
     if not (old.is_floating_point() or old.is_complex()):
         return float("inf")
     old, new = capable(old), capable(new)
-    same = (old == new) | ((old != old) & (new != new))  # infinite or not a number before and after is not a change
+    same = _same(old, new)  # infinite or not a number before and after is not a change
     wide = torch.complex128 if old.is_complex() else torch.float64
     difference = torch.nan_to_num((new.to(wide) - old.to(wide))[~same].abs(), nan=float("inf")).max().item()
     size = torch.nan_to_num(old.to(wide).abs(), nan=0.0, posinf=0.0).max().item()
@@ -335,7 +319,7 @@ def moved(old: Tensor, new: Tensor, *, exact: bool = False) -> float:
 
 def rounding(dtype: torch.dtype) -> float:
     """What two runs of one function may differ by where memory lies otherwise. Half precision is coarse enough as it is."""
-    return (2 if dtype in _HALF else 100) * torch.finfo(dtype).eps
+    return (2 if dtype in HALF else 100) * torch.finfo(dtype).eps
 
 
 # ---- Mixed precision or inference mode around a call of ours: what we compute about a model is computed as if they were
@@ -426,7 +410,7 @@ def forgiven() -> Iterator[None]:
 
 
 def note(error: Exception) -> None:
-    """The same, and other failures of a model's code are noted: they may pass, and what they led to with them."""
+    """Raise an error again if memory ran out; others of a model's code are noted: they may pass, and what they led to with them."""
     let_memory_through(error)
     failures = _failures.get()
     if failures is not None:

@@ -25,8 +25,13 @@ from sensli.modules import checks
 _PART = "_isolate_recompiles_id"  # which part of the cache a compiled module uses; known from torch 2.13
 
 
-def forget(modules: Iterable[nn.Module]) -> None:
-    """Those modules that are compiled compile once more at their next call."""
+def forget_compiled(model: nn.Module) -> None:
+    """Compiled code of a model that has changed is dropped, so that it compiles once more at its next call.
+
+    torch.compile would notice by itself, but counts each change, and after eight it silently stops compiling.
+    """
+    chain = around(model)
+    modules = (*chain[:-1], *chain[-1].modules())
     found = [each for each in modules if "_orig_mod" in each._modules or each.__dict__.get("_compiled_call_impl")]
     if not found:
         return
@@ -87,7 +92,7 @@ def _begin_again(context: Any) -> None:
                 holder.invalidate(entry, guards.DeletedGuardManagerWrapper("the model has grown"))
 
 
-# ---- Wrappers around a model: those that are looked through, and those that are refused.
+# ---- Those that are looked through, and those that are refused.
 
 
 # By class name, because some of them live in modules that are costly to import or absent from a build of torch.
@@ -189,12 +194,3 @@ def eager() -> AbstractContextManager[Any]:
     """Compiled modules run as they are written, because compiled code does not call the hooks that a measurement sets."""
     # Whoever compiles has imported dynamo; for the others the import would cost seconds.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-def forget_compiled(model: nn.Module) -> None:
-    """Compiled code of a model that has changed is dropped, so that it compiles once more at its next call.
-
-    torch.compile would notice by itself, but counts each change, and after eight it silently stops compiling.
-    """
-    chain = around(model)
-    forget((*chain[:-1], *chain[-1].modules()))

@@ -48,9 +48,12 @@ class Before:
         for thing in things:
             self.add(thing)
 
-    def add(self, thing: Any) -> None:
-        """Keep a module with all modules in it, an optimizer, a list, dict or set, or the attributes of another object."""
-        if isinstance(thing, nn.Module):
+    def add(self, thing: Any, name: str | None = None) -> None:
+        """Keep a module with all modules in it, an optimizer, a list, dict or set, or the attributes of another object, or only one."""
+        if name is not None:
+            if id(thing) not in self._known:  # otherwise all of its attributes are kept
+                self._kept.append((_set, (thing, name, getattr(thing, name, _MISSING))))
+        elif isinstance(thing, nn.Module):
             for module in thing.modules():
                 self._add_module(module)
         elif self._is_new(thing):
@@ -64,11 +67,6 @@ class Before:
                     self.add(value)
             if isinstance(thing, Optimizer):
                 self._add_states(thing)
-
-    def add_attribute(self, holder: Any, name: str) -> None:
-        """Keep one attribute of an object of any class."""
-        if id(holder) not in self._known:  # otherwise all of its attributes are kept
-            self._kept.append((_set, (holder, name, getattr(holder, name, _MISSING))))
 
     def put_back(self) -> bool:
         """Make everything as it was; whether anything was different. What fails stops nothing else, and is raised at the end."""
@@ -90,9 +88,8 @@ class Before:
         if not self._is_new(module):
             return
         own = vars(module)
-        held = {
-            name: _content(holder) for name, holder in zip(_OWN, _own(own), strict=True) if holder
-        }  # others are empty
+        # What is not held is empty.
+        held = {name: _content(holder) for name, holder in zip(_OWN, _own(own), strict=True) if holder}
         self._kept.append((_restore, (module, type(module), dict(own), held)))
         for name in ("_parameters", "_buffers"):
             for tensor in held.get(name, {}).values():
@@ -262,7 +259,7 @@ def about_to_change(thing: Any, name: str | None = None) -> None:
     """Told before something is changed that is no module, optimizer or scheduler: changes that are under way keep it, or one attribute."""
     for change in _OPEN.changes:
         for kept in change.kept:
-            kept.also(thing, name)
+            kept.before.add(thing, name)
 
 
 class AllOrNothing:
@@ -309,20 +306,13 @@ class Kept:
 
     def __init__(self, model: nn.Module, *others: Any) -> None:
         self._model = model
-        self._before = Before(around(model)[-1], *others)
+        self.before = Before(around(model)[-1], *others)
         self._reducers = [(each, each.reducer) for each in ddps(model)]
-
-    def also(self, thing: Any, name: str | None = None) -> None:
-        """Keep something else as it is now, unless it is kept already."""
-        if name is None:
-            self._before.add(thing)
-        else:
-            self._before.add_attribute(thing, name)
 
     def put_back(self, error: BaseException | None = None) -> None:
         """Make everything as it was, and let the wrappers follow. With several processes all come here, unless one of them has an error
         that the others do not know of."""
-        changed, sharded = self._before.put_back(), is_sharded(self._model)
+        changed, sharded = self.before.put_back(), is_sharded(self._model)
         if changed:
             forget_compiled(self._model)
             if sharded:

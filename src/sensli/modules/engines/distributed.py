@@ -85,7 +85,7 @@ class Together:
         self._agreed = True
         with suppress(DistributedError):  # raised for a rank that is gone: this error says more
             gather(self.group, (f"{type(error).__name__}: {error}", self.what, None), self.what)
-        _make_known(error)
+        setattr(error, _KNOWN, True)
 
     def agree(self, fact: Any = None, *, last: bool = True) -> list[Any]:
         """Wait for all ranks; raise if one failed. Returns the facts of all ranks, by rank. Unless it is the last time, work continues."""
@@ -142,18 +142,13 @@ def gather(group: Any, value: Any, what: str) -> list[Any]:
     return answers
 
 
-_KNOWN = (
-    "sensli_known_to_all_ranks"  # a mark on an error, so that pieces of work around this one do not report it again
-)
-
-
-def _make_known(error: Exception) -> None:
-    setattr(error, _KNOWN, True)
+# A mark on an error, so that pieces of work around this one do not report it again.
+_KNOWN = "sensli_known_to_all_ranks"
 
 
 def _known(text: str) -> DistributedError:
     error = DistributedError(text)
-    _make_known(error)
+    setattr(error, _KNOWN, True)
     return error
 
 
@@ -175,18 +170,15 @@ class Changing(Together):
 
     def __enter__(self) -> Changing:
         try:
-            self._check()
+            if self.sharded:
+                fsdp.check(around(self._model)[-1])
+                fsdp.reshard(self._model)
+            for wrapper in ddps(self._model):
+                check(wrapper)
         except Exception as error:
             self.failed(error)
             raise
         return self
-
-    def _check(self) -> None:
-        if self.sharded:
-            fsdp.check(around(self._model)[-1])
-            fsdp.reshard(self._model)
-        for wrapper in ddps(self._model):
-            check(wrapper)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -261,9 +253,8 @@ def rebuild(wrapper: DistributedDataParallel) -> None:
     comm_hooks = list(getattr(wrapper, "_comm_hooks", ()))
     _let_go(wrapper, module)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # broadcast_buffers: its successor means something else at this moment
+        # broadcast_buffers: its successor means something else at this moment.
+        warnings.simplefilter("ignore", FutureWarning)
         DistributedDataParallel.__init__(wrapper, module, **given)
     for name, value in hooks.items():
         object.__setattr__(wrapper, name, value)

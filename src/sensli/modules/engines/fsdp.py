@@ -30,16 +30,20 @@ _OF_A_PARAMETER = (
 _STATE = "__composable_api_state_key"  # the prefix of the names under which torch keeps the state in the module itself
 
 
+def _sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """The modules that `fully_shard` was applied to: the path, the module, and the state that torch keeps of it."""
+    for path, module in model.named_modules():
+        if is_a(module, "FSDPModule"):
+            yield path, module, module._get_fsdp_state()
+
+
 def check(model: nn.Module) -> None:
     """Refuse what could not follow a growth, before anything changes."""
     if not is_a(model, "FSDPModule"):
         raise UnsupportedModel(
             "parts of the model are sharded but the model itself is not, so no root manages all of them. Call fully_shard(model) too."
         )
-    for path, module in model.named_modules():
-        if not is_a(module, "FSDPModule"):
-            continue
-        state = module._get_fsdp_state()
+    for path, _, state in _sharded_modules(model):
         if not all(hasattr(state, name) for name in ("_is_root", "_state_ctx", "_modules")):
             raise _unknown()
         where = f"'{path}'" if path else "the model"
@@ -63,50 +67,44 @@ def _unknown() -> UnsupportedModel:
 
 def process_group(model: nn.Module) -> Any:
     """The processes among which the model is sharded."""
-    for module in model.modules():
-        if is_a(module, "FSDPModule"):
-            group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
-            if group is not None:
-                return group.mesh_info.mesh.get_group()
-    return None
+    groups = (state._fsdp_param_group for _, _, state in _sharded_modules(model))
+    return next((group.mesh_info.mesh.get_group() for group in groups if group is not None), None)
 
 
 def shard_like(layer: nn.Module, model: nn.Module, path: str) -> None:
     """Shard a new layer with the arguments of the innermost sharded module around its place."""
     from torch.distributed.fsdp import fully_shard
 
-    around = [model.get_submodule(path[:end]) for end in _prefixes(path)]
-    sharded = [module for module in around if is_a(module, "FSDPModule")]
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]  # type: ignore[operator]
-    for group in [each for each in groups if each is not None][::-1]:
-        fully_shard(
-            layer,
-            mesh=group.mesh_info.mesh,
-            reshard_after_forward=group.post_forward_mesh_info is not None or None,
-            mp_policy=group.mp_policy,
-            offload_policy=group.offload_policy,
-        )
-        return
+    groups = {id(module): state._fsdp_param_group for _, module, state in _sharded_modules(model)}
+    # Where the paths of the modules around the place end, the innermost first: 'a.b', 'a' and '' for 'a.b.c'.
+    for end in reversed([0, *(index for index, letter in enumerate(path) if letter == ".")]):
+        group = groups.get(id(model.get_submodule(path[:end])))
+        if group is not None:
+            fully_shard(
+                layer,
+                mesh=group.mesh_info.mesh,
+                reshard_after_forward=group.post_forward_mesh_info is not None or None,
+                mp_policy=group.mp_policy,
+                offload_policy=group.offload_policy,
+            )
+            return
     raise UnsupportedModel(f"no module around '{path}' is sharded, so it is unclear how to shard a layer there.")
 
 
 def reshard(model: nn.Module) -> None:
     """Every module holds its shards again; after an evaluation the root may still hold whole parameters."""
-    for module in model.modules():
-        if is_a(module, "FSDPModule"):
-            module.reshard()  # type: ignore[operator]
+    for _, module, _ in _sharded_modules(model):
+        module.reshard()
 
 
 def look_again(model: nn.Module) -> None:
     """Make the root find its parts again at the next forward pass."""
     reshard(model)
-    for module in model.modules():
-        if is_a(module, "FSDPModule"):
-            state = module._get_fsdp_state()  # type: ignore[operator]
-            state._is_root = None
-            state._state_ctx.all_states.clear()
-            if state._fsdp_param_group is not None:
-                state._fsdp_param_group._module_fqn = None  # a name for messages, which would be appended to
+    for _, _, state in _sharded_modules(model):
+        state._is_root = None
+        state._state_ctx.all_states.clear()
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group._module_fqn = None  # a name for messages, which would be appended to
 
 
 def unsharded(model: nn.Module) -> nn.Module:
@@ -114,14 +112,12 @@ def unsharded(model: nn.Module) -> nn.Module:
     check(model)
     reshard(model)
     memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(whole(parameter).clone(), requires_grad=parameter.requires_grad)
     classes: list[tuple[nn.Module, type]] = []
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                memo[id(parameter)] = nn.Parameter(whole(parameter).clone(), requires_grad=parameter.requires_grad)
-        if is_a(module, "FSDPModule"):
-            classes.append((module, type(module)))
-            memo.update(_without_hooks(module))
+    for _, module, state in _sharded_modules(model):
+        classes.append((module, type(module)))
+        memo.update(_without_hooks(module, state))
     try:
         for module, cls in classes:
             module.__class__ = cls.__bases__[1]  # the class made by fully_shard is (FSDPModule, the user's class)
@@ -156,9 +152,9 @@ def follow_shapes(model: nn.Module) -> None:
 
 def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
     """What `fully_shard` keeps of each parameter."""
-    for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if is_a(module, "FSDPModule") else None  # type: ignore[operator]
-        yield from () if group is None else group.fsdp_params
+    for _, _, state in _sharded_modules(model):
+        if state._fsdp_param_group is not None:
+            yield from state._fsdp_param_group.fsdp_params
 
 
 def _is_known(each: Any) -> bool:
@@ -183,9 +179,8 @@ def _shard_again(each: Any) -> None:
     vars(each).pop("_unsharded_param", None)
 
 
-def _without_hooks(module: nn.Module) -> dict[int, Any]:
+def _without_hooks(module: nn.Module, state: Any) -> dict[int, Any]:
     """What a copy gets instead of the hooks and states of fully_shard; the user's own hooks stay."""
-    state = module._get_fsdp_state()  # type: ignore[operator]
     own = {getattr(handle, "id", None) for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle)}
     instead: dict[int, Any] = {}
     for name in (
@@ -202,8 +197,3 @@ def _without_hooks(module: nn.Module) -> dict[int, Any]:
         if name.startswith(_STATE):
             instead[id(value)] = {}
     return instead
-
-
-def _prefixes(path: str) -> list[int]:
-    """Where the paths of the modules around a place end, the outermost first: '' , 'a', 'a.b' for 'a.b.c'."""
-    return [0, *(index for index, letter in enumerate(path) if letter == ".")]
