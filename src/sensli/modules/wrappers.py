@@ -36,10 +36,7 @@ def forget_compiled(model: nn.Module) -> None:
     if not found:
         return
     contexts = [_context(each) for each in found]
-    if all(hasattr(context, _PART) for context in contexts) and _known() and not _is_full():
-        for context in contexts:
-            _begin_again(context)
-    else:
+    if not all(hasattr(context, _PART) for context in contexts) or not _begin_again(contexts):
         torch.compiler.reset()
 
 
@@ -51,45 +48,34 @@ def _context(module: nn.Module) -> Any:
     return inspect.getclosurevars(call).nonlocals.get("self") if inspect.isfunction(call) else None
 
 
-def _known() -> bool:
-    from torch._dynamo import convert_frame, eval_frame, guards
+def _begin_again(contexts: list[Any]) -> bool:
+    """Give compiled modules a fresh part of the cache each; False where torch keeps it in another way, or where that would not help."""
+    from torch._dynamo import config, convert_frame, eval_frame, guards
 
-    return (
-        hasattr(eval_frame, "_next_isolate_recompiles_id")
-        and hasattr(eval_frame, "_get_cache_entries_for_region")
-        and hasattr(eval_frame, "_get_total_cache_entry_count")
-        and hasattr(guards, "DeletedGuardManagerWrapper")
-        and hasattr(convert_frame.input_codes, "seen")
+    private = (
+        (eval_frame, "_next_isolate_recompiles_id"),
+        (eval_frame, "_get_cache_entries_for_region"),
+        (eval_frame, "_get_total_cache_entry_count"),
+        (guards, "DeletedGuardManagerWrapper"),
+        (convert_frame.input_codes, "seen"),
     )
-
-
-def _codes() -> list[Any]:
-    """The Python functions that were compiled so far."""
-    from torch._dynamo import convert_frame
-
-    return [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]
-
-
-def _is_full() -> bool:
-    """Whether a function has been compiled so often, for all models, that torch is about to give it up."""
-    from torch._dynamo import config, eval_frame
-
-    most: int = config.accumulated_recompile_limit
-    return any(eval_frame._get_total_cache_entry_count(code) >= most - 1 for code in _codes())
-
-
-def _begin_again(context: Any) -> None:
-    from torch._dynamo import eval_frame, guards
-
-    old, fresh = getattr(context, _PART), next(eval_frame._next_isolate_recompiles_id)
-    setattr(context, _PART, fresh)
-    if old < 0:
-        return  # the part that is common to all: the old code may belong to others, and no longer fits this model
-    for code in _codes():
-        for entry in eval_frame._get_cache_entries_for_region(code, old):
-            holder = entry.guard_manager.extra_state
-            if holder is not None:  # frees the memory of the old code
-                holder.invalidate(entry, guards.DeletedGuardManagerWrapper("the model has grown"))
+    if not all(hasattr(holder, name) for holder, name in private):
+        return False
+    # The Python functions that were compiled so far.
+    codes: list[Any] = [code for each in convert_frame.input_codes.seen if (code := each()) is not None]
+    # One that has been compiled so often, for all models, that torch is about to give it up.
+    if any(eval_frame._get_total_cache_entry_count(code) >= config.accumulated_recompile_limit - 1 for code in codes):
+        return False
+    for context in contexts:
+        old = getattr(context, _PART)
+        setattr(context, _PART, next(eval_frame._next_isolate_recompiles_id))
+        # Below 0 is the part that is common to all: the old code may belong to others, and no longer fits this model.
+        for code in codes if old >= 0 else ():
+            for entry in eval_frame._get_cache_entries_for_region(code, old):
+                holder = entry.guard_manager.extra_state
+                if holder is not None:  # frees the memory of the old code
+                    holder.invalidate(entry, guards.DeletedGuardManagerWrapper("the model has grown"))
+    return True
 
 
 # ---- Those that are looked through, and those that are refused.
