@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -211,13 +211,14 @@ class FlopCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         if op.rule is not None:
             self.total += op.rule(*args, **kwargs, out_val=out)
-            if self.elementwise and _adds_bias(op.name, args):
+            if self.elementwise and op.bias is not None and args[op.bias] is not None:
                 self.total += _size(out)
         elif op.group == "free" or (op.group != "other" and not self.elementwise):
             pass
         elif not op.overload:
             self.unknown[op.name] += 1
-        elif _computes(args, kwargs):
+        elif any(each.is_floating_point() or each.is_complex() for each in tensors((args, kwargs))):
+            # What gets only integers computes no floating-point numbers.
             if op.group == "other":
                 self.unknown[op.name] += 1
             else:
@@ -230,6 +231,7 @@ class _Op(NamedTuple):
 
     name: str
     rule: Rule | None
+    bias: int | None  # the position of the argument that the rule does not count
     composite: bool  # made of others
     overload: bool  # the others, such as flex_attention, take functions as arguments
     group: str  # "free", one operation "per output" or "per input" element, or "other"
@@ -238,41 +240,24 @@ class _Op(NamedTuple):
 @cache  # asked for every operation of a count; there are a few hundred of them
 def _known(counter: Any, func: Any) -> _Op:
     """Of a class of counters, which have rules of different operations."""
-    overload = isinstance(func, torch._ops.OpOverload)
-    name, packet, composite = _named(func) if overload else (str(func), func, False)
-    plain = name.removesuffix("_")
+    if not isinstance(func, torch._ops.OpOverload):
+        return _Op(str(func), flop_registry.get(func), None, False, False, "other")
+    name = func._schema.name.removeprefix("aten::")
+    plain = name.removesuffix("_")  # in place (addmm_, relu_) or not, it is the same operation
+    packet = getattr(torch.ops.aten, plain, func.overloadpacket)
     rule = _PLAIN.get(name) or flop_registry.get(packet) or counter.products.get(plain)
-    if not overload:
-        group = "other"
-    elif _never_computes(func, name):
+    if _never_computes(func, plain):
         group = "free"
     elif torch.Tag.pointwise in func.tags:
         group = "per output"
     else:
         group = "per input" if plain in _PER_INPUT else "other"
-    return _Op(name, rule, composite, overload, group)
-
-
-def _adds_bias(name: str, args: Sequence[Any]) -> bool:
-    return name in _BIASED and args[_BIASED[name]] is not None
-
-
-def _computes(args: Any, kwargs: Any) -> bool:
-    """Whether floating-point numbers go in; what gets only integers computes none."""
-    return any(each.is_floating_point() or each.is_complex() for each in tensors((args, kwargs)))
-
-
-def _named(func: torch._ops.OpOverload) -> tuple[str, Any, bool]:
-    """The name, what torch's registry of formulas has it under, and whether it is made of others."""
-    name = func._schema.name.removeprefix("aten::")
-    # In place (addmm_, relu_) or not, it is the same operation.
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket)
-    return name, packet, func._can_decompose()
+    return _Op(name, rule, _BIASED.get(name), func._can_decompose(), True, group)
 
 
 def _never_computes(func: torch._ops.OpOverload, name: str) -> bool:
     """Whatever goes in: it is free, random, or a view of an argument."""
-    if name.removesuffix("_") in _FREE or torch.Tag.nondeterministic_seeded in func.tags:
+    if name in _FREE or torch.Tag.nondeterministic_seeded in func.tags:
         return True
     results = func._schema.returns
     if results and all(each.alias_info is not None and not each.alias_info.is_write for each in results):
