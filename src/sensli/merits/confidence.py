@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sensli.merits.catching import Catches, WeightCatch
-from sensli.merits.norms import NATURAL
 
 GROUPS = 16  # batches beyond that many are added to existing groups, which bounds the memory
 
@@ -149,14 +148,8 @@ def mean_of_weights(
     weights: Sequence[WeightCatch], norm: str, sizes: Sequence[float], remaining: float
 ) -> float | None:
     """The mean over the existing weights of the squared norm of their gradient: the denominator of the threshold."""
-    weights = compared(weights, norm)
     if not weights:
         return None
     halves = [sum(sizes[0::2]), sum(sizes[1::2])]
     parts = halves if halves[1] else sizes
     return sum(value_of(weight, norm, parts, remaining) for weight in weights) / len(weights)
-
-
-def compared(weights: Sequence[WeightCatch], norm: str) -> list[WeightCatch]:
-    """The existing weights that merits in this norm are compared with."""
-    return [weight for weight in weights if norm != NATURAL or weight.factored]

@@ -26,15 +26,7 @@ from sensli.merits.catching import (
     backward,
     samples_of,
 )
-from sensli.merits.confidence import (
-    GROUPS,
-    compared,
-    estimate_of,
-    is_clear,
-    mean_of_weights,
-    next_look,
-    value_of,
-)
+from sensli.merits.confidence import GROUPS, estimate_of, is_clear, mean_of_weights, next_look, value_of
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, choose, operator_work
 from sensli.modules import checks, random_state
@@ -238,7 +230,8 @@ def conclude(
     sizes = caught.filled
     values = [value_of(site, norm, sizes, remaining) for site in caught.sites]
     check(values)
-    mean = mean_of_weights(caught.weights, norm, sizes, remaining)
+    weights = [weight for weight in caught.weights if norm != NATURAL or weight.factored]
+    mean = mean_of_weights(weights, norm, sizes, remaining)
     # Rank 0's numbers on all ranks: machines of different make may differ in the last bit, and a decision depends on it.
     values, mean = together.agree((values, mean))[0]
     if mean is not None and not math.isfinite(mean):
@@ -246,12 +239,11 @@ def conclude(
             f"the mean over the existing weights is {mean}: one of their gradients is not finite although the loss is. "
             "Lower the learning rate, clip gradients, or measure with ratio=False."
         )
-    weights, merits = len(compared(caught.weights, norm)), []
+    merits = []
     for site, its, value in zip(sites, caught.sites, values, strict=True):
         ratio = None if mean is None else (value / mean if mean > 0 else math.inf)
-        merits.append(
-            Merit(its.measured_site(site), value, ratio, its.dead, None if ratio is None else ratio / weights)
-        )
+        share = None if ratio is None else ratio / len(weights)
+        merits.append(Merit(its.measured_site(site), value, ratio, its.dead, share))
     return Merits(merits, norm=norm, batches=caught.count, **facts).check()
 
 
