@@ -109,18 +109,12 @@ def student_tail(t: float, freedom: int) -> float:
     """The probability that Student's t with a whole number of degrees of freedom exceeds ``t`` >= 0, by its finite series."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
-    if freedom % 2:
-        term, series = cosine, 0.0
-        for k in range(1, freedom, 2):
-            series += term
-            term *= cosine * cosine * (k + 1) / (k + 2)
-        inside = 2 / math.pi * (angle + sine * series)
-    else:
-        term, series = 1.0, 0.0
-        for k in range(0, freedom, 2):
-            series += term
-            term *= cosine * cosine * (k + 1) / (k + 2)
-        inside = sine * series
+    odd = freedom % 2
+    term, series = cosine if odd else 1.0, 0.0
+    for k in range(odd, freedom, 2):
+        series += term
+        term *= cosine * cosine * (k + 1) / (k + 2)
+    inside = 2 / math.pi * (angle + sine * series) if odd else sine * series
     return max((1 - inside) / 2, 0.0)
 
 
