@@ -30,17 +30,23 @@ from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites
 from sensli.growing.strategy import Strategy
 from sensli.growing.triggers import Moment
-from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import EMPTY
-from sensli.merits.merits import Merit, Merits
+from sensli.merits.merits import Merits
 from sensli.modules import checks, random_state
 from sensli.modules.grown import count_growths
-from sensli.modules.running import count_samples, device_of, run, to_device
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site, Sites
 from sensli.moves.twin.twins import LASTS, Twin
-from sensli.text.commands import UNMEASURED
-from sensli_lab.methods.searching import by_one
+from sensli_lab.methods.searching import (
+    PaperMethod,
+    apply_growth,
+    by_one,
+    check_seed,
+    mean_loss,
+    turns_after,
+    unmeasured,
+)
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -65,11 +71,7 @@ def adam_init(model: nn.Module, site: Site, batches: Sequence[Any], loss_fn: Los
     if not batches:
         raise MeasurementError(EMPTY)
     grown = copy.deepcopy(model)
-    here = site.on(grown)
-    edit = here.move.plan(grown, here)
-    edit.build()
-    edit.apply()
-    block = grown.get_submodule(edit.name)
+    block = grown.get_submodule(apply_growth(grown, site).name)
     names = site.move.last_norm(block)
     if not names:
         return site
@@ -79,37 +81,19 @@ def adam_init(model: nn.Module, site: Site, batches: Sequence[Any], loss_fn: Los
     optimizer = torch.optim.Adam(trained.values(), lr=RATE, weight_decay=DECAY)
     with random_state.kept(), torch.inference_mode(False), torch.enable_grad():
         with torch.no_grad():
-            before = _pass(copy.deepcopy(model), batches, loss_fn, None)
+            before = mean_loss(copy.deepcopy(model).train(), batches, loss_fn)
+        grown.train()
         for _ in range(PASSES):
-            if _pass(grown, batches, loss_fn, optimizer) < before + NEAR * abs(before):
+            if mean_loss(grown, batches, loss_fn, optimizer) < before + NEAR * abs(before):
                 break
     values: dict[str, Tensor] = {name: value.detach().cpu().clone() for name, value in trained.items()}
     return replace(site, move=site.move.trained(values))
 
 
-def _pass(
-    model: nn.Module, batches: Sequence[Any], loss_fn: LossFunction | None, optimizer: torch.optim.Optimizer | None
-) -> float:
-    """The mean loss of a pass in training mode, with a step after each batch if there is an optimizer."""
-    model.train()
-    total, samples = 0.0, 0
-    for index, batch in enumerate(batches):
-        given, target = split(batch, index, model if loss_fn is not None else None)
-        device = device_of(model)
-        loss = scalar_loss(run(model, to_device(given, device)), to_device(target, device), loss_fn, index)
-        if optimizer is not None:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        size = count_samples(batch)
-        total, samples = total + float(loss.detach()) * size, samples + size
-    return total / samples
-
-
 LEAST = 5e-4  # their 0.05 points of accuracy
 
 
-class AutoGrow(Strategy):
+class AutoGrow(PaperMethod):
     """Twins at the ends of stages, in turn.
 
     Args:
@@ -119,15 +103,12 @@ class AutoGrow(Strategy):
         seed: The random seed of new blocks (default: 0).
     """
 
-    takes: ClassVar[frozenset[str]] = frozenset({"where"})
-    grows: ClassVar[tuple[str, ...]] = ("layers",)
-    shares: ClassVar[bool] = False
     needs_metric: ClassVar[bool] = True
 
     def __init__(self, *, start: str = "zero", least: float = LEAST, where: Any = None, seed: int = 0) -> None:
         self.start = checks.one_of("start", start, LASTS)
         self.least = checks.at_least("least", least, 0, LEAST)
-        self.seed = checks.whole("seed", seed, 0, least=0, below=2**64)
+        self.seed = check_seed(seed)
         self._search = RememberedSites(layer="twin", where=where)
         self.closed: list[str] = []
         self.last: str | None = None  # the stage that was grown last
@@ -138,8 +119,7 @@ class AutoGrow(Strategy):
         return cls(where=options.where, seed=options.seed)
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
-        found = self._search.sites(model, example)
-        network = bare(model)
+        found, network = super().propose(model, example), bare(model)
         seed = (self.seed + 1_000_003 * count_growths(network)) % 2**63  # another one for each block
         ends = {stage(site): site for site in found if isinstance(site.move, Twin)}  # the last of each stage stays
         sites = [
@@ -156,10 +136,11 @@ class AutoGrow(Strategy):
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         if self.start == "trained":
-            return by_one(self._trained, self, model, sites, batches, loss_fn)
-        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
+            return self._score_trained(model, sites, batches, loss_fn)
+        return unmeasured(sites)
 
-    def _trained(
+    @by_one
+    def _score_trained(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         """With the norm of the block that is next; the others will not be taken now."""
@@ -167,7 +148,7 @@ class AutoGrow(Strategy):
         found = [
             adam_init(bare(model), site, every, loss_fn) if index == due else site for index, site in enumerate(sites)
         ]
-        return Merits([Merit(site, 1.0) for site in found], norm=UNMEASURED, batches=len(every))
+        return unmeasured(found, len(every))
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         if self.last is not None and self.last not in self.closed and self._stalled(moment.metric):
@@ -181,9 +162,7 @@ class AutoGrow(Strategy):
 
     def _next(self, stages: Sequence[str]) -> int | None:
         """Whose turn it is among those that are open. The stage that grew last comes last, so closing it changes no other turn."""
-        after = stages.index(self.last) + 1 if self.last in stages else 0
-        turns = [*range(after, len(stages)), *range(after)]
-        return next((index for index in turns if stages[index] not in self.closed), None)
+        return next((index for index in turns_after(self.last, stages) if stages[index] not in self.closed), None)
 
     def _stalled(self, metric: float | None) -> bool:
         return metric is not None and self.metric is not None and metric > self.metric - self.least

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site, Sites
 from sensli.moves.stacking import StackCopy, find_stacks
 from sensli.text.commands import UNMEASURED
+from sensli_lab.methods.searching import PaperMethod
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -32,17 +33,13 @@ if TYPE_CHECKING:
 # freeze_rest=True)` is the published recipe for eight new blocks: the old weights do not train. The function is kept.
 
 
-class LlamaPro(Strategy):
+class LlamaPro(PaperMethod):
     """Twins at fixed places: a control for the question where.
 
     Args:
         count: How many blocks come at one look.
         where: Which sites to consider, as in `find_sites`.
     """
-
-    takes: ClassVar[frozenset[str]] = frozenset({"where"})
-    grows: ClassVar[tuple[str, ...]] = ("layers",)
-    shares: ClassVar[bool] = False
 
     def __init__(self, *, count: int = 1, where: Any = None) -> None:
         self.count = checks.whole("count", count, 1)
@@ -51,14 +48,6 @@ class LlamaPro(Strategy):
     @classmethod
     def made(cls, options: Options) -> Strategy:
         return cls(count=options.count, where=options.where)
-
-    def propose(self, model: nn.Module, example: Any) -> Sites:
-        return self._search.sites(model, example)
-
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
-        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         ends = [merit.site for merit in merits if merit.site.side == "after"] or [merit.site for merit in merits]
@@ -86,17 +75,13 @@ class LlamaPro(Strategy):
 FACTOR = 4  # of the paper
 
 
-class GStack(Strategy):
+class GStack(PaperMethod):
     """Plain copies of each stack after it, once.
 
     Args:
         factor: How many times as many blocks the stack has afterwards, at most (default: 4).
         where: Which stacks to copy, as in `find_sites`; a stack is named by its last block.
     """
-
-    takes: ClassVar[frozenset[str]] = frozenset({"where"})
-    grows: ClassVar[tuple[str, ...]] = ("layers",)
-    shares: ClassVar[bool] = False
 
     def __init__(self, *, factor: int = FACTOR, where: Any = None) -> None:
         self.factor = checks.whole("factor", factor, FACTOR, least=2)
@@ -107,7 +92,7 @@ class GStack(Strategy):
         return cls(where=options.where)
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
-        found = self._search.sites(model, example)
+        found = super().propose(model, example)
         sites = [
             replace(site, move=_stack(site).times(factor - 1)) for factor in range(self.factor, 1, -1) for site in found
         ]

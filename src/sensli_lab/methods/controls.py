@@ -13,10 +13,9 @@ from sensli.growing.looking import Sensli
 from sensli.growing.options import Options
 from sensli.growing.triggers import Moment
 from sensli.merits.catching import LossFunction
-from sensli.merits.merits import Merit, Merits
-from sensli.moves.sites import Site, Sites
-from sensli.text.commands import UNMEASURED
-from sensli_lab.methods.pairs import Rival
+from sensli.merits.merits import Merits
+from sensli.moves.sites import Site
+from sensli_lab.methods.searching import UnitMethod
 
 # ---- A control: SensLI's own sites and starts, at a random one of them. What is measured decides whether to grow, not
 # where.
@@ -51,16 +50,8 @@ class RandomStart(Sensli):
 # ---- A control: a random width, with random rows and zero columns. The function is kept.
 
 
-class RandomUnits(Rival):
+class RandomUnits(UnitMethod):
     """Random widths with random rows; nothing is measured."""
-
-    def propose(self, model: nn.Module, example: Any) -> Sites:
-        return self._search.sites(model, example)
-
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
-        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         drawn = torch.randperm(len(merits), generator=self.generator, device=self.generator.device).tolist()

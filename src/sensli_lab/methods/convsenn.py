@@ -34,10 +34,9 @@ from sensli.modules import checks
 from sensli.modules.running import capable, count_samples, device_of, mapped, run, tensors, to_device, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.finding import check_units
-from sensli.moves.sites import Site, Sites
+from sensli.moves.sites import Site
 from sensli.moves.width.width import Axis, Entries, Width
-from sensli_lab.methods.pairs import order
-from sensli_lab.methods.searching import by_one
+from sensli_lab.methods.searching import PaperMethod, by_one, by_value, check_seed, grown_copy
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -116,7 +115,7 @@ TAU = 2.0
 SPREAD = 1e-4  # of new channels
 
 
-class ConvSenn(Strategy):
+class ConvSenn(PaperMethod):
     """Layers and units by the value of the network that has them.
 
     Args:
@@ -129,29 +128,20 @@ class ConvSenn(Strategy):
 
     takes: ClassVar[frozenset[str]] = frozenset({"tau", "units", "where"})
     grows: ClassVar[tuple[str, ...]] = ("both",)
-    shares: ClassVar[bool] = False
 
     def __init__(
         self, *, tau: float = TAU, price: float = 0.0, units: int | float = 2, where: Any = None, seed: int = 0
     ) -> None:
         self.tau, self.price = checks.at_least("tau", tau, 0, TAU), checks.at_least("price", price, 0, 1e-9)
-        seed = checks.whole("seed", seed, 0, least=0, below=2**64)
         self._search = RememberedSites(layer="auto", where=where, grow="both", units=check_units(units), start="random")
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(check_seed(seed))
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
         return cls(tau=options.tau, units=options.units, where=options.where, seed=options.seed)
 
-    def propose(self, model: nn.Module, example: Any) -> Sites:
-        return self._search.sites(model, example)
-
+    @by_one
     def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
-        return by_one(self._score, self, model, sites, batches, loss_fn)
-
-    def _score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         batches, network = list(batches), bare(model)
@@ -166,8 +156,7 @@ class ConvSenn(Strategy):
         return Merits(merits, norm="ConvSENN", batches=len(batches), samples=sum(map(count_samples, batches)))
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
-        worth = [merit for merit in merits if merit.ratio is not None and merit.ratio >= self.tau]
-        return [worth[index].site for index in order([merit.value for merit in worth])]
+        return by_value(merit for merit in merits if merit.ratio is not None and merit.ratio >= self.tau)
 
     def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:
         return f"the best candidate has {merits.best.ratio:.3g} times the value of the network as it is; tau = {self.tau:g}"
@@ -195,13 +184,3 @@ class ConvSenn(Strategy):
         shape = list(like.shape)
         shape[axis.dim] = axis.outer * width.more * axis.inner
         return SPREAD * torch.randn(shape, generator=self.generator, device=self.generator.device).to(like)
-
-
-def grown_copy(model: nn.Module, site: Site) -> nn.Module:
-    """A copy of a model that grew at a site."""
-    grown = copy.deepcopy(model)
-    here = site.on(grown)
-    edit = here.move.plan(grown, here)
-    edit.build()
-    edit.apply()
-    return grown

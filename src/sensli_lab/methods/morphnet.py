@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.errors import SensliError
-from sensli.growing.looking import RememberedSites
 from sensli.growing.triggers import Moment
 from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merit, Merits
@@ -35,9 +34,8 @@ from sensli.moves.sites import Site, Sites
 from sensli.moves.width.confirming import in_order
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, filled
 from sensli.surgery.history import History
-from sensli.text.commands import UNMEASURED
-from sensli_lab.methods.pairs import Rival
-from sensli_lab.methods.searching import refuse_sharded
+from sensli_lab.methods.pairs import width_of, with_more
+from sensli_lab.methods.searching import UnitMethod, refuse_sharded, unmeasured
 
 # ---- Units made sparse while a model trains: MorphNet's regulariser, whose gradient is added before each step of an
 # optimizer.
@@ -165,8 +163,7 @@ def _entries(width: Width, axis: Axis) -> Tensor:
 
 def redrawn(site: Site, network: nn.Module, share: float, made: set[tuple[str, str]], source: torch.Generator) -> Site:
     """The site with a share of units more; ``made`` are the weights whose rows belong to a width, as path and name."""
-    assert isinstance(site.move, Width)
-    width = site.move.on(network)
+    width = width_of(site).on(network)
     more = max(1, round(share * width.units))
     values: list[Tensor | None] = []
     shifts: list[Tensor | None] = []
@@ -182,12 +179,8 @@ def redrawn(site: Site, network: nn.Module, share: float, made: set[tuple[str, s
             shifts.append(_drawn(axis, list(old.shape), old, source) - old)
         else:
             shifts.append(filled(axis, old, None) - old)
-    known = site.move
-    grown = replace(
-        known, more=more, added=known.added * more // known.more, flops=known.flops * more // known.more,
-        _entries=Entries(tuple(values), tuple(shifts)),
-    )  # fmt: skip
-    return replace(site, move=grown)
+    entries = Entries(tuple(values), tuple(shifts))
+    return replace(site, move=with_more(width_of(site), more, _entries=entries))
 
 
 def _drawn(axis: Axis, shape: Sequence[int], like: Tensor, source: torch.Generator) -> Tensor:
@@ -206,34 +199,34 @@ LEAST = 2  # units of a layer that stay: one alone could not be widened again
 REST, SHRINK, EXPAND = PHASES = ("rest", "shrink", "expand")  # what the next look does: begin, remove, widen
 
 
-class MorphNet(Rival):
+class MorphNet(UnitMethod):
     """Widths by what a sparse training leaves of them."""
 
+    by_ones: ClassVar[bool] = True
     keeps: ClassVar[bool] = False
     all_at_once: ClassVar[bool] = True
 
-    def __init__(self, *, units: int | float = 0.25, where: Any = None, seed: int = 0) -> None:
-        super().__init__(units=units, where=where, seed=seed)
-        self.units, self.phase, self.sparsity = units, REST, Sparsity()
-        self._search = RememberedSites(layer="auto", where=where, grow="units", units=1, start="random")
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.phase, self.sparsity = REST, Sparsity()
 
     # --- the looks ---
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
-        network, widths = bare(model), self._search.sites(model, example)
+        network, widths = bare(model), super().propose(model, example)
         if self.phase == REST:
             self.sparsity.flops = max(1, int(count_flops(network, example)))
         if self.phase != SHRINK:
             return widths
         narrow = []
         for site in in_order(widths):
-            assert isinstance(site.move, Width)
-            size = sizes(site.move.on(network))
+            width = width_of(site)
+            size = sizes(width.on(network))
             small = [unit for unit in size.argsort().tolist() if size[unit] < THRESHOLD]
-            small = small[: max(0, site.move.units - LEAST)]
+            small = small[: max(0, width.units - LEAST)]
             if small:
-                saved = -site.move.added * len(small) // site.move.more
-                narrow.append(replace(site, move=Narrow(site.move, tuple(sorted(small)), saved)))
+                saved = -width.added * len(small) // width.more
+                narrow.append(replace(site, move=Narrow(width, tuple(sorted(small)), saved)))
         return Sites(narrow, widths.skipped, model_name=type(network).__name__) if narrow else widths
 
     def score(
@@ -242,18 +235,15 @@ class MorphNet(Rival):
         network = bare(model)
         refuse_sharded(network, self)
         if self.phase != REST:
-            made = {
-                (axis.module.path, axis.name)
-                for site in sites if isinstance(site.move, Width)
-                for axis in site.move.axes if axis.fill == "row"
-            }  # fmt: skip
-            units = [site.move.units for site in sites if isinstance(site.move, Width)]
-            share = self.units if isinstance(self.units, float) or not units else self.units * len(units) / sum(units)
+            widths = [site.move for site in sites if isinstance(site.move, Width)]
+            made = {(axis.module.path, axis.name) for width in widths for axis in width.axes if axis.fill == "row"}
+            there = sum(width.units for width in widths)
+            share = self.units if isinstance(self.units, float) or not there else self.units * len(widths) / there
             sites = [
                 redrawn(site, network, share, made, self.generator) if isinstance(site.move, Width) else site
                 for site in sites
             ]
-        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
+        return unmeasured(sites)
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         if self.phase == REST:

@@ -15,17 +15,16 @@ from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites
 from sensli.growing.strategy import Strategy
 from sensli.growing.triggers import Moment
-from sensli.merits.catching import LossFunction, split
+from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import EMPTY
-from sensli.merits.merits import Merit, Merits
-from sensli.modules.running import capable, device_of, run, to_device, untouched
+from sensli.merits.merits import Merits
+from sensli.modules.running import capable, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.layers import Layer
 from sensli.moves.point import tap
 from sensli.moves.sites import Site, Sites
-from sensli.text.commands import UNMEASURED
 from sensli_lab.methods.pairs import Pair, Rival
-from sensli_lab.methods.searching import by_one
+from sensli_lab.methods.searching import PaperMethod, UnitMethod, by_one, run_batch, turns_after, unmeasured
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 _INSERTED = re.compile(r"(^|\.)grown\d+(\.|$)")
 
 
-class InTurn(Strategy):
+class InTurn(PaperMethod):
     """Layers of one form at the places of the model as it was at first, in the order of the data flow, again and again.
 
     Args:
@@ -46,8 +45,6 @@ class InTurn(Strategy):
     """
 
     takes: ClassVar[frozenset[str]] = frozenset({"where", "kernel_size"})
-    grows: ClassVar[tuple[str, ...]] = ("layers",)
-    shares: ClassVar[bool] = False
     form: ClassVar[str]  # as in `find_sites(layer=...)`
 
     def __init__(self, *, where: Any = None, kernel_size: int | None = None) -> None:
@@ -59,19 +56,13 @@ class InTurn(Strategy):
         return cls(where=options.where, kernel_size=options.kernel_size)
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
-        found = self._search.sites(model, example)
+        found = super().propose(model, example)
         original = [site for site in found if not _INSERTED.search(site.path)]
         return Sites(original, found.skipped, model_name=type(model).__name__)
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
-        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
-
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         places = [_place(merit.site) for merit in merits]
-        after = places.index(self.last) + 1 if self.last in places else 0
-        turns = [*range(after, len(places)), *range(after)]
+        turns = turns_after(self.last, places)
         self.last = places[turns[0]]
         return [merits[index].site for index in turns]
 
@@ -98,19 +89,11 @@ def _place(site: Site) -> str:
 # rate. Its way deeper is `"net2net-deeper"`. The function is kept.
 
 
-class Net2Net(Rival):
+class Net2Net(UnitMethod):
     """One width after the other; nothing is measured."""
 
     start_of_sites: ClassVar[str] = "net2net"
     in_turn: ClassVar[bool] = True
-
-    def propose(self, model: nn.Module, example: Any) -> Sites:
-        return self._search.sites(model, example)
-
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
-        return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=0)
 
 
 # ---- Net2Net (Chen, Goodfellow, Shlens 2016), deeper: identity layers after ReLUs, with a batch norm where the network
@@ -140,21 +123,17 @@ class Net2NetDeeper(InTurn):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        network = bare(model)
-        normed = [site for site in sites if _norm_beside(network, site)]
-        self._keeps = not normed
-        if not normed:
-            return super().score(model, sites, batches, loss_fn)
-        return by_one(self._with_norms, self, model, sites, batches, loss_fn)
+        self._keeps = not any(_norm_beside(bare(model), site) for site in sites)
+        return unmeasured(sites) if self._keeps else self._with_norms(model, sites, batches, loss_fn)
 
+    @by_one
     def _with_norms(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         network = bare(model)
         normed = [site for site in sites if _norm_beside(network, site)]
         found, count = _statistics(network, normed, batches, loss_fn)
-        merits = [Merit(found.get(site, site), 1.0) for site in sites]
-        return Merits(merits, norm=UNMEASURED, batches=count)
+        return unmeasured([found.get(site, site) for site in sites], count)
 
     def keeps_function(self) -> bool:
         return self._keeps
@@ -177,10 +156,8 @@ def _statistics(
         for site in sites:
             hooks.callback(tap(site.point, site.find(network)[1], _adding(site, sums)).remove)
         count = 0
-        for index, batch in enumerate(batches):
-            given, _ = split(batch, index, network if loss_fn is not None else None)
-            run(network, to_device(given, device_of(network)))
-            count += 1
+        for count, batch in enumerate(batches, 1):
+            run_batch(network, batch, count - 1, loss_fn)
     if not count:
         raise MeasurementError(EMPTY)
     found: dict[Site, Site] = {}

@@ -8,34 +8,27 @@ are exact, since inputs are unfolded; pooling on the way is taken for a mean, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import islice
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, ZeroMerits
-from sensli.growing.looking import RememberedSites
-from sensli.growing.strategy import Strategy, read_generator, save_generator
-from sensli.growing.triggers import Moment
-from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
-from sensli.modules import checks
-from sensli.modules.running import device_of, first_tensor, run, to_device, untouched
+from sensli.modules.running import first_tensor, untouched
 from sensli.modules.wrappers import bare
-from sensli.moves.finding import check_units
 from sensli.moves.roles import column_gradient, unfolded, unfolds
 from sensli.moves.sites import Site, Sites, Skipped
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, laid_out
-from sensli_lab.methods.searching import by_one
-
-if TYPE_CHECKING:
-    from sensli.growing.options import Options
+from sensli_lab.methods.searching import UnitMethod, batch_loss, by_one, loss_after
 
 # ---- Second moments of features, and what the methods of other papers do with them.
 
@@ -82,9 +75,8 @@ class Pair:
     column: Axis  # of the reader
     inputs: list[Tensor] = field(default_factory=list)  # of the maker, one for each batch
     reads: list[Tensor] = field(default_factory=list)  # inputs of the reader
-    cotangents: list[Tensor] = field(
-        default_factory=list
-    )  # of the reader's output: the gradient of each sample's own loss
+    # of the reader's output: the gradient of each sample's own loss
+    cotangents: list[Tensor] = field(default_factory=list)
 
     @property
     def meets(self) -> bool:
@@ -178,9 +170,7 @@ class Pair:
             index = self.width.axes.index(self.column)
             like = existing(self.width, self.column)
             values[index] = laid_out(columns.to(like), self.column, like)
-        move = self.site.move
-        assert isinstance(move, Width)
-        return replace(self.site, move=replace(move, more=len(rows), _entries=Entries(tuple(values))))
+        return replace(self.site, move=replace(width_of(self.site), more=len(rows), _entries=Entries(tuple(values))))
 
     @property
     def existing_rows(self) -> Tensor:
@@ -196,17 +186,28 @@ class Pair:
         return by_unit(own.movedim(self.column.dim, 0).flatten(1), self.column).cpu().double()
 
 
+def width_of(site: Site) -> Width:
+    """The move of a site where units come."""
+    assert isinstance(site.move, Width)
+    return site.move
+
+
+def with_more(width: Width, more: int, **changes: Any) -> Width:
+    """A width that gets so many units, and what they cost."""
+    added, flops = (cost * more // width.more for cost in (width.added, width.flops))
+    return replace(width, more=more, added=added, flops=flops, **changes)
+
+
 def pair_of(site: Site, model: nn.Module) -> Pair | str:
     """The pair of a site, or why it has none."""
     width = site.move
     if not isinstance(width, Width):
         return "it is not a width"
     width = width.on(model)
-    makers = {axis.module.path for axis in width.axes if axis.fill == "row"}
-    columns = [axis for axis in width.axes if axis.fill == "column"]
-    if len(makers) != 1 or len(columns) != 1 or width.heads or width.blocks:
+    rows, columns = ([axis for axis in width.axes if axis.fill == fill] for fill in ("row", "column"))
+    if len({axis.module.path for axis in rows}) != 1 or len(columns) != 1 or width.heads or width.blocks:
         return "it takes units that one layer makes and one layer reads"
-    maker, reader = (_module(width, fill) for fill in ("row", "column"))
+    maker, reader = rows[0].module.find_module(), columns[0].module.find_module()
     known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if not isinstance(maker, known) or not isinstance(reader, known) or not unfolds(maker) or not unfolds(reader):
         return f"it does not know {type(maker).__name__} -> {type(reader).__name__}"
@@ -229,41 +230,29 @@ def look(
     most: int | None = None,
 ) -> list[Pair]:
     """One ordinary pass over the batches, at most ``most`` of them: the pairs of the sites with all that passed through them."""
-    network = bare(model)
+    network, batches = bare(model), list(islice(batches, most))
+    if not batches:
+        raise MeasurementError(EMPTY)
     pairs = pairs_of(network, sites)
     with ExitStack() as hooks, untouched(network), torch.inference_mode(False), torch.enable_grad():
         for pair in pairs:
             for handle in _watched(pair):
                 hooks.callback(handle.remove)
-        count = 0
         for index, batch in enumerate(batches):
-            if most is not None and index >= most:
-                break
-            given, target = split(batch, index, network if loss_fn is not None else None)
-            device = device_of(network)
-            output = run(network, to_device(given, device))
-            loss = scalar_loss(output, to_device(target, device), loss_fn, index)
-            asked = [pair.cotangents[-1] for pair in pairs]  # outputs, until their gradients are here
-            gradients = torch.autograd.grad(loss, asked, allow_unused=True)
-            for pair, own, gradient in zip(pairs, asked, gradients, strict=True):
-                found = torch.zeros_like(own) if gradient is None else gradient
-                pair.cotangents[-1] = found.detach().cpu().double() * len(pair.inputs[-1])
-            count += 1
-    if not count:
-        raise MeasurementError(EMPTY)
+            loss = batch_loss(network, batch, index, loss_fn)
+            outputs = [pair.cotangents[-1] for pair in pairs]  # until their gradients are here
+            gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
+            for pair, gradient in zip(pairs, gradients, strict=True):
+                pair.cotangents[-1] = as_double(gradient) * len(pair.inputs[-1])
     return [pair for pair in pairs if pair.meets]
-
-
-def _module(width: Width, fill: str) -> nn.Module:
-    return next(axis.module.find_module() for axis in width.axes if axis.fill == fill)
 
 
 def _watched(pair: Pair) -> Iterator[Any]:
     def before_maker(module: nn.Module, args: Any) -> None:
-        pair.inputs.append(_plain(args[0]))
+        pair.inputs.append(as_double(args[0]))
 
     def after_reader(module: nn.Module, args: Any, output: Any) -> Tensor:
-        pair.reads.append(_plain(args[0]))
+        pair.reads.append(as_double(args[0]))
         kept = first_tensor(output)
         assert kept is not None
         kept = kept.clone()  # what comes next may overwrite it
@@ -274,23 +263,21 @@ def _watched(pair: Pair) -> Iterator[Any]:
     yield pair.reader.register_forward_hook(after_reader)
 
 
-def _plain(x: Tensor) -> Tensor:
+def as_double(x: Tensor) -> Tensor:
+    """What passed through a model, for statistics."""
     return x.detach().cpu().double()
 
 
 def features(module: nn.Module, x: Tensor) -> Tensor:
     """Features last, everything else first: [n, features]."""
-    return (x.movedim(1, -1) if not isinstance(module, nn.Linear) else x).reshape(-1, _width_of(module, x))
+    x = x if isinstance(module, nn.Linear) else x.movedim(1, -1)
+    return x.reshape(-1, x.shape[-1])
 
 
 def _unfeatured(module: nn.Module, flat: Tensor, like: Tensor) -> Tensor:
     if isinstance(module, nn.Linear):
         return flat.reshape(like.shape)
     return flat.reshape(like.shape[0], *like.shape[2:], like.shape[1]).movedim(-1, 1)
-
-
-def _width_of(module: nn.Module, x: Tensor) -> int:
-    return x.shape[-1] if isinstance(module, nn.Linear) else x.shape[1]
 
 
 def _carried(x: Tensor, read: Tensor, column: Axis, *, tokens: bool) -> Tensor:
@@ -310,98 +297,38 @@ def _carried(x: Tensor, read: Tensor, column: Axis, *, tokens: bool) -> Tensor:
     return pooled.flatten(1) if flat else pooled
 
 
-def order(values: Sequence[float]) -> list[int]:
-    """Indices, the largest value first; of equal ones the first."""
-    return sorted(range(len(values)), key=lambda index: (-values[index], index))
+# ---- What most methods that add units have in common: widths of one maker and one reader, scored by what passes through
+# them.
 
 
-# ---- What the widening methods of other papers have in common: widths of one maker and one reader, scored by what passes
-# through them.
+class Rival(UnitMethod):
+    """A method that adds units: `start` says how they begin at one width, and what that is worth by the method's own score."""
 
-
-class Rival(Strategy):
-    """A method that adds units: `start` says how they begin at one width, and what that is worth by the method's own score.
-
-    Args:
-        units: How many units a layer gets at once, as in `find_sites`.
-        where: Which sites to consider, as in `find_sites`.
-        seed: The random seed.
-    """
-
-    takes: ClassVar[frozenset[str]] = frozenset({"units", "where"})
-    grows: ClassVar[tuple[str, ...]] = ("units",)
-    shares: ClassVar[bool] = False
-    start_of_sites: ClassVar[str] = "random"
-    keeps: ClassVar[bool] = True  # the function
     batches: ClassVar[int | None] = None  # how many it looks at; None: all
-    in_turn: ClassVar[bool] = False  # takes one width after the other, whatever they are worth
-
-    def __init__(self, *, units: int | float = 0.25, where: Any = None, seed: int = 0) -> None:
-        units = check_units(units)
-        seed = checks.whole("seed", seed, 0, least=0, below=2**64)
-        self._search = RememberedSites(layer="auto", where=where, grow="units", units=units, start=self.start_of_sites)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.turn = 0
-
-    @classmethod
-    def made(cls, options: Options) -> Strategy:
-        return cls(units=options.units, where=options.where, seed=options.seed)
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
-        found = self._search.sites(model, example)
-        reasons = {site: pair_of(site, bare(model)) for site in found}
-        kept = [site for site, pair in reasons.items() if isinstance(pair, Pair)]
-        name = type(self).__name__
-        left = [
-            Skipped(site.path, f"{name} leaves it out: {why}") for site, why in reasons.items() if isinstance(why, str)
-        ]
-        return Sites(kept, [*found.skipped, *left], model_name=type(bare(model)).__name__)
+        found, network = super().propose(model, example), bare(model)
+        kept, left = [], list(found.skipped)
+        for site in found:
+            pair = pair_of(site, network)
+            if isinstance(pair, Pair):
+                kept.append(site)
+            else:
+                left.append(Skipped(site.path, f"{type(self).__name__} leaves it out: {pair}"))
+        return Sites(kept, left, model_name=type(network).__name__)
 
+    @by_one
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        return by_one(self.score_alone, self, model, sites, batches, loss_fn)
-
-    def score_alone(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
-        """As `score`, in one process."""
         batches = list(batches)
         pairs = look(model, sites, batches, loss_fn, self.batches)
-        started = [self.start(pair, self._trying(model, batches, loss_fn)) for pair in pairs]
+        started = [self.start(pair, lambda site: loss_after(bare(model), site, batches, loss_fn)) for pair in pairs]
         merits = [Merit(site, float(value)) for site, value in started]
-        used = len(pairs[0].inputs) if pairs else 0
         if not any(merit.value > 0 for merit in merits):
             raise ZeroMerits(f"{type(self).__name__} finds that no more units would help.")
-        return Merits(merits, norm=type(self).__name__, batches=used, samples=pairs[0].samples)
+        return Merits(merits, norm=type(self).__name__, batches=len(pairs[0].inputs), samples=pairs[0].samples)
 
     def start(self, pair: Pair, try_out: Callable[[Site], float]) -> tuple[Site, float]:
         """The site with what its units begin with, and its score. ``try_out`` tells the mean loss of a copy that grew there."""
         raise NotImplementedError
-
-    def keeps_function(self) -> bool:
-        return self.keeps
-
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
-        worth = [merit for merit in merits if merit.value > 0]
-        if self.in_turn:
-            first = self.turn % len(worth)
-            self.turn += 1
-            return [merit.site for merit in (*worth[first:], *worth[:first])]
-        return [worth[index].site for index in order([merit.value for merit in worth])]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"turn": self.turn, "rival_generator": save_generator(self.generator)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        turn = state["turn"]
-        if type(turn) is not int or turn < 0:
-            raise ValueError(f"turn is {turn!r}")
-        self.generator.set_state(read_generator(state["rival_generator"]))
-        self.turn = turn
-
-    @staticmethod
-    def _trying(model: nn.Module, batches: Sequence[Any], loss_fn: LossFunction | None) -> Callable[[Site], float]:
-        from sensli_lab.methods.searching import loss_after
-
-        return lambda site: loss_after(bare(model), site, batches, loss_fn)

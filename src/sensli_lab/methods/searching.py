@@ -1,25 +1,126 @@
-"""What methods share that search for their step: one process decides for all, and a copy that grew tells its loss."""
+"""What methods of other papers share: how they begin, how one process decides for all, and what a copy that grew tells."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sensli.errors import UnsupportedModel, ZeroMerits
-from sensli.growing.strategy import Strategy
+from sensli.growing.looking import RememberedSites
+from sensli.growing.strategy import Strategy, read_generator, save_generator
+from sensli.growing.triggers import Moment
 from sensli.merits.catching import LossFunction, scalar_loss, split
-from sensli.merits.merits import Merits
+from sensli.merits.merits import Merit, Merits
+from sensli.modules import checks
 from sensli.modules.engines.distributed import Together
 from sensli.modules.running import count_samples, device_of, run, to_device, untouched
 from sensli.modules.wrappers import bare, is_sharded
-from sensli.moves.sites import Site
+from sensli.moves.finding import check_units
+from sensli.moves.sites import Edit, Site, Sites
+from sensli.text.commands import UNMEASURED
+
+if TYPE_CHECKING:
+    from sensli.growing.options import Options
+
+# ---- What a method begins with: the sites of one search, nothing measured. Those that add units also have a source of
+# random numbers, and take the widths by what they are worth or one after the other.
+
+
+class PaperMethod(Strategy):
+    """The sites that its search finds, each worth the same."""
+
+    takes: ClassVar[frozenset[str]] = frozenset({"where"})
+    grows: ClassVar[tuple[str, ...]] = ("layers",)
+    shares: ClassVar[bool] = False
+    _search: RememberedSites
+
+    def propose(self, model: nn.Module, example: Any) -> Sites:
+        return self._search.sites(model, example)
+
+    def score(
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        return unmeasured(sites)
+
+
+class UnitMethod(PaperMethod):
+    """A method that adds units.
+
+    Args:
+        units: How many units a layer gets at once, as in `find_sites`.
+        where: Which sites to consider, as in `find_sites`.
+        seed: The random seed.
+    """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"units", "where"})
+    grows: ClassVar[tuple[str, ...]] = ("units",)
+    start_of_sites: ClassVar[str] = "random"
+    by_ones: ClassVar[bool] = False  # sites are of one unit each: how many come is decided for all layers together
+    keeps: ClassVar[bool] = True  # the function
+    in_turn: ClassVar[bool] = False  # takes one width after the other, whatever they are worth
+
+    def __init__(self, *, units: int | float = 0.25, where: Any = None, seed: int = 0) -> None:
+        self.units = check_units(units)
+        self._search = RememberedSites(
+            layer="auto", where=where, grow="units", units=1 if self.by_ones else self.units, start=self.start_of_sites
+        )
+        self.generator = torch.Generator().manual_seed(check_seed(seed))
+        self.turn = 0
+
+    @classmethod
+    def made(cls, options: Options) -> Strategy:
+        return cls(units=options.units, where=options.where, seed=options.seed)
+
+    def keeps_function(self) -> bool:
+        return self.keeps
+
+    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+        worth = [merit for merit in merits if merit.value > 0]
+        if not self.in_turn:
+            return by_value(worth)
+        first = self.turn % len(worth)
+        self.turn += 1
+        return [merit.site for merit in (*worth[first:], *worth[:first])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turn": self.turn, "rival_generator": save_generator(self.generator)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        turn = state["turn"]
+        if type(turn) is not int or turn < 0:
+            raise ValueError(f"turn is {turn!r}")
+        self.generator.set_state(read_generator(state["rival_generator"]))
+        self.turn = turn
+
+
+def unmeasured(sites: Iterable[Site], batches: int = 0) -> Merits:
+    """Sites of which none is worth more than another."""
+    return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=batches)
+
+
+def by_value(merits: Iterable[Merit]) -> list[Site]:
+    """The sites, that of the largest value first; of equal ones the first."""
+    return [merit.site for merit in sorted(merits, key=lambda merit: -merit.value)]
+
+
+def turns_after(last: str | None, names: Sequence[str]) -> list[int]:
+    """Indices in the order of their turns: the name after the last one first, and so around."""
+    after = names.index(last) + 1 if last in names else 0
+    return [*range(after, len(names)), *range(after)]
+
+
+def check_seed(seed: int) -> int:
+    """A random seed, as `Grower` takes it."""
+    return checks.whole("seed", seed, 0, least=0, below=2**64)
+
 
 # ---- Decisions of several processes by a method that searches: one of them gets the batches of all, and the others what
 # it has found.
@@ -29,42 +130,44 @@ from sensli.moves.sites import Site
 # process, and sends sites, scores and what the strategy remembers.
 
 
-Score = Callable[[nn.Module, Sequence[Site], Iterable[Any], LossFunction | None], Merits]
+Scoring = TypeVar("Scoring", bound=Strategy)
+Score = Callable[[Scoring, nn.Module, Sequence[Site], Iterable[Any], LossFunction | None], Merits]
 
 
-def by_one(
-    score: Score,
-    strategy: Strategy,
-    model: nn.Module,
-    sites: Sequence[Site],
-    batches: Iterable[Any],
-    loss_fn: LossFunction | None,
-) -> Merits:
-    """What ``score`` says in one process with the batches of all, the same on every process."""
-    network = bare(model)
-    with Together(model, f"score sites by {type(strategy).__name__}") as together:
-        refuse_sharded(network, strategy)
-        if together.group is None:
-            return score(model, sites, batches, loss_fn)
-        mine = [to_device(batch, torch.device("cpu")) for batch in batches]
-        together.agree(last=False)
-        joined = _gathered(mine, together)
-        answer: Any = None
-        if together.rank == 0:
-            try:
-                found = score(model, sites, joined, loss_fn)
-                answer = _plain(found), strategy.state_dict()
-            except ZeroMerits as nothing:
-                answer = str(nothing), strategy.state_dict()
-        found_by_one, state = together.agree(answer)[0]
-        if together.rank != 0:
-            strategy.load_state_dict(state)
-        if isinstance(found_by_one, str):
-            raise ZeroMerits(found_by_one)
-        if together.rank == 0:
+def by_one(score: Score[Scoring]) -> Score[Scoring]:
+    """Make a way of scoring run in one process with the batches of all, and say the same on every process."""
+
+    @wraps(score)
+    def scored(
+        strategy: Scoring, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    ) -> Merits:
+        network = bare(model)
+        with Together(model, f"score sites by {type(strategy).__name__}") as together:
+            refuse_sharded(network, strategy)
+            if together.group is None:
+                return score(strategy, model, sites, batches, loss_fn)
+            mine = [to_device(batch, torch.device("cpu")) for batch in batches]
+            together.agree(last=False)
+            joined = _gathered(mine, together)
+            answer: Any = None
+            if together.rank == 0:
+                try:
+                    found = score(strategy, model, sites, joined, loss_fn)
+                    by_path = [merit.site.by_path() for merit in found]  # which other processes can read
+                    answer = found.with_sites(by_path), strategy.state_dict()
+                except ZeroMerits as nothing:
+                    answer = str(nothing), strategy.state_dict()
+            told, state = together.agree(answer)[0]
+            if together.rank != 0:
+                strategy.load_state_dict(state)
+            if isinstance(told, str):
+                raise ZeroMerits(told)
+            if together.rank != 0:
+                assert isinstance(told, Merits)
+                found = told.with_sites([merit.site.on(network) for merit in told])
             return found
-        merits = [replace(merit, site=merit.site.on(network)) for merit in found_by_one]
-        return Merits(merits, norm=found_by_one.norm, batches=found_by_one.batches, samples=found_by_one.samples)
+
+    return scored
 
 
 def refuse_sharded(network: nn.Module, strategy: Strategy) -> None:
@@ -86,28 +189,55 @@ def _gathered(mine: list[Any], together: Together) -> list[Any]:
     return [batch for each in rounds for batch in each if batch is not missing]
 
 
-def _plain(merits: Merits) -> Merits:
-    """The same with sites known by their paths, which other processes can read."""
-    known = [replace(merit, site=merit.site.by_path()) for merit in merits]
-    return Merits(known, norm=merits.norm, batches=merits.batches, samples=merits.samples)
+# ---- Batches that a method runs itself, and copies of a model that grew at a site.
 
 
-# ---- The loss of a copy of a model that grew at a site: for methods whose step is found by a search along a line.
+def run_batch(model: nn.Module, batch: Any, index: int, loss_fn: LossFunction | None) -> tuple[Any, Any]:
+    """What the model makes of a batch, and the target, both on its device."""
+    given, target = split(batch, index, model if loss_fn is not None else None)
+    device = device_of(model)
+    return run(model, to_device(given, device)), to_device(target, device)
+
+
+def batch_loss(model: nn.Module, batch: Any, index: int, loss_fn: LossFunction | None) -> Tensor:
+    """The loss of a batch."""
+    return scalar_loss(*run_batch(model, batch, index, loss_fn), loss_fn, index)
+
+
+def mean_loss(
+    model: nn.Module, batches: Sequence[Any], loss_fn: LossFunction | None, optimizer: Optimizer | None = None
+) -> float:
+    """The mean loss of one pass, with a step after each batch if there is an optimizer."""
+    total, samples = 0.0, 0
+    for index, batch in enumerate(batches):
+        loss = batch_loss(model, batch, index, loss_fn)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        size = count_samples(batch)
+        total, samples = total + float(loss.detach()) * size, samples + size
+    return total / samples
+
+
+def apply_growth(model: nn.Module, site: Site) -> Edit:
+    """Grow a model at a site, and nothing that follows it: for a copy."""
+    here = site.on(model)
+    edit = here.move.plan(model, here)
+    edit.build()
+    edit.apply()
+    return edit
+
+
+def grown_copy(model: nn.Module, site: Site) -> nn.Module:
+    """A copy of a model that grew at a site."""
+    grown = copy.deepcopy(model)
+    apply_growth(grown, site)
+    return grown
 
 
 def loss_after(model: nn.Module, site: Site, batches: Sequence[Any], loss_fn: LossFunction | None) -> float:
-    """The mean loss over the batches after a growth that is made in a copy alone."""
-    grown = copy.deepcopy(model)
-    here = site.on(grown)
-    edit = here.move.plan(grown, here)
-    edit.build()
-    edit.apply()
-    total, samples = 0.0, 0
+    """The mean loss over the batches after a growth that is made in a copy alone: for a step that is found by a search along a line."""
+    grown = grown_copy(model, site)
     with torch.no_grad(), untouched(grown):
-        for index, batch in enumerate(batches):
-            given, target = split(batch, index, grown if loss_fn is not None else None)
-            device = device_of(grown)
-            loss = scalar_loss(run(grown, to_device(given, device)), to_device(target, device), loss_fn, index)
-            size = count_samples(batch)
-            total, samples = total + float(loss) * size, samples + size
-    return total / samples
+        return mean_loss(grown, batches, loss_fn)

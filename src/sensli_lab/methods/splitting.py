@@ -15,16 +15,16 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from sensli.errors import ZeroMerits
-from sensli.growing.looking import RememberedSites
 from sensli.merits.catching import LossFunction, scalar_loss, split
 from sensli.merits.merits import Merit, Merits
-from sensli.modules.running import count_samples, device_of, run, to_device, untouched
+from sensli.modules.running import count_samples, device_of, to_device, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
 from sensli.moves.stretching import FRESH, Stretch
 from sensli.moves.width.widening import Widening, carried, grown_value
 from sensli.moves.width.width import Entries, Width, existing, laid_out
-from sensli_lab.methods.pairs import Pair, Rival, features, pairs_of
+from sensli_lab.methods.pairs import Pair, Rival, as_double, features, pairs_of, width_of, with_more
+from sensli_lab.methods.searching import batch_loss, by_one
 
 # ---- What methods have in common that split units: a unit becomes two, which share what read the one, and all layers
 # compete for them.
@@ -52,42 +52,31 @@ class Competing(Rival):
     """The best candidates of all layers together, as many as ``units`` says: a number, or a share of all units."""
 
     start_of_sites: ClassVar[str] = "net2net"
+    by_ones: ClassVar[bool] = True
     keeps: ClassVar[bool] = False
     all_at_once: ClassVar[bool] = True
 
-    def __init__(self, *, units: int | float = 0.25, where: Any = None, seed: int = 0) -> None:
-        super().__init__(units=units, where=where, seed=seed)
-        self.units = units
-        # One unit at each width: how many it is in the end, all layers decide together.
-        self._search = RememberedSites(layer="auto", where=where, grow="units", units=1, start=self.start_of_sites)
-
-    def score_alone(
+    @by_one
+    def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        batches = list(batches)
+        batches, name = list(batches), type(self).__name__
         found = self.candidates(model, sites, batches, loss_fn)
-        every = [
-            (float(gain), number, index) for number, each in enumerate(found) for index, gain in enumerate(each.gains)
-        ]
-        wanted = count_of(self.units, sum(each.pair.width.units for each in found))
-        best = sorted((-gain, number, index) for gain, number, index in every if gain > 0)[:wanted]
-        if not best:
-            raise ZeroMerits(f"{self.name} finds that no more units would help.")
-        taken: Mapping[int, list[int]] = {
-            number: [i for _, n, i in best if n == number] for number in range(len(found))
-        }
-        merits = [
-            Merit(each.site(taken[number]), float(each.gains[taken[number]].sum()))
-            if taken[number]
-            else Merit(each.pair.site, 0.0)
+        there = sum(each.pair.width.units for each in found)
+        wanted = self.units if isinstance(self.units, int) else max(1, int(self.units * there))
+        ranked = sorted(
+            (-float(gain), number, index)
             for number, each in enumerate(found)
-        ]
-        return Merits(merits, norm=self.name, batches=len(batches), samples=found[0].pair.samples)
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return type(self).__name__
+            for index, gain in enumerate(each.gains)
+            if gain > 0
+        )
+        if not ranked:
+            raise ZeroMerits(f"{name} finds that no more units would help.")
+        merits = []
+        for number, each in enumerate(found):
+            own = [index for _, its, index in ranked[:wanted] if its == number]
+            merits.append(Merit(each.site(own) if own else each.pair.site, float(each.gains[own].sum())))
+        return Merits(merits, norm=name, batches=len(batches), samples=found[0].pair.samples)
 
     def candidates(
         self, model: nn.Module, sites: Sequence[Site], batches: Sequence[Any], loss_fn: LossFunction | None
@@ -96,16 +85,8 @@ class Competing(Rival):
         raise NotImplementedError
 
 
-def count_of(units: int | float, there: int) -> int:
-    """How many units of all layers come: a number, or a share of those that are there; at least one."""
-    return units if isinstance(units, int) else max(1, int(units * there))
-
-
 def split_site(pair: Pair, units: Sequence[int], moved: Tensor, rows: Tensor, columns: Tensor) -> Site:
     """The site where these units part (row + moved stays, row - moved comes), and new ones come with these rows and columns."""
-    move = pair.site.move
-    assert isinstance(move, Width)
-    more = len(units) + len(rows)
     shift = torch.zeros(pair.width.units, moved.shape[1], dtype=moved.dtype, device="cpu")
     shift = shift.index_copy(0, torch.tensor(units, dtype=torch.long, device="cpu"), moved)
     like = existing(pair.width, pair.column)
@@ -113,10 +94,8 @@ def split_site(pair: Pair, units: Sequence[int], moved: Tensor, rows: Tensor, co
     values, index = pair.rows(torch.cat([-moved, rows])), pair.width.axes.index(pair.column)
     values[index] = laid_out(torch.cat([none, columns]).to(like), pair.column, like)
     sources = (*units, *(FRESH for _ in rows))
-    grown = replace(
-        move, more=more, sources=tuple(sources), added=move.added * more // move.more, flops=move.flops * more // move.more,
-        _entries=Entries(tuple(values), tuple(pair.rows(shift))),
-    )  # fmt: skip
+    entries = Entries(tuple(values), tuple(pair.rows(shift)))
+    grown = with_more(width_of(pair.site), len(sources), sources=sources, _entries=entries)
     return replace(pair.site, move=grown)
 
 
@@ -167,9 +146,7 @@ def curvatures(
             hooks.callback(pair.maker.register_forward_hook(_makes(pair, own)).remove)
             hooks.callback(pair.reader.register_forward_pre_hook(_reads(pair)).remove)
         for index, batch in enumerate(batches):
-            given, target = split(batch, index, network if loss_fn is not None else None)
-            device = device_of(network)
-            loss = scalar_loss(run(network, to_device(given, device)), to_device(target, device), loss_fn, index)
+            loss = batch_loss(network, batch, index, loss_fn)
             reads = [pair.reads[-1] for pair in pairs]
             cotangents = torch.autograd.grad(loss, reads, retain_graph=True, allow_unused=True, materialize_grads=True)
             for pair, own, parts, cotangent in zip(pairs, made, found, cotangents, strict=True):
@@ -178,9 +155,9 @@ def curvatures(
                 bent = torch.zeros_like(slope)
                 if slope.requires_grad:
                     (bent,) = torch.autograd.grad(slope.sum(), own[-1], retain_graph=True, materialize_grads=True)
-                parts.append(features(pair.maker, bent.detach().cpu().double() * len(pair.inputs[-1])))
+                parts.append(features(pair.maker, as_double(bent) * len(pair.inputs[-1])))
             for pair, own in zip(pairs, made, strict=True):
-                pair.reads[-1] = pair.reads[-1].detach().cpu().double()
+                pair.reads[-1] = as_double(pair.reads[-1])
                 own.clear()
     return [(pair, torch.cat(parts)) for pair, parts in zip(pairs, found, strict=True)]
 
@@ -228,7 +205,7 @@ class Smooth(TorchFunctionMode):
 
 def _makes(pair: Pair, own: list[Tensor]) -> Callable[..., Tensor]:
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        pair.inputs.append(args[0].detach().cpu().double())
+        pair.inputs.append(as_double(args[0]))
         made = output.clone()
         own.append(made if made.requires_grad else made.requires_grad_())
         return own[-1]
@@ -291,9 +268,8 @@ class Extended:
         self._base = {name: value.detach().clone() for name, value in self._base.items()}
         self._edits: list[Widening] = []
         for pair, free in zip(pairs, self.free, strict=True):
-            site = _all_of(pair, free).by_path()
-            assert isinstance(site.move, Width)
-            edit = Widening(self.network, replace(site, move=replace(site.move, _entries=None)))
+            site = _site_of_all(pair, free).by_path()
+            edit = Widening(self.network, replace(site, move=replace(width_of(site), _entries=None)))
             edit.build()
             edit.apply()
             self._edits.append(edit)
@@ -302,9 +278,8 @@ class Extended:
         """All tensors of the copy, with a graph to what is free."""
         found, made = dict(self._base), dict[str, list[Stretch]]()
         for pair, free, edit in zip(self.pairs, self.free, self._edits, strict=True):
-            move, width = _all_of(pair, free).move, edit.site.move
-            assert isinstance(move, Width) and isinstance(width, Width) and move._entries is not None
-            given = move._entries
+            given, width = width_of(_site_of_all(pair, free))._entries, width_of(edit.site)
+            assert given is not None
             entries = Entries(_followed(given.values, width, made), _followed(given.shifts, width, made))
             for each in edit.resized:
                 found[each.name] = grown_value(found[each.name], each, width, entries)
@@ -343,10 +318,10 @@ class Extended:
                 size = count_samples(batch)
                 asked = [part for moved, _, columns in self.free for part in (moved, columns)]
                 found = torch.autograd.grad(self.loss(batch, index, loss_fn), asked)
-                for own, (moved, _, columns), place in zip(total, self.free, range(0, len(found), 2), strict=True):
-                    own += (
-                        size * torch.cat([(found[place] * moved).sum(1), (found[place + 1] * columns).sum(1)]).detach()
-                    )
+                for own, (moved, _, columns), by_moved, by_columns in zip(
+                    total, self.free, found[::2], found[1::2], strict=True
+                ):
+                    own += size * torch.cat([(by_moved * moved).sum(1), (by_columns * columns).sum(1)]).detach()
                 samples += size
         return [own / samples for own in total]
 
@@ -365,7 +340,7 @@ def _drawn(pair: Pair, generator: torch.Generator) -> tuple[Tensor, Tensor, Tens
     )  # type: ignore[return-value]
 
 
-def _all_of(pair: Pair, free: tuple[Tensor, Tensor, Tensor]) -> Site:
+def _site_of_all(pair: Pair, free: tuple[Tensor, Tensor, Tensor]) -> Site:
     """The site where every unit is split and all new ones come."""
     return split_site(pair, range(pair.width.units), *free)
 

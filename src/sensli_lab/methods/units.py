@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import measure
 from sensli.merits.merits import Merits
-from sensli.moves.sites import Site, Sites
+from sensli.moves.sites import Site
 from sensli_lab.methods.pairs import Pair, Rival, inverse_root, mean_norm, moment, pseudo_inverse
+from sensli_lab.methods.searching import UnitMethod
 
 # ---- GradMax (Evci, van Merrienboer, Unterthiner, Vladymyrov, Pedregosa 2022): zero rows, and columns that give these the
 # largest gradient.
@@ -22,14 +23,11 @@ from sensli_lab.methods.pairs import Pair, Rival, inverse_root, mean_norm, momen
 # It looks at one batch. The function is kept.
 
 
-class GradMax(Rival):
+class GradMax(UnitMethod):
     """One width after the other, with the singular vectors of one batch."""
 
     start_of_sites: ClassVar[str] = "gradmax"
     in_turn: ClassVar[bool] = True
-
-    def propose(self, model: nn.Module, example: Any) -> Sites:
-        return self._search.sites(model, example)
 
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None

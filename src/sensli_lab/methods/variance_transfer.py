@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -27,10 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.errors import MeasurementError, SensliError
-from sensli.merits.catching import LossFunction, split
+from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import EMPTY
-from sensli.merits.merits import Merit, Merits
-from sensli.modules.running import device_of, first_tensor, run, tensors, to_device, untouched
+from sensli.merits.merits import Merits
+from sensli.modules.running import first_tensor, tensors, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.point import Ref
 from sensli.moves.sites import Site
@@ -38,9 +37,8 @@ from sensli.moves.stretching import Resize
 from sensli.moves.width.widening import resizes
 from sensli.moves.width.width import Factor, Width
 from sensli.surgery.history import History
-from sensli.text.commands import UNMEASURED
-from sensli_lab.methods.pairs import Pair, Rival, pairs_of
-from sensli_lab.methods.searching import refuse_sharded
+from sensli_lab.methods.pairs import Pair, Rival, pairs_of, width_of, with_more
+from sensli_lab.methods.searching import refuse_sharded, run_batch, unmeasured
 
 # ---- Separate learning rates for the weights of each growth, although they are parts of one parameter.
 #
@@ -98,10 +96,8 @@ def generations(model: nn.Module, history: History) -> list[tuple[nn.Parameter, 
             continue
         try:
             changed = resizes(model, growth.site.move.by_path().on(model), made=True)
-        except (
-            SensliError
-        ):  # its layers are called otherwise by now, after a growth of another kind: they keep one rate
-            continue
+        except SensliError:
+            continue  # its layers are called otherwise by now, after a growth of another kind: they keep one rate
         for each in changed:
             if isinstance(each.tensor, nn.Parameter) and each.tensor.dim() > 1:
                 made.setdefault(id(each.tensor), (each.tensor, []))[1].append((number, each))
@@ -136,8 +132,8 @@ class VarianceTransfer(Rival):
     keeps: ClassVar[bool] = False
     all_at_once: ClassVar[bool] = True
 
-    def __init__(self, *, units: int | float = 0.25, where: Any = None, seed: int = 0) -> None:
-        super().__init__(units=units, where=where, seed=seed)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.rates = GenerationRates()
 
     def attend(self, model: nn.Module, optimizers: Sequence[Optimizer], history: History) -> None:
@@ -150,8 +146,7 @@ class VarianceTransfer(Rival):
         refuse_sharded(network, self)
         pairs = pairs_of(network, sites)
         reads = surroundings(network, [pair.reader for pair in pairs], batches, loss_fn)
-        merits = [Merit(self.widened(pair, *read), 1.0) for pair, read in zip(pairs, reads, strict=True)]
-        return Merits(merits, norm=UNMEASURED, batches=0)
+        return unmeasured(self.widened(pair, *read) for pair, read in zip(pairs, reads, strict=True))
 
     def widened(self, pair: Pair, is_output: bool, norm: tuple[str, nn.Module] | None) -> Site:
         """The site with pairs of units that cancel, and what is rescaled."""
@@ -167,12 +162,8 @@ class VarianceTransfer(Rival):
         z = z / wider if is_output else z / wider**0.5
         site = pair.start(torch.cat([v, v]), torch.cat([z, -z]))
         share: float = fan_in / wider
-        assert isinstance(site.move, Width) and isinstance(pair.site.move, Width)
-        known = pair.site.move
-        move = replace(
-            site.move, factors=_factors(pair, share if is_output else math.sqrt(share), norm), added=known.added * 2 * half // known.more,
-            flops=known.flops * 2 * half // known.more,
-        )  # fmt: skip
+        factors = _factors(pair, share if is_output else math.sqrt(share), norm)
+        move = with_more(width_of(pair.site), 2 * half, factors=factors, _entries=width_of(site)._entries)
         return replace(site, move=move)
 
 
@@ -194,9 +185,8 @@ def surroundings(
     norms: dict[int, tuple[str, nn.Module]] = {}
     with ExitStack() as hooks, untouched(network), torch.no_grad():
         for reader in readers:
-            hooks.callback(
-                reader.register_forward_hook(lambda module, _, output: made.update({id(module): output})).remove
-            )
+            handle = reader.register_forward_hook(lambda module, _, output: made.update({id(module): output}))
+            hooks.callback(handle.remove)
         for path, module in network.named_modules():
             if isinstance(module, NORMS) and module.running_mean is not None:
 
@@ -207,9 +197,8 @@ def surroundings(
                             norms[maker] = path, module
 
                 hooks.callback(module.register_forward_pre_hook(before).remove)
-        batch = next(iter(islice(batches, 1)), None)
+        batch = next(iter(batches), None)
         if batch is None:
             raise MeasurementError(EMPTY)
-        given, _ = split(batch, 0, network if loss_fn is not None else None)
-        outputs = list(tensors(run(network, to_device(given, device_of(network)))))
+        outputs = list(tensors(run_batch(network, batch, 0, loss_fn)[0]))
     return [(any(made.get(id(reader)) is output for output in outputs), norms.get(id(reader))) for reader in readers]

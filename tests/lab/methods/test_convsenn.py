@@ -14,7 +14,8 @@ from rivals import convolutions, data, mean_loss, mlp
 from sensli import Grower
 from sensli.growing.triggers import Every
 from sensli.moves.width.width import Width
-from sensli_lab.methods.convsenn import SPREAD, ConvSenn, grown_copy, natural_gradient
+from sensli_lab.methods.convsenn import SPREAD, ConvSenn, natural_gradient
+from sensli_lab.methods.searching import grown_copy
 
 
 def slow(model: nn.Module, batches: Any) -> float:
