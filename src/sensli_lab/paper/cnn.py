@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,16 @@ from sensli.surgery.growth import replay
 from sensli.surgery.history import Growth, History
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper import datasets
-from sensli_lab.paper.engine import SHOWN, Counts, TrainingJob, TrainingOutcome, check_alike, check_count, restoring
+from sensli_lab.paper.engine import (
+    SHOWN,
+    Counts,
+    TrainingJob,
+    TrainingOutcome,
+    check_alike,
+    check_count,
+    nans,
+    restoring,
+)
 from sensli_lab.paper.image_sets import FACTS, Facts
 from sensli_lab.paper.machine import Machine, full_precision, generator, has_bf16, run_seed
 from sensli_lab.paper.reading import nearest, unknown
@@ -87,15 +96,8 @@ def build(network: Network, facts: Facts, seed: int, stages: Sequence[int] | Non
 
 
 def parameters(network: Network, facts: Facts, stages: Sequence[int]) -> int:
-    total, colours, size = 0, facts.colours, facts.size
-    for channels, count in zip(network.channels, stages, strict=True):
-        total += (9 * colours + 1) * channels + (count - 1) * (9 * channels + 1) * channels
-        colours, size = channels, size // 2
-    features = colours * size * size
-    for width in network.widths:
-        total += (features + 1) * width
-        features = width
-    return total + features * facts.classes
+    with torch.device("meta"):
+        return sum(one.numel() for one in build(network, facts, 0, stages).parameters())
 
 
 def layer_flops(network: Network, facts: Facts) -> list[int]:
@@ -137,46 +139,43 @@ def look_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
 # ---- The records of one training of a CNN: curves by epoch and by step, and everything seen at a look.
 
 
-NAN = float("nan")
-
-
 class Logbook:
-    """The records of one run. All are tensors of a shape known in advance, so a resumed run continues with the same ones."""
+    """The records of one run, all of them tensors."""
 
     def __init__(self, settings: Settings, steps: int) -> None:
         epochs, looks = settings.epochs, len(settings.insert_at)
-        weights = sum(repeats(settings.network)) + len(settings.network.widths) + 1
-        places = sum(repeats(settings.network)) + max(looks - 1, 0)
-        double = torch.float64
+        convolutions = sum(repeats(settings.network))
+        weights = convolutions + len(settings.network.widths) + 1
+        places = convolutions + max(looks - 1, 0)
+        exact = partial(nans, dtype=torch.float64)
+        sums = partial(torch.zeros, dtype=torch.float64, device="cpu")
         self.settings, self.steps = settings, steps
         self.records: dict[str, Tensor] = {
-            "train_loss": torch.full(
-                (epochs + 1,), NAN, dtype=double, device="cpu"
-            ),  # mean over the steps of the epoch
-            "test_loss": torch.full((epochs + 1,), NAN, dtype=double, device="cpu"),
-            "test_error": torch.full((epochs + 1,), NAN, dtype=double, device="cpu"),
-            "rate": torch.full((epochs,), NAN, dtype=double, device="cpu"),
-            "step_loss": torch.full((epochs * steps,), NAN, device="cpu"),
-            "seconds": torch.zeros(epochs + 1, dtype=double, device="cpu"),  # training and looking, not the evaluation
-            "flops": torch.zeros(epochs + 1, dtype=double, device="cpu"),  # per training image, by the paper's rule
+            "train_loss": exact(epochs + 1),  # mean over the steps of the epoch
+            "test_loss": exact(epochs + 1),
+            "test_error": exact(epochs + 1),
+            "rate": exact(epochs),
+            "step_loss": nans(epochs * steps),
+            "seconds": sums(epochs + 1),  # training and looking, not the evaluation
+            "flops": sums(epochs + 1),  # per training image, by the paper's rule
         }
         grows = looks > 0 and not settings.from_start
         if grows:
             self.records |= {
                 "place": torch.full((looks,), -1, device="cpu"),
-                "merits": torch.full((looks, places), NAN, dtype=double, device="cpu"),
-                "ratios": torch.full((looks, places), NAN, dtype=double, device="cpu"),
+                "merits": exact(looks, places),
+                "ratios": exact(looks, places),
                 "dead": torch.zeros(looks, dtype=torch.long, device="cpu"),
-                "look_seconds": torch.zeros(looks, dtype=double, device="cpu"),
-                "look_share": torch.zeros(looks, dtype=double, device="cpu"),  # of the training images
+                "look_seconds": sums(looks),
+                "look_share": sums(looks),  # of the training images
             }
         if settings.record_norms and grows:
-            self.records["norms"] = torch.full((looks, places, len(NORMS)), NAN, dtype=double, device="cpu")
+            self.records["norms"] = exact(looks, places, len(NORMS))
         if settings.record_gradients:
-            self.records["gradient_norm"] = torch.full((epochs, weights + (looks if grows else 0)), NAN, device="cpu")
+            self.records["gradient_norm"] = nans(epochs, weights + (looks if grows else 0))
             if grows:
                 side = 3 * min(settings.network.channels)
-                self.records["new_gradient"] = torch.full((looks, SHOWN, 1, side, side), NAN, device="cpu")
+                self.records["new_gradient"] = nans(looks, SHOWN, 1, side, side)
         self.since = SHOWN  # iterations since the last insertion, counted up to SHOWN
         self._norms: list[Tensor] = []
 
@@ -184,9 +183,8 @@ class Logbook:
         """Between the backward pass and the optimizer's step: the gradients, where they are wanted."""
         if not self.settings.record_gradients:
             return
-        self._norms.append(
-            torch.stack([p.grad.norm() for p in model.parameters() if p.ndim > 1 and p.grad is not None])
-        )
+        norms = [p.grad.norm() for p in model.parameters() if p.ndim > 1 and p.grad is not None]
+        self._norms.append(torch.stack(norms))
         if self.since < SHOWN and last is not None:
             kernel = model.get_parameter(last.parameters[0]).grad
             assert kernel is not None
@@ -225,7 +223,8 @@ class Logbook:
         if merits is not None:
             for place, merit in enumerate(merits):
                 self.records["merits"][look, place] = merit.value
-                self.records["ratios"][look, place] = NAN if merit.ratio is None else merit.ratio
+                if merit.ratio is not None:
+                    self.records["ratios"][look, place] = merit.ratio
                 if growth is not None and str(merit.site) == str(growth.site):  # a site prints as one unique line
                     self.records["place"][look] = place
                     self.records["dead"][look] = round((merit.dead or 0.0) * merit.site.shape[0])
@@ -241,9 +240,8 @@ class Logbook:
 
     def outcome(self) -> TrainingOutcome:
         iteration = torch.arange(self.settings.epochs + 1, device="cpu") * self.steps
-        return TrainingOutcome(
-            {name: value.unsqueeze(0) for name, value in self.records.items()}, {"iteration": iteration}
-        )
+        runs = {name: value.unsqueeze(0) for name, value in self.records.items()}
+        return TrainingOutcome(runs, {"iteration": iteration})
 
     def state(self) -> dict[str, Any]:
         return {"records": self.records, "since": self.since}
@@ -293,13 +291,10 @@ class CnnTraining:
     def fresh(self) -> None:
         """Optimizer, schedule and grower for the model as it is; the grower continues to count where it was."""
         settings, chosen = self.settings, self.settings.optimizer
-        self.optimizer: torch.optim.Optimizer
-        if chosen.name == "adam":
-            self.optimizer = torch.optim.Adam(self.model.parameters(), chosen.lr, weight_decay=chosen.weight_decay)
-        else:
-            self.optimizer = torch.optim.SGD(
-                self.model.parameters(), chosen.lr, chosen.momentum, weight_decay=chosen.weight_decay
-            )
+        kind = torch.optim.Adam if chosen.name == "adam" else partial(torch.optim.SGD, momentum=chosen.momentum)
+        self.optimizer: torch.optim.Optimizer = kind(
+            self.model.parameters(), lr=chosen.lr, weight_decay=chosen.weight_decay
+        )
         self.schedule: ReduceLROnPlateau | None = None
         if settings.schedule is not None:
             patience, factor = settings.schedule.patience, settings.schedule.factor
@@ -381,10 +376,7 @@ class CnnTraining:
         """Optimizer state by name: by position it would come back to the wrong tensors of a grown network."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": {
-                "names": names_in(self.optimizer, self.model),
-                "state": self.optimizer.state_dict(),
-            },
+            "optimizer": {"names": names_in(self.optimizer, self.model), "state": self.optimizer.state_dict()},
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "grower": self.grower.state_dict() if self.grower is not None else None,
         }
@@ -430,9 +422,8 @@ def wait_for(device: torch.device) -> None:
 
 
 AT_ONCE: int | None = 1
-LOOK_BATCH = (
-    64  # images, where a look may stop early: small enough to stop early, large enough to cost more than the norms
-)
+# Images, where a look may stop early: small enough to stop early, large enough to cost more than the norms.
+LOOK_BATCH = 64
 OPTIMIZERS = ("sgd", "adam")
 FLOPS_PER_SECOND = 9e10  # of a training step on two cores of a small machine
 
@@ -497,12 +488,10 @@ def counts(settings: Settings, accepted: tuple[int, ...] | None = None) -> Count
 
 def estimate(settings: Settings, runs: int) -> float:
     """Seconds on two cores, evaluation included."""
-    evaluated = (
-        (settings.data.validation + (settings.data.test or FACTS[settings.data.name].test)) * settings.epochs / 3
-    )
-    own = counts(settings)
-    share = 1 + evaluated / (settings.data.train * settings.epochs)
-    return runs * own.flops * settings.data.train * share / FLOPS_PER_SECOND
+    data, epochs = settings.data, settings.epochs
+    evaluated = (data.validation + (data.test or FACTS[data.name].test)) * epochs / 3
+    share = 1 + evaluated / (data.train * epochs)
+    return runs * counts(settings).flops * data.train * share / FLOPS_PER_SECOND
 
 
 @lru_cache(maxsize=1)  # all arms and runs of an experiment train on the same images
@@ -529,13 +518,16 @@ def train(job: TrainingJob) -> TrainingOutcome:
         log.test(0, *one.evaluate(data.test))
     saved = time.monotonic()
 
+    def order_of(purpose: str, epoch: int) -> Tensor:
+        source = generator(job.seed, run, f"{purpose} {epoch}")
+        return torch.randperm(len(data.train), generator=source, device="cpu")
+
     for epoch in range(done, settings.epochs):
         began = time.perf_counter()
-        order = torch.randperm(len(data.train), generator=generator(job.seed, run, f"order {epoch}"), device="cpu")
         source = generator(job.seed, run, f"augment {epoch}")
         rate, losses = one.optimizer.param_groups[0]["lr"], []
         one.model.train()
-        for step, index in enumerate(order.split(settings.batch)):
+        for step, index in enumerate(order_of("order", epoch).split(settings.batch)):
             x, y = data.train.augmented(index, source)
             one.optimizer.zero_grad()
             with one.precision():
@@ -554,11 +546,8 @@ def train(job: TrainingJob) -> TrainingOutcome:
             followed = test_error if settings.schedule.metric == "test" else one.evaluate(data.validation)[1]
             one.schedule.step(followed)
         if one.grower is not None:
-            shuffled = torch.randperm(
-                len(data.train), generator=generator(job.seed, run, f"look {epoch}"), device="cpu"
-            )
             size = settings.batch if settings.confidence is None else LOOK_BATCH
-            one.look(log, data.train.batches(size, shuffled), epoch + 1)
+            one.look(log, data.train.batches(size, order_of("look", epoch)), epoch + 1)
 
         finished = epoch + 1 == settings.epochs
         if not finished and time.monotonic() - saved >= job.save_every:

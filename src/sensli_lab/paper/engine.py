@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from sensli.errors import SensliError, brief
@@ -92,6 +93,14 @@ def engine(settings: Settings) -> Engine:
     module = cast(Engine, importlib.import_module(ENGINES[name]))
     module.check(settings)
     return module
+
+
+# ---- Records, which have their shapes in advance, so that a resumed training continues with the same ones.
+
+
+def nans(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A record in which nothing is known yet."""
+    return torch.full(shape, float("nan"), dtype=dtype, device="cpu")
 
 
 # ---- Resuming from the state of an interrupted training: one with the right checksum may still come from other code.

@@ -7,17 +7,27 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import stack_module_state
 from torch.nn.functional import one_hot
 
 from sensli.merits.merits import SELECTIONS
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper.datasets import CLASSES, FEATURES, POINTS, split_spirals
-from sensli_lab.paper.engine import SHOWN, Counts, TrainingJob, TrainingOutcome, check_alike, check_count, restoring
+from sensli_lab.paper.engine import (
+    SHOWN,
+    Counts,
+    TrainingJob,
+    TrainingOutcome,
+    check_alike,
+    check_count,
+    nans,
+    restoring,
+)
 from sensli_lab.paper.machine import ORDER_BLOCK, Machine, generator, order_block, run_seed
 from sensli_lab.paper.settings import Network, Settings
 
@@ -122,15 +132,13 @@ _tanh_backward = torch.ops.aten.tanh_backward
 class Affine:
     """`s(W x + b)` with s the identity, ReLU or tanh; W [R, out, in], b [R, out, 1]."""
 
+    weights: ClassVar[slice] = slice(1)  # which of the parameters
     weight: Tensor
     bias: Tensor | None
-    activation: str = ""
+    activation: str = field(default="", kw_only=True)
 
     def parameters(self) -> list[Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
-
-    def replaced(self, tensors: Sequence[Tensor]) -> Affine:
-        return Affine(tensors[0], tensors[1] if len(tensors) > 1 else None, self.activation)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output, and what the backward pass needs of it."""
@@ -152,28 +160,18 @@ class Affine:
             grads.append(g.sum(2, keepdim=True))
         return grads, torch.bmm(self.weight.transpose(1, 2), g) if deeper else g
 
-    @staticmethod
-    def weights_of(grads: list[Tensor]) -> list[Tensor]:
-        return grads[:1]
-
-    @staticmethod
-    def merit_of(grads: list[Tensor]) -> Tensor:
-        return grads[0]
-
 
 @dataclass
 class Residual:
     """`x + W2 tanh(W1 x + b)`."""
 
+    weights: ClassVar[slice] = slice(None, None, 2)
     inner: Tensor
     bias: Tensor
     outer: Tensor
 
     def parameters(self) -> list[Tensor]:
         return [self.inner, self.bias, self.outer]
-
-    def replaced(self, tensors: Sequence[Tensor]) -> Residual:
-        return Residual(*tensors)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = torch.baddbmm(self.bias, self.inner, x).tanh_()
@@ -184,14 +182,6 @@ class Residual:
         inside = _tanh_backward(torch.bmm(self.outer.transpose(1, 2), g), hidden)
         grads = [torch.bmm(inside, x.transpose(1, 2)), inside.sum(2, keepdim=True), d_outer]
         return grads, torch.baddbmm(g, self.inner.transpose(1, 2), inside) if deeper else g
-
-    @staticmethod
-    def weights_of(grads: list[Tensor]) -> list[Tensor]:
-        return [grads[0], grads[2]]
-
-    @staticmethod
-    def merit_of(grads: list[Tensor]) -> Tensor:
-        return grads[2]
 
 
 Layer = Affine | Residual
@@ -227,18 +217,16 @@ class NetworkStack:
         """Stack plain networks of one architecture; their parameters are copied."""
         layers: list[Layer] = []
         for modules in zip(*models, strict=True):
-            kind = modules[0]
-            if isinstance(kind, nn.Linear):
-                bias = None if kind.bias is None else _stacked([m.bias for m in modules]).unsqueeze(2)
-                layers.append(Affine(_stacked([m.weight for m in modules]), bias))
-            elif isinstance(kind, ResidualBlock):
-                inner, outer = [m.inner for m in modules], [m.outer for m in modules]
-                bias = _stacked([m.bias for m in inner]).unsqueeze(2)
-                layers.append(Residual(_stacked([m.weight for m in inner]), bias, _stacked([m.weight for m in outer])))
+            module, (stacked, _) = modules[0], stack_module_state(list(modules))
+            own = {name: (t if t.ndim == 3 else t.unsqueeze(2)).detach() for name, t in stacked.items()}
+            if isinstance(module, nn.Linear):
+                layers.append(Affine(own["weight"], own.get("bias")))
+            elif isinstance(module, ResidualBlock):
+                layers.append(Residual(own["inner.weight"], own["inner.bias"], own["outer.weight"]))
             else:
                 affine = layers[-1]
-                assert isinstance(affine, Affine) and isinstance(kind, (nn.ReLU, nn.Tanh))
-                affine.activation = "relu" if isinstance(kind, nn.ReLU) else "tanh"
+                assert isinstance(affine, Affine) and isinstance(module, (nn.ReLU, nn.Tanh))
+                affine.activation = "relu" if isinstance(module, nn.ReLU) else "tanh"
         return cls(layers)
 
     def parameters(self) -> list[Tensor]:
@@ -271,31 +259,35 @@ class NetworkStack:
 
     def new_layer(self) -> Layer:
         """An identity layer for every run: relu(I x + 0) in a ReLU network, else x + 0 tanh(0.8 I x + 0)."""
+        first = self._first
+        runs, width = first.weight.shape[:2]
+        zeros = first.weight.new_zeros
+        eye = torch.eye(width, dtype=first.weight.dtype, device="cpu").expand(runs, width, width)
+        if first.activation == "relu":
+            return self._inner(eye.clone(), zeros(runs, width, 1))
+        return self._inner(0.8 * eye, zeros(runs, width, 1), zeros(runs, width, width))
+
+    def _inner(self, *tensors: Tensor) -> Layer:
+        """A layer as those between the first and the last one."""
+        return Affine(*tensors, activation="relu") if self._first.activation == "relu" else Residual(*tensors)
+
+    @property
+    def _first(self) -> Affine:
         first = self.layers[0]
         assert isinstance(first, Affine)
-        runs, width = first.weight.shape[:2]
-        like = first.weight.new_zeros
-        eye = torch.eye(width, dtype=first.weight.dtype, device="cpu").expand(runs, width, width)
-        if self.is_relu():
-            return Affine(eye.clone(), like(runs, width, 1), "relu")
-        return Residual(0.8 * eye, like(runs, width, 1), like(runs, width, width))
-
-    def is_relu(self) -> bool:
-        first = self.layers[0]
-        return isinstance(first, Affine) and first.activation == "relu"
+        return first
 
     def measure(self, x: Tensor, targets: Tensor) -> Looks:
         """Merits of all places from one pass of the networks as they are: an identity changes no activation and no
         cotangent, so the gradient of a layer that is not there follows from those at its place."""
-        done = self.run(x, targets)
-        new = self.new_layer()
+        done, new = self.run(x, targets), self.new_layer()
         merits, dead = [], []
         for at, g in zip(done.activations[1:-1], done.cotangents, strict=True):
             _, hidden = new.forward(at)
             grads, _ = new.backward(at, hidden, g, deeper=False)
-            merits.append(new.merit_of(grads).square().sum((1, 2)))
+            merits.append(grads[new.weights][-1].square().sum((1, 2)))
             dead.append((at == 0).all(2))
-        weights = [w for layer, own in zip(self.layers, done.grads, strict=True) for w in layer.weights_of(own)]
+        weights = [w for layer, own in zip(self.layers, done.grads, strict=True) for w in own[layer.weights]]
         existing = torch.stack([w.square().sum((1, 2)) for w in weights]).mean(0)
         merit = torch.stack(merits, 1)
         return Looks(merit, merit / existing.unsqueeze(1), torch.stack(dead, 1))
@@ -312,7 +304,7 @@ class NetworkStack:
             moved = inner[i - 1].parameters() if i > 0 else new.parameters()
             parts = zip(new.parameters(), stay, moved, strict=True)
             tensors = [torch.where(here, fresh, torch.where(before, a, b)) for fresh, a, b in parts]
-            grown.append(new.replaced(tensors))
+            grown.append(self._inner(*tensors))
         self.layers = [first, *grown, last]
 
     def recycle(self, x: Tensor, sources: Sequence[torch.Generator]) -> Tensor:
@@ -325,10 +317,7 @@ class NetworkStack:
             assert isinstance(layer, Affine) and isinstance(reader, Affine) and layer.bias is not None
             dead = (layer.forward(x)[0] == 0).all(2, keepdim=True)  # [R, units, 1]
             shape = (layer.weight.shape[1], layer.weight.shape[2] + 1)
-            drawn = torch.stack(
-                [torch.rand(shape, dtype=x.dtype, generator=source, device="cpu") for source in sources]
-            )
-            rows = (2 * drawn - 1) * layer.weight.shape[2] ** -0.5
+            rows = _uniform(shape, sources, x.dtype) * layer.weight.shape[2] ** -0.5
             for _ in range(2):  # rows that are dead again are replaced by their opposite, which is not
                 layer.weight = torch.where(dead, rows[:, :, :-1], layer.weight)
                 layer.bias = torch.where(dead, rows[:, :, -1:], layer.bias)
@@ -356,8 +345,10 @@ class NetworkStack:
                 layer.weight = layer.weight.masked_fill(after, 0.0)
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.detach() for tensor in tensors])
+def _uniform(shape: tuple[int, int], sources: Sequence[torch.Generator], dtype: torch.dtype) -> Tensor:
+    """Numbers between -1 and 1, of each run from its own source."""
+    draws = [torch.rand(shape, dtype=dtype, generator=source, device=source.device) for source in sources]
+    return 2 * torch.stack(draws) - 1
 
 
 AT_ONCE: int | None = None
@@ -384,8 +375,7 @@ def check(settings: Settings) -> None:
         raise BadExperiment(
             "network, kind must be 'fnn' or 'resnet' for the engine 'stacked', got 'cnn'. Set engine = 'cnn'."
         )
-    alone = ("schedule", "confidence", "tolerance", "fresh_optimizer", "from_start", "record_norms")
-    for name in alone:
+    for name in ("schedule", "confidence", "tolerance", "fresh_optimizer", "from_start", "record_norms"):
         if getattr(settings, name):
             raise BadExperiment(f"{name} is a setting of the engine 'cnn', not of 'stacked'.")
     if settings.dtype == "bfloat16" or settings.data.validation or settings.data.test:
@@ -440,8 +430,7 @@ class _Training:
     """The state of one job: the stack, the epoch, and what was recorded so far."""
 
     def __init__(self, job: TrainingJob) -> None:
-        self.job, self.settings = job, job.settings
-        settings = job.settings
+        self.job, self.settings = job, (settings := job.settings)
         dtype = getattr(torch, settings.dtype)
         data = split_spirals(settings.data.train, settings.data.split_seed, dtype)
         runs = len(job.runs)
@@ -465,26 +454,22 @@ class _Training:
 
     def _empty_records(self, runs: int) -> dict[str, Tensor]:
         settings = self.settings
-        points, times, width = settings.epochs + 1, len(settings.insert_at), settings.network.widths[0]
+        times, width = len(settings.insert_at), settings.network.widths[0]
         most = places(settings.network, max(times - 1, 0))
         weights = 1 if settings.network.kind == "fnn" else 2
-        nan = float("nan")
-        records = {
-            name: torch.full((points, runs), nan, device="cpu") for name in ("train_loss", "test_loss", "test_error")
-        }
-        if settings.dtype == "float64":
-            records = {name: values.double() for name, values in records.items()}
+        curves = ("train_loss", "test_loss", "test_error")
+        records = {name: nans(settings.epochs + 1, runs, dtype=self.x.dtype) for name in curves}
         if times:
             records["place"] = torch.full((times, runs), -1, device="cpu")
-            records["merits"] = torch.full((times, runs, most), nan, device="cpu")
-            records["ratios"] = torch.full((times, runs, most), nan, device="cpu")
+            records["merits"] = nans(times, runs, most)
+            records["ratios"] = nans(times, runs, most)
             records["dead"] = torch.zeros(times, runs, dtype=torch.long, device="cpu")
-            records["new_gradient"] = torch.full((times, SHOWN, runs, weights, width, width), nan, device="cpu")
+            records["new_gradient"] = nans(times, SHOWN, runs, weights, width, width)
         if settings.recycle_at:
             records["recycled"] = torch.zeros(len(settings.recycle_at), runs, dtype=torch.long, device="cpu")
         if settings.record_gradients:
             layers = len(settings.network.widths) + 1 + times
-            records["gradient_norm"] = torch.full((settings.epochs, layers, runs), nan, device="cpu")
+            records["gradient_norm"] = nans(settings.epochs, layers, runs)
         return records
 
     def finish(self) -> TrainingOutcome:
@@ -507,9 +492,8 @@ class _Training:
             self.records["train_loss"][self.epoch] = self._train_loss()
         self.job.tell(1.0)
         iteration = torch.arange(self.settings.epochs + 1, device="cpu") * self.steps_per_epoch
-        return TrainingOutcome(
-            {name: _runs_first(name, value) for name, value in self.records.items()}, {"iteration": iteration}
-        )
+        runs = {name: _runs_first(name, value) for name, value in self.records.items()}
+        return TrainingOutcome(runs, {"iteration": iteration})
 
     def _evaluate(self) -> None:
         """Losses and error after `self.epoch` epochs. In full-batch training the next step gives the training loss."""
@@ -556,7 +540,7 @@ class _Training:
         if not self.settings.record_gradients:
             return None
         layers = zip(self.stack.layers, done.grads, strict=True)
-        squares = [sum(w.square().sum((1, 2)) for w in layer.weights_of(own)) for layer, own in layers]
+        squares = [sum(w.square().sum((1, 2)) for w in own[layer.weights]) for layer, own in layers]
         return torch.stack(squares).sqrt()  # type: ignore[arg-type]
 
     def _record_norms(self, total: Tensor | None, steps: int) -> None:
@@ -567,7 +551,7 @@ class _Training:
         time_index = sum(at <= self.epoch for at in self.settings.insert_at) - 1
         for run, place in enumerate(self.records["place"][time_index].tolist()):
             layer, own = self.stack.layers[place + 1], done.grads[place + 1]
-            weights = torch.stack([w[run] for w in layer.weights_of(own)])
+            weights = torch.stack([w[run] for w in own[layer.weights]])
             self.records["new_gradient"][time_index, self.since, run] = weights
         self.since += 1
 
@@ -592,7 +576,7 @@ class _Training:
         merits, select = looks.merits, self.settings.select
         if select == "random":  # from each run's own source, as in the results that are stored
             count = merits.shape[1]
-            sources = [generator(self.job.seed, run, f"place {index}") for run in self.job.runs]
+            sources = self._sources(f"place {index}")
             return torch.cat([torch.randint(count, (1,), generator=source, device=source.device) for source in sources])
         order, unused = SELECTIONS[select], torch.Generator()
         nowhere = [None] * merits.shape[1]  # there are no stacks of blocks
@@ -600,27 +584,24 @@ class _Training:
 
     def _recycle(self, index: int) -> None:
         """Give the units that are zero on the whole training set new rows, as PyTorch draws them, and no outgoing weights."""
-        sources = [generator(self.job.seed, run, f"recycle {index}") for run in self.job.runs]
-        self.records["recycled"][index] = self.stack.recycle(self.train_x, sources)
+        self.records["recycled"][index] = self.stack.recycle(self.train_x, self._sources(f"recycle {index}"))
 
     def _incoming(self, index: int) -> Tensor:
         """Random weights as PyTorch draws them for a linear layer of this width."""
         width = self.settings.network.widths[0]
-        draws = []
-        for run in self.job.runs:
-            source = generator(self.job.seed, run, f"wake {index}")
-            draws.append(torch.rand(width, width, dtype=self.x.dtype, generator=source, device=source.device))
-        return (2 * torch.stack(draws) - 1) / math.sqrt(width)
+        return _uniform((width, width), self._sources(f"wake {index}"), self.x.dtype) / math.sqrt(width)
+
+    def _sources(self, purpose: str) -> list[torch.Generator]:
+        """Random numbers for a purpose, of each run its own."""
+        return [generator(self.job.seed, run, purpose) for run in self.job.runs]
 
     def _state(self) -> dict[str, Any]:
-        layers = len(self.stack.layers)
-        tensors = self.stack.parameters()
         return {
             "epoch": self.epoch,
             "lr": self.lr,
             "since": self.since,
-            "layers": layers,
-            "parameters": tensors,
+            "layers": len(self.stack.layers),
+            "parameters": self.stack.parameters(),
             "records": self.records,
         }
 
