@@ -20,6 +20,7 @@ from sensli.surgery.history import History
 from sensli.text.files import check_writable, replacing
 from sensli.text.records import dumps as strict_json
 from sensli.text.tables import text_table
+from sensli_lab.compare.tasks.networks import plain
 from sensli_lab.paper import datasets
 
 WIDTH, HIDDEN, EPOCHS, LOOKS, RATE, TAU = 10, 2, 1000, (150, 300, 450), 0.1, 1.0
@@ -46,10 +47,7 @@ def network(hidden: int, seed: int) -> nn.Sequential:
     """A ReLU network with so many hidden layers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        layers: list[nn.Module] = [nn.Linear(2, WIDTH), nn.ReLU()]
-        for _ in range(hidden - 1):
-            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Linear(WIDTH, 2))
+        return plain(datasets.FEATURES, WIDTH, hidden, datasets.CLASSES)
 
 
 def demo(out: Path, *, seed: int, as_json: bool = False) -> None:

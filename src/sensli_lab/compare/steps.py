@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,25 +60,15 @@ class Unknown(Exception):
     """An operation that is not known to do the same again."""
 
 
+@dataclass
 class Recorded:
-    """The passes of one batch through a model as it is; its values may change, its parameters and modules may not.
+    """The passes of one batch through a model as it is; its values may change, its parameters and modules may not."""
 
-    Args:
-        parameters: Those that have a gradient.
-        gradients: Of these; written by every replay.
-        loss: Of the batch; written by every replay.
-    """
-
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        batch: tuple[Tensor, Tensor],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        loss: Tensor,
-    ) -> None:
-        self._calls, self._batch = list(calls), batch
-        self.parameters, self.gradients, self.loss = parameters, gradients, loss
+    _calls: list[Call]
+    _batch: tuple[Tensor, Tensor]
+    parameters: list[Tensor]  # those that have a gradient
+    gradients: list[Tensor]  # of these; written by every replay
+    loss: Tensor  # of the batch; written by every replay
 
     @torch.no_grad()
     def replay(self, x: Tensor, y: Tensor) -> None:
@@ -94,7 +84,7 @@ def recorded(model: nn.Module, loss: Loss, batch: tuple[Tensor, Tensor], *, cons
     """The passes of this batch, or None if they cannot be replayed. ``constant``: all batches are this one."""
     if any(True for _ in model.buffers()) or any(_hooked(module) for module in model.modules()):
         return None
-    parameters = [one for one in model.parameters() if one.requires_grad]
+    parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
     if any(one._backward_hooks for one in parameters) or batch[0].device.type != "cpu":
         return None
     x, y = batch if constant else (batch[0].clone(), batch[1].clone())
@@ -108,9 +98,8 @@ def recorded(model: nn.Module, loss: Loss, batch: tuple[Tensor, Tensor], *, cons
     known = [(one, gradient) for one, gradient in zip(parameters, found, strict=True) if gradient is not None]
     if any(one.stride() != gradient.stride() for one, gradient in known):
         return None  # an optimizer would get a copy
-    return Recorded(
-        recorder.calls, (x, y), [one for one, _ in known], [gradient for _, gradient in known], value.detach()
-    )
+    with_gradient, gradients = [one for one, _ in known], [gradient for _, gradient in known]
+    return Recorded(recorder.calls, (x, y), with_gradient, gradients, value.detach())
 
 
 class _Recorder(TorchDispatchMode):
@@ -168,49 +157,39 @@ def _hooked(module: nn.Module) -> bool:
 # on them. States stay the optimizer's, so that growths, checkpoints and averages find what they expect.
 
 
-Group = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Moments:
-    """What Adam keeps of parameters that have taken equally many steps."""
-
-    first: list[Tensor]
-    second: list[Tensor]
-    steps: list[Tensor]
-
-
 @dataclass
 class UpdatePart:
-    """Parameters of one group, with their gradients, that take equal steps."""
+    """Parameters of one group, with their gradients, that take equal steps; of Adam, those that have taken equally many."""
 
-    group: Group  # alive: the learning rate changes
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    moments: Moments | None = None
+    group: dict[str, Any]  # alive: the learning rate changes
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    # what Adam keeps of each parameter; empty for SGD
+    first: list[Tensor] = field(default_factory=list)
+    second: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
 
     @torch.no_grad()
     def step(self) -> None:
         """One step with the gradients as they are."""
         rate = float(self.group["lr"])
-        if self.moments is None:
+        if not self.steps:
             torch._foreach_add_(self.parameters, self.gradients, alpha=-rate)
             return
-        (beta1, beta2), own = self.group["betas"], self.moments
-        torch._foreach_add_(own.steps, 1)
-        taken = own.steps[0].item()
-        torch._foreach_lerp_(own.first, self.gradients, 1 - beta1)
-        torch._foreach_mul_(own.second, beta2)
-        torch._foreach_addcmul_(own.second, self.gradients, self.gradients, value=1 - beta2)
-        size = torch._foreach_sqrt(own.second)
+        beta1, beta2 = self.group["betas"]
+        torch._foreach_add_(self.steps, 1)
+        taken = self.steps[0].item()
+        torch._foreach_lerp_(self.first, self.gradients, 1 - beta1)
+        torch._foreach_mul_(self.second, beta2)
+        torch._foreach_addcmul_(self.second, self.gradients, self.gradients, value=1 - beta2)
+        size = torch._foreach_sqrt(self.second)
         torch._foreach_div_(size, (1 - beta2**taken) ** 0.5)
         torch._foreach_add_(size, self.group["eps"])
-        torch._foreach_addcdiv_(self.parameters, own.first, size, value=-(rate / (1 - beta1**taken)))
+        torch._foreach_addcdiv_(self.parameters, self.first, size, value=-(rate / (1 - beta1**taken)))
 
     def tensors(self) -> list[Tensor]:
         """All that a step changes."""
-        own = self.moments
-        return [*self.parameters, *([] if own is None else [*own.first, *own.second, *own.steps])]
+        return [*self.parameters, *self.first, *self.second, *self.steps]
 
 
 # Options that must have these values: everything that makes a step another one.
@@ -231,23 +210,22 @@ def parts(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequenc
     if plain is None:
         return None
     gradient = {id(one): own for one, own in zip(parameters, gradients, strict=True)}
-    found: list[UpdatePart] = []
-    for group in optimizer.param_groups:
+    found: dict[tuple[int, float], UpdatePart] = {}
+    for number, group in enumerate(optimizer.param_groups):
         if any(group.get(name, value) != value for name, value in plain.items()) or isinstance(group["lr"], Tensor):
             return None
-        known = [one for one in group["params"] if id(one) in gradient]
-        for one in known:
+        for one in (each for each in group["params"] if id(each) in gradient):
             state = optimizer.state.get(one, {})
             if isinstance(optimizer, Adam) and "step" not in state:
                 return None
-            part = _part_for(found, group, state.get("step"))
+            part = found.setdefault((number, float(state.get("step", 0))), UpdatePart(group))
             part.parameters.append(one)
             part.gradients.append(gradient.pop(id(one)))
-            if part.moments is not None:
-                part.moments.first.append(state["exp_avg"])
-                part.moments.second.append(state["exp_avg_sq"])
-                part.moments.steps.append(state["step"])
-    return None if gradient else found
+            if "step" in state:
+                part.first.append(state["exp_avg"])
+                part.second.append(state["exp_avg_sq"])
+                part.steps.append(state["step"])
+    return None if gradient else list(found.values())
 
 
 def step(optimizer: Optimizer, parts: Sequence[UpdatePart]) -> None:
@@ -264,14 +242,6 @@ def step(optimizer: Optimizer, parts: Sequence[UpdatePart]) -> None:
         part.step()
     for hook in after.values():
         hook(optimizer, (optimizer,), {})
-
-
-def _part_for(found: list[UpdatePart], group: Group, step: Tensor | None) -> UpdatePart:
-    for part in found:
-        if part.group is group and (step is None or part.moments is None or bool(part.moments.steps[0] == step)):
-            return part
-    found.append(UpdatePart(group, [], [], None if step is None else Moments([], [], [])))
-    return found[-1]
 
 
 PLAIN_EVERY = 64  # steps; the others in between are replayed
@@ -301,7 +271,11 @@ class ReplayedSteps:
         """One step; its loss."""
         number, self._taken = self._taken, self._taken + 1
         if number == 0:
-            return self._first(x, y)
+            self.model.train()
+            passes = recorded(self.model, self.loss, (x, y), constant=self.constant)
+            if passes is not None:
+                passes.replay(x, y)
+            return self._ordinary(x, y, passes)
         if self._passes is None or number % PLAIN_EVERY == 0:
             return self._ordinary(x, y)
         self._passes.replay(x, y)
@@ -321,19 +295,12 @@ class ReplayedSteps:
         if compared is not None:
             known = [each for each in self.model.parameters() if each.grad is not None]
             found = [loss, *(each.grad for each in known)]
-            if _are(known, compared.parameters) and _equal(found, [compared.loss, *compared.gradients]):
+            same = [id(each) for each in known] == [id(each) for each in compared.parameters]
+            if same and _equal(found, [compared.loss, *compared.gradients]):
                 self._passes = compared
         self.optimizer.step()
         self.plain = min(self.plain, time.perf_counter() - began)
         return loss.detach()
-
-    def _first(self, x: Tensor, y: Tensor) -> Tensor:
-        """An ordinary step, with which replayed passes are compared."""
-        self.model.train()
-        passes = recorded(self.model, self.loss, (x, y), constant=self.constant)
-        if passes is not None:
-            passes.replay(x, y)
-        return self._ordinary(x, y, passes)
 
     def _update(self, passes: Recorded, *, compared: bool) -> None:
         """The optimizer's step, and whether it can do without the optimizer from now on."""
@@ -350,10 +317,6 @@ class ReplayedSteps:
             parameter.grad = gradient  # a hook may have put another one there
         self.optimizer.step()
         self._parts = quick if quick is not None and _equal(changing, after) else None
-
-
-def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 @torch.no_grad()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from sensli.modules.flops import count_flops
 from sensli_lab.paper.machine import run_seed
@@ -36,22 +37,29 @@ class TaskData:
     test: TaskPart
 
 
-@dataclass(frozen=True)
+Load = Callable[[Path | None, int], TaskData]  # from the user's data folder, and the seed of the run
+ADAM = partial(torch.optim.Adam, lr=1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
-    """One comparison. ``sizes`` are networks by name, ``small`` first, which every growth begins with, and ``large`` last."""
+    """One comparison. ``sizes`` are networks by name, ``small`` first, which every growth begins with, and ``large`` last.
+
+    The defaults are those of the tasks with images.
+    """
 
     name: str
     title: str
     sizes: Mapping[str, Callable[[], nn.Module]]
-    load: Callable[[Path | None, int], TaskData]  # the user's data folder, and the seed of the run
+    load: Load
     example: tuple[tuple[int, ...], torch.dtype]  # of one sample
-    loss: Loss
-    optimizer: Callable[..., torch.optim.Optimizer]  # of the parameters
-    recipe: str  # the optimizer in words, which also tells results of another one apart
-    batch: int | None  # None: all samples at once
+    loss: Loss = cross_entropy
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAM  # of the parameters
+    recipe: str = "Adam 0.001"  # the optimizer in words, which also tells results of another one apart
+    batch: int | None = 64  # None: all samples at once
     steps: int  # of the large network: the budget is what these cost
-    looks: tuple[float, ...]  # shares of the budget
-    units: int | float  # of a layer that is widened
+    looks: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)  # shares of the budget
+    units: int | float = 0.5  # of a layer that is widened
     looked_at: int  # training samples that a look is given
     counts_errors: bool = True
     warmup: float = 0.0  # share of the budget

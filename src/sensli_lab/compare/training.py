@@ -23,7 +23,7 @@ from sensli.growing.grower import Grower
 from sensli.growing.options import Rates, Trial, used
 from sensli.growing.triggers import AtMost, Budget, Diminishing, Every, Pays, Trigger
 from sensli.modules.flops import PRODUCTS, FlopCounter, Rule, count_flops
-from sensli.surgery.record import Tried
+from sensli.surgery.record import Look
 from sensli_lab.compare.jobs import Job, Run, RunLook
 from sensli_lab.compare.steps import ReplayedSteps
 from sensli_lab.compare.task import Task, TaskData, TaskPart
@@ -192,10 +192,11 @@ class JobTraining:
         self.spent = 0.0
         self.batches = Sampling(self.task, data.train, job.seed)
         self._began = time.perf_counter()
-        large = self.task.network("large", job.seed)
-        self.run.budget = job.budget * self.task.steps * training_flops(large, self.batches.at(0), self.task.loss)
-        if job.method.full:
-            self.run.budget *= self._times_small(large)
+        large, first = self.task.network("large", job.seed), self.batches.at(0)
+        step = training_flops(large, first, self.task.loss)
+        self.run.budget = job.budget * self.task.steps * step
+        if job.method.full:  # as many steps as the small network takes with the FLOPs of the task
+            self.run.budget *= step / training_flops(self.task.network("small", job.seed), first, self.task.loss)
         self._trial = None if job.method.trial is None else Trial(1, candidates=2, batches=self.batches)
         self.limit = int(count_flops(large, self.task.sample()))
         self.model = self._model()
@@ -207,12 +208,6 @@ class JobTraining:
         # numbers: a tensor of one would keep the large block of memory that it lies in from being used again
         self._losses: list[float] = []
         self._since: list[float] = []  # losses since the last call of a grower that waits
-
-    def _times_small(self, large: nn.Module) -> float:
-        """How many steps of the small network cost what one of this one costs."""
-        first = self.batches.at(0)
-        small = self.task.network("small", self.job.seed)
-        return training_flops(large, first, self.task.loss) / training_flops(small, first, self.task.loss)
 
     # --- the parts, as a checkpoint rebuilds them ---
 
@@ -263,11 +258,8 @@ class JobTraining:
             mean = _mean(self._since)
             self._since.clear()
             return mean
-        return (
-            self._loss_of(self.data.validation)
-            if self.grower is not None and self.grower.strategy.needs_metric
-            else None
-        )
+        needed = self.grower is not None and self.grower.strategy.needs_metric
+        return self._loss_of(self.data.validation) if needed else None
 
     # --- the loop ---
 
@@ -316,25 +308,25 @@ class JobTraining:
         sweep = self._cost_of_a_step() * samples / len(self.batches.at(self.run.steps)[1])
         began = time.perf_counter()
         with Counted() as counted, warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # nothing fits any more, or all merits are zero: no growth says so
+            # nothing fits any more, or all merits are zero: no growth says so
+            warnings.simplefilter("ignore", UserWarning)
             metric = self._metric()
             self.model.train()
             before = len(self.grower.history)
             self._prepare_trial()
             self.grower.step(batches, self.task.loss, metric=metric)
-        decision = counted.total - self._trained_in_trial()
-        if self._has_looked():
+        looks = self.grower.history.record.looks
+        look = looks[-1] if looks and looks[-1].call == self.grower.calls else None  # None: the trigger has not fired
+        decision = counted.total - self._trained_in_trial(look)
+        if look is not None:
             self.run.costs.append(RunLook(decision, time.perf_counter() - began, sweep, samples))
+            self._step_flops = self._steps = None
         self.run.looks += 1
         self.run.decisions += decision
         self.spent += counted.total
         for name, times in counted.unknown.items():
             self.run.uncounted[name] = self.run.uncounted.get(name, 0) + times
         self.run.grown += [(self.spent, str(growth.site)) for growth in self.grower.history[before:]]
-        if self._has_looked():
-            self._step_flops = self._steps = None
         schedule = self.job.method.schedule
         if schedule is not None and schedule.forgets and len(self.grower.history) > before:
             self.optimizer.state.clear()  # as another optimizer of the same parameters
@@ -346,24 +338,14 @@ class JobTraining:
             left = max(self.run.budget - self.spent, 0.0)
             self._trial.steps = max(1, round(self.job.method.trial * left / self._cost_of_a_step()))
 
-    def _trained_in_trial(self) -> int:
+    def _trained_in_trial(self, look: Look | None) -> int:
         """FLOPs of the steps of a trial that count as training: the winner's, whose network the model is now."""
-        tried = self._last_trial()
+        tried = None if look is None else look.tried
         if self._trial is None or tried is None:
             return 0
         self.batches.taken += self._trial.steps  # no step takes them again
-        return tried.arms[tried.winner].steps * training_flops(
-            self.model, self.batches.at(self.run.steps), self.task.loss
-        )
-
-    def _last_trial(self) -> Tried | None:
-        """What came of the trial at the last call, if there was one."""
-        return self.grower.history.record.looks[-1].tried if self.grower is not None and self._has_looked() else None
-
-    def _has_looked(self) -> bool:
-        """Whether the trigger has fired at the last call."""
-        looks = [] if self.grower is None else self.grower.history.record.looks
-        return self.grower is not None and bool(looks) and looks[-1].call == self.grower.calls
+        step = training_flops(self.model, self.batches.at(self.run.steps), self.task.loss)
+        return tried.arms[tried.winner].steps * step
 
     def _point(self) -> None:
         """A point of the curve: for the reader, not for the method, and not counted."""
@@ -407,12 +389,9 @@ class JobTraining:
         self.run.seconds += now - self._began
         self._began = now
         extra = {
-            "run": self.run.to_dict(),
-            "spent": self.spent,
-            "taken": self.batches.taken,
-            "losses": self._losses,
+            "run": self.run.to_dict(), "spent": self.spent, "taken": self.batches.taken, "losses": self._losses,
             "since": self._since,
-        }
+        }  # fmt: skip
         save_checkpoint(
             path, self.model, optimizer=self.optimizer, scheduler=self.scheduler, grower=self.grower, extra=extra
         )
@@ -428,8 +407,7 @@ class JobTraining:
         self.run = Run.from_dict(found.extra["run"])
         self.spent, self.batches.taken, self._losses = found.extra["spent"], found.extra["taken"], found.extra["losses"]
         self._since = found.extra.get("since", [])
-        looks = [] if self.grower is None else self.grower.history.record.looks
-        if self.grower is not None and looks and not looks[-1].inserted:
+        if self.grower is not None and (looks := self.grower.history.record.looks) and not looks[-1].inserted:
             # The look before has paid for this search, and a run that was not interrupted still knows the sites, or that there are none.
             with suppress(SensliError):
                 self.grower.sites()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from sensli_lab.compare.task import Task, TaskData
+from sensli_lab.compare.task import Task
 from sensli_lab.compare.tasks.networks import images
 
 PIXELS, CLASSES = 32, 10
@@ -59,10 +57,6 @@ def resnet(channels: int, blocks: int) -> nn.Module:
     return nn.Sequential(*first, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels * 4, CLASSES))
 
 
-def load(folder: Path | None, seed: int) -> TaskData:
-    return images("cifar10", folder, 20_000, 2_000, 4_000)
-
-
 VGG = Task(
     name="vgg",
     title="CIFAR-10, 20,000 images, VGG-like networks",
@@ -73,15 +67,9 @@ VGG = Task(
         "wide": partial(vgg, 24, 1),
         "large": partial(vgg, 16, 2),
     },
-    load=load,
+    load=images("cifar10", 20_000, 2_000, 4_000),
     example=((3, PIXELS, PIXELS), torch.float32),
-    loss=cross_entropy,
-    optimizer=partial(torch.optim.Adam, lr=1e-3),
-    recipe="Adam 0.001",
-    batch=64,
     steps=250,
-    looks=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4),
-    units=0.5,
     looked_at=256,
     points=25,
 )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from sensli_lab.compare.task import Task, TaskData, TaskPart
 from sensli_lab.compare.tasks.networks import plain
@@ -43,12 +42,10 @@ SPIRALS = Task(
     },
     load=load,
     example=((datasets.FEATURES,), torch.float32),
-    loss=cross_entropy,
     optimizer=partial(torch.optim.Adam, lr=0.01),
     recipe="Adam 0.01",
     batch=None,
     steps=600,
-    looks=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4),
     units=2,
     looked_at=TRAIN,
 )

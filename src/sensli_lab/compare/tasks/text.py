@@ -114,7 +114,6 @@ TEXT = Task(
     batch=16,
     steps=1000,
     looks=(0.2, 0.2, 0.4, 0.4),  # two growths at each of two moments, the second of them after another look
-    units=0.5,
     looked_at=64,
     warmup=0.05,
     points=25,
