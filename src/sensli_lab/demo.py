@@ -20,7 +20,7 @@ from sensli.surgery.history import History
 from sensli.text.files import check_writable, replacing
 from sensli.text.records import dumps as strict_json
 from sensli.text.tables import text_table
-from sensli_lab.compare.tasks.networks import plain
+from sensli_lab.compare.task import plain
 from sensli_lab.paper import datasets
 
 WIDTH, HIDDEN, EPOCHS, LOOKS, RATE, TAU = 10, 2, 1000, (150, 300, 450), 0.1, 1.0

@@ -49,8 +49,7 @@ from sensli.merits.norms import choose, squared_norm
 from sensli.modules import checks
 from sensli.moves.roles import Geometry
 from sensli.page import page_data, read_history, write_page
-from sensli_lab.methods.autogrow import AutoGrow
-from sensli_lab.methods.blocks import GStack, LlamaPro
+from sensli_lab.methods.blocks import AutoGrow, GStack, LlamaPro
 from sensli_lab.methods.convsenn import ConvSenn
 from sensli_lab.methods.units import GradMax
 

@@ -130,9 +130,9 @@ STRATEGIES: dict[str, str] = {
     "morphnet": "sensli_lab.methods.morphnet:MorphNet",
     "splitting": "sensli_lab.methods.splitting:Splitting",
     "variance-transfer": "sensli_lab.methods.variance_transfer:VarianceTransfer",
-    "autogrow": "sensli_lab.methods.autogrow:AutoGrow",
-    "autogrow-gauss": "sensli_lab.methods.autogrow:AutoGrowGauss",
-    "autogrow-adam": "sensli_lab.methods.autogrow:AutoGrowAdam",
+    "autogrow": "sensli_lab.methods.blocks:AutoGrow",
+    "autogrow-gauss": "sensli_lab.methods.blocks:AutoGrowGauss",
+    "autogrow-adam": "sensli_lab.methods.blocks:AutoGrowAdam",
     "llama-pro": "sensli_lab.methods.blocks:LlamaPro",
     "g-stack": "sensli_lab.methods.blocks:GStack",
 }

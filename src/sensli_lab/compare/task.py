@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -93,3 +94,13 @@ class Task:
     def warmed(self, share: float) -> float:
         """The factor of the warm-up, 1 after it."""
         return max(share / self.warmup, 0.02) if share < self.warmup else 1.0
+
+
+# ---- Plain networks, which several tasks have: linear layers of equal width with ReLU between them.
+
+
+def plain(inputs: int, units: int, layers: int, outputs: int) -> nn.Sequential:
+    """So many hidden layers of so many units each."""
+    hidden = pairwise((inputs, *(units for _ in range(layers))))
+    layers_and_relus = (each for pair in hidden for each in (nn.Linear(*pair), nn.ReLU()))
+    return nn.Sequential(*layers_and_relus, nn.Linear(units, outputs))

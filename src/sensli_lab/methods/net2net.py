@@ -24,7 +24,7 @@ from sensli.moves.layers import Layer
 from sensli.moves.point import tap
 from sensli.moves.sites import Site, Sites
 from sensli_lab.methods.pairs import Pair, Rival
-from sensli_lab.methods.searching import PaperMethod, UnitMethod, by_one, run_batch, turns_after, unmeasured
+from sensli_lab.methods.searching import PaperMethod, UnitMethod, by_one, run_batch, turns_of, unmeasured
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -62,7 +62,7 @@ class InTurn(PaperMethod):
 
     def choose(self, merits: Merits, moment: Moment) -> list[Site]:
         places = [_place(merit.site) for merit in merits]
-        turns = turns_after(self.last, places)
+        turns = turns_of(self.last, places)
         self.last = places[turns[0]]
         return [merits[index].site for index in turns]
 

@@ -18,9 +18,8 @@ from sensli.errors import FunctionChanged, SensliError
 from sensli.growing.triggers import At, Budget, Every
 from sensli.moves.stacking import find_stacks
 from sensli.surgery.growth import grow
-from sensli_lab.methods import autogrow
-from sensli_lab.methods.autogrow import AutoGrow
-from sensli_lab.methods.blocks import GStack
+from sensli_lab.methods import blocks
+from sensli_lab.methods.blocks import AutoGrow, GStack
 
 WIDTH = 4
 
@@ -447,7 +446,7 @@ def by_hand(model: Any, block: Any, batches: Any, most: int) -> tuple[list[Tenso
 @pytest.mark.parametrize("near", [0.005, 0.05, 1e9])
 def test_autogrow_trains_the_last_norm_alone_until_the_loss_is_back(near: float, monkeypatch: Any) -> None:
     """Against the training written out, which ends after ten passes, in between, or after one."""
-    monkeypatch.setattr(autogrow, "NEAR", near)
+    monkeypatch.setattr(blocks, "NEAR", near)
     model = residual_network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trained(model, optimizer)

@@ -18,7 +18,7 @@ from sensli.growing.triggers import Every
 from sensli.integrations.callback import LookFacts
 from sensli.moves.width.width import Width
 from sensli.page.data import page_data, words
-from sensli_lab.methods.autogrow import AutoGrow
+from sensli_lab.methods.blocks import AutoGrow
 from sensli_lab.methods.net2net import NetMorph
 from sensli_lab.methods.pairs import Pair, inverse_root, moment, pseudo_inverse
 from sensli_lab.methods.units import ALPHA, BETA, DAMPING, Nest, North, Senn, Tiny

@@ -1,10 +1,9 @@
-"""The tasks, one small file each; what is known of a task without its data is in its file."""
+"""The tasks by name; what is known of a task without its data is in its file."""
 
 from __future__ import annotations
 
 from sensli_lab.compare.task import Task
-from sensli_lab.compare.tasks.cifar import RESNET, VGG
-from sensli_lab.compare.tasks.fashion import FASHION
+from sensli_lab.compare.tasks.images import FASHION, RESNET, VGG
 from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.tasks.teacher import TEACHER
 from sensli_lab.compare.tasks.text import TEXT

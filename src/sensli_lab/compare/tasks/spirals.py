@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sensli_lab.compare.task import Task, TaskData, TaskPart
-from sensli_lab.compare.tasks.networks import plain
+from sensli_lab.compare.task import Task, TaskData, TaskPart, plain
 from sensli_lab.paper import datasets
 
 TRAIN, HELD = 360, 120

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from sensli_lab.compare.task import Task, TaskData, TaskPart
-from sensli_lab.compare.tasks.networks import plain
+from sensli_lab.compare.task import Task, TaskData, TaskPart, plain
 from sensli_lab.paper.machine import generator
 
 FEATURES, HIDDEN, SAMPLES = 10, 10, 1000

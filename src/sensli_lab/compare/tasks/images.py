@@ -1,17 +1,63 @@
-"""A part of CIFAR-10 with a VGG-like and a ResNet-20-like network: 20,000 images to train on, 2,000 to decide by, 4,000 to test."""
+"""Tasks with images: Fashion-MNIST with plain networks, a part of CIFAR-10 with a VGG-like and a ResNet-20-like network."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from sensli_lab.compare.task import Task
-from sensli_lab.compare.tasks.networks import images
+from sensli_lab.compare.task import Load, Task, TaskData, TaskPart, plain
+from sensli_lab.paper import datasets
+from sensli_lab.paper.settings import DataSettings
 
-PIXELS, CLASSES = 32, 10
+CLASSES = 10
+
+# ---- Parts of a published set of images, in the order of colours, height, width.
+
+
+def images(name: str, train: int, validation: int, test: int) -> Load:
+    """How a task gets so many images: read from the folder or downloaded into it; the split is the same for all seeds."""
+    wanted = DataSettings(name, train, validation=validation, test=test)
+    return lambda folder, seed: _parts(wanted, folder)
+
+
+@lru_cache(maxsize=1)  # all methods and seeds of a task train on the same images
+def _parts(wanted: DataSettings, folder: Path | None) -> TaskData:
+    split = datasets.load(wanted, folder, torch.device("cpu"))
+    parts = (split.train, split.validation, split.test)
+    return TaskData(*(TaskPart(one.x.permute(0, 3, 1, 2).contiguous(), one.y) for one in parts))
+
+
+# ---- Fashion-MNIST: 20,000 images to train on, 4,000 to decide by, 5,000 to test.
+
+
+def on_pixels(units: int, layers: int) -> nn.Module:
+    """A plain network on the pixels."""
+    return nn.Sequential(nn.Flatten(), *plain(28**2, units, layers, CLASSES))
+
+
+FASHION = Task(
+    name="fashion",
+    title="Fashion-MNIST, plain ReLU networks",
+    sizes={
+        "small": partial(on_pixels, 24, 2),
+        "middle": partial(on_pixels, 48, 2),
+        "deep": partial(on_pixels, 24, 8),
+        "wide": partial(on_pixels, 106, 2),
+        "large": partial(on_pixels, 96, 3),
+    },
+    load=images("fashion_mnist", 20_000, 4_000, 5_000),
+    example=((1, 28, 28), torch.float32),
+    steps=600,
+    looked_at=512,
+    points=40,
+)
+
+
+# ---- CIFAR-10: 20,000 images to train on, 2,000 to decide by, 4,000 to test.
 
 
 def vgg(channels: int, repeats: int) -> nn.Module:
@@ -23,7 +69,7 @@ def vgg(channels: int, repeats: int) -> nn.Module:
             layers += [nn.Conv2d(before, channels << stage, 3, padding=1), nn.ReLU()]
             before = channels << stage
         layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(before * (PIXELS // 8) ** 2, CLASSES))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(before * (32 // 8) ** 2, CLASSES))
 
 
 class ImageBlock(nn.Module):
@@ -68,7 +114,7 @@ VGG = Task(
         "large": partial(vgg, 16, 2),
     },
     load=images("cifar10", 20_000, 2_000, 4_000),
-    example=((3, PIXELS, PIXELS), torch.float32),
+    example=((3, 32, 32), torch.float32),
     steps=250,
     looked_at=256,
     points=25,
