@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,21 @@ def build(network: Network, facts: Facts, seed: int, stages: Sequence[int] | Non
     return nn.Sequential(*layers)
 
 
+def _maps(network: Network, facts: Facts) -> list[tuple[int, int, int]]:
+    """Of the layers of the baseline, which has one convolution per stage: inputs of a unit, units, positions. The last has no bias."""
+    maps, colours, size = [], facts.colours, facts.size
+    for channels in network.channels:
+        maps.append((9 * colours, channels, size * size))
+        colours, size = channels, size // 2
+    widths = (colours * size * size, *network.widths, facts.classes)
+    return [*maps, *((inputs, units, 1) for inputs, units in pairwise(widths))]
+
+
 def parameters(network: Network, facts: Facts, stages: Sequence[int]) -> int:
-    with torch.device("meta"):
-        return sum(one.numel() for one in build(network, facts, 0, stages).parameters())
+    maps = _maps(network, facts)
+    added = zip(stages, network.channels, strict=True)
+    baseline = sum((inputs + 1) * units for inputs, units, _ in maps) - facts.classes
+    return baseline + sum((count - 1) * (9 * channels + 1) * channels for count, channels in added)
 
 
 def layer_flops(network: Network, facts: Facts) -> list[int]:
@@ -111,18 +124,13 @@ def forward_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
     The layers of the baseline count two per multiply-add and one per element for the bias, the ReLU and the input of the pooling (hidden
     linear layers: bias and ReLU); convolutions beyond one per stage count their multiply-adds alone.
     """
-    total, colours, size = 0, facts.colours, facts.size
-    for channels in network.channels:
-        pixels = size * size
-        total += 2 * 9 * colours * channels * pixels + 3 * channels * pixels
-        colours, size = channels, size // 2
-    features = colours * size * size
-    for width in network.widths:
-        total += 2 * features * width + 2 * width
-        features = width
-    total += 2 * features * facts.classes
+    maps = _maps(network, facts)
+    products = sum(2 * inputs * units * positions for inputs, units, positions in maps)
+    convolutions = len(network.channels)
+    elements = [units * positions for _, units, positions in maps[:-1]]
+    others = 3 * sum(elements[:convolutions]) + 2 * sum(elements[convolutions:])
     added = zip(stages, layer_flops(network, facts), strict=True)
-    return total + sum((count - 1) * flops for count, flops in added)
+    return products + others + sum((count - 1) * flops for count, flops in added)
 
 
 def extended_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
