@@ -32,16 +32,7 @@ from sensli.surgery.growth import replay
 from sensli.surgery.history import Growth, History
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper import datasets
-from sensli_lab.paper.engine import (
-    SHOWN,
-    Counts,
-    TrainingJob,
-    TrainingOutcome,
-    check_alike,
-    check_count,
-    nans,
-    restoring,
-)
+from sensli_lab.paper.engine import SHOWN, Counts, TrainingJob, TrainingOutcome, check_count, check_like, nans, resuming
 from sensli_lab.paper.image_sets import FACTS, Facts
 from sensli_lab.paper.machine import Machine, full_precision, generator, has_bf16, run_seed
 from sensli_lab.paper.reading import nearest, unknown
@@ -256,7 +247,7 @@ class Logbook:
 
     def restore(self, state: dict[str, Any]) -> None:
         since = check_count(state["since"], SHOWN)
-        check_alike(state["records"], self.records)
+        check_like(state["records"], self.records)
         self.records, self.since = state["records"], since
 
 
@@ -518,7 +509,7 @@ def train(job: TrainingJob) -> TrainingOutcome:
     log = Logbook(settings, steps)
     done = 0
     if job.state is not None:
-        with restoring():
+        with resuming():
             done = check_count(job.state["epoch"], settings.epochs)
             one.restore(job.state)
             log.restore(job.state["log"])

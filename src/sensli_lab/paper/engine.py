@@ -107,7 +107,7 @@ def nans(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @contextmanager
-def restoring() -> Iterator[None]:
+def resuming() -> Iterator[None]:
     """Say what to do about a state that cannot be used."""
     try:
         yield
@@ -119,7 +119,7 @@ def restoring() -> Iterator[None]:
         ) from error
 
 
-def check_alike(saved: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+def check_like(saved: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
     """Raise unless the saved tensors are such as this training has."""
     if saved.keys() != mine.keys():
         raise ValueError(f"its records are {sorted(saved)}, expected {sorted(mine)}")

@@ -13,7 +13,8 @@ import sys
 import tarfile
 import urllib.error
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,17 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}). Check the folder given with --data.") from None
+
+
+@contextmanager
+def unpacking(path: Path) -> Iterator[None]:
+    """Say what to do about an archive that is damaged."""
+    try:
+        yield
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path} cannot be unpacked ({error}). Delete it and run the same command again to download it."
+        ) from None
 
 
 # ---- Downloading a published file: complete and as published, or not at all.
@@ -217,17 +229,12 @@ def download(folder: Path, address: str, sha256: str, sums: dict[str, str]) -> N
             "(or cifar-10-batches-py), or give its parent folder with --data DIR or SENSLI_DATA."
         ) from None
     contents: dict[str, bytes] = {}
-    try:
-        with tarfile.open(archive) as tar:
-            for entry in tar:  # by name only: a path in the archive is never used
-                name = Path(entry.name).name
-                file = tar.extractfile(entry) if name.removesuffix(".bin") in sums and entry.isfile() else None
-                if file is not None:
-                    contents[name] = file.read()
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(
-            f"{archive} cannot be unpacked ({error}). Delete it and run the same command again to download it."
-        ) from None
+    with unpacking(archive), tarfile.open(archive) as tar:
+        for entry in tar:  # by name only: a path in the archive is never used
+            name = Path(entry.name).name
+            file = tar.extractfile(entry) if name.removesuffix(".bin") in sums and entry.isfile() else None
+            if file is not None:
+                contents[name] = file.read()
     for name, sha1 in sums.items():
         check_sum(contents.get(f"{name}.bin", b""), sha1, archive)
     for name, content in contents.items():
@@ -288,12 +295,8 @@ def _idx(path: Path, sha1: str) -> Tensor:
     """An IDX file of bytes: two zeros, the type 8, the number of axes, their lengths, the content."""
     content = read(path)
     if path.suffix == ".gz":
-        try:
+        with unpacking(path):
             content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(
-                f"{path} cannot be unpacked ({error}). Delete it and run the same command again to download it."
-            ) from None
     check_sum(content, sha1, path)
     axes = content[3]
     shape = struct.unpack(f">{axes}I", content[4 : 4 + 4 * axes])
@@ -302,8 +305,6 @@ def _idx(path: Path, sha1: str) -> Tensor:
 
 # ---- The images of the CNN experiments, by name: where they are, and what is known of them without reading them.
 
-
-__all__ = ["FACTS", "DataError", "Facts", "Raw", "folder", "load"]
 
 FACTS: dict[str, Facts] = {"cifar10": CIFAR10_FACTS, "fashion_mnist": FASHION_FACTS}
 _LOADERS: dict[str, Callable[[Path], Raw]] = {"cifar10": load_cifar10, "fashion_mnist": load_fashion_mnist}

@@ -18,16 +18,7 @@ from torch.nn.functional import one_hot
 from sensli.merits.merits import SELECTIONS
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper.datasets import CLASSES, FEATURES, POINTS, split_spirals
-from sensli_lab.paper.engine import (
-    SHOWN,
-    Counts,
-    TrainingJob,
-    TrainingOutcome,
-    check_alike,
-    check_count,
-    nans,
-    restoring,
-)
+from sensli_lab.paper.engine import SHOWN, Counts, TrainingJob, TrainingOutcome, check_count, check_like, nans, resuming
 from sensli_lab.paper.machine import ORDER_BLOCK, Machine, generator, order_block, run_seed
 from sensli_lab.paper.settings import Network, Settings
 
@@ -449,7 +440,7 @@ class _Training:
         self.stack = NetworkStack.of([build(settings.network, seed, dtype) for seed in seeds])
         self.records = self._empty_records(runs)
         if job.state is not None:
-            with restoring():
+            with resuming():
                 self._restore(job.state)
 
     def _empty_records(self, runs: int) -> dict[str, Tensor]:
@@ -610,11 +601,11 @@ class _Training:
         layers = check_count(state["layers"], len(self.stack.layers) + len(self.settings.insert_at))
         epoch, since = check_count(state["epoch"], self.settings.epochs), check_count(state["since"], SHOWN)
         rate = float(state["lr"])
-        check_alike(state["records"], self.records)
+        check_like(state["records"], self.records)
         while len(self.stack.layers) < layers:
             self.stack.insert(everyone)  # where does not matter: the saved tensors come next
         for mine, saved in zip(self.stack.parameters(), state["parameters"], strict=True):
-            check_alike({"weight": saved}, {"weight": mine})
+            check_like({"weight": saved}, {"weight": mine})
             mine.copy_(saved)
         self.epoch, self.lr, self.since, self.records = epoch, rate, since, state["records"]
 
