@@ -17,6 +17,8 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from sensli_lab.compare.task import Loss
+
 # ---- A step's forward and backward pass, recorded once and replayed: the same operations on the same memory, without
 # Python's modules and autograd's graph, which take several times as long as the products of networks this small.
 #
@@ -26,7 +28,6 @@ from torch.utils._pytree import tree_map_only
 # by values, changes in place, buffers, hooks) is not recorded.
 
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _aten = torch.ops.aten

@@ -26,7 +26,7 @@ from sensli.modules.flops import PRODUCTS, FlopCounter, Rule, count_flops
 from sensli.surgery.record import Look
 from sensli_lab.compare.jobs import Job, Run, RunLook
 from sensli_lab.compare.steps import ReplayedSteps
-from sensli_lab.compare.task import Task, TaskData, TaskPart
+from sensli_lab.compare.task import Loss, Task, TaskData, TaskPart
 from sensli_lab.paper.machine import generator, run_seed
 from sensli_lab.work.workers import Save, Tell, ignore
 
@@ -144,7 +144,7 @@ class Counted(FlopCounter):
     products: ClassVar[Mapping[str, Rule]] = {**PRODUCTS, **FURTHER}
 
 
-def training_flops(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Callable[[Tensor, Tensor], Tensor]) -> int:
+def training_flops(model: nn.Module, batch: Batch, loss: Loss) -> int:
     """FLOPs of a forward and a backward pass of one batch; the model is left as it is."""
     twin = copy.deepcopy(model).train()
     x, y = batch

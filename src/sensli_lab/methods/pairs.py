@@ -51,11 +51,6 @@ def pseudo_inverse(matrix: Tensor) -> Tensor:
     return _by_eigenvalues(matrix, -1.0)
 
 
-def mean_norm(vectors: Tensor) -> float:
-    """The mean length of rows or columns; 1 if all are zero."""
-    return float(vectors.norm(dim=1).mean()) or 1.0
-
-
 def _by_eigenvalues(matrix: Tensor, power: float) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
     kept = values > SMALLEST * values.max().clamp_min(1e-300)
@@ -178,6 +173,12 @@ class Pair:
         parts = [existing(self.width, axis).flatten(1) if axis.name != "bias" else existing(self.width, axis)[:, None]
                  for axis in self.width.axes if axis.fill == "row"]  # fmt: skip
         return torch.cat(parts, 1).cpu().double()
+
+    def as_long(self, rows: Tensor) -> Tensor:
+        """Rows as long as those that are there are on average; of length 1 if all of these are zero."""
+        length = float(self.existing_rows.norm(dim=1).mean()) or 1.0
+        scaled: Tensor = rows * (length / rows.norm(dim=1, keepdim=True).clamp_min(1e-12))
+        return scaled
 
     @property
     def existing_columns(self) -> Tensor:

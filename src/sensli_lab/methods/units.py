@@ -12,7 +12,7 @@ from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import measure
 from sensli.merits.merits import Merits
 from sensli.moves.sites import Site
-from sensli_lab.methods.pairs import Pair, Rival, inverse_root, mean_norm, moment, pseudo_inverse
+from sensli_lab.methods.pairs import Pair, Rival, inverse_root, moment, pseudo_inverse
 from sensli_lab.methods.searching import UnitMethod
 
 # ---- GradMax (Evci, van Merrienboer, Unterthiner, Vladymyrov, Pedregosa 2022): zero rows, and columns that give these the
@@ -149,11 +149,10 @@ class Senn(Rival):
         half = -(-pair.width.more // 2)
         rows = (root @ left[:, :half]).T
         rows = torch.cat([rows, -rows])[: pair.width.more]
-        rows = rows * (mean_norm(pair.existing_rows) / rows.norm(dim=1, keepdim=True).clamp_min(1e-12))
         score = float(values[: pair.width.more].square().sum())
         own = pair.a.T @ pair.g / len(pair.a)
         present = float((own * (pseudo_inverse(moment(pair.a)) @ own @ pseudo_inverse(cotangents))).sum())
-        return pair.start(rows), score if score > THRESHOLD * present else 0.0
+        return pair.start(pair.as_long(rows)), score if score > THRESHOLD * present else 0.0
 
 
 # ---- NORTH* (Maile, Rachelson, Luga, Wilson 2022), in its variant Pre: units whose pre-activations no unit has yet, where
@@ -189,8 +188,7 @@ class North(Rival):
         drawn = torch.randn(len(made), pair.width.more, generator=self.generator, dtype=torch.float64, device="cpu")
         free = drawn - taken @ (taken.T @ drawn)
         rows = torch.linalg.lstsq(pair.h, free, driver="gelsd").solution.T
-        rows = rows * (mean_norm(pair.existing_rows) / rows.norm(dim=1, keepdim=True).clamp_min(1e-12))
-        return pair.start(rows), max(0.0, float(excess))
+        return pair.start(pair.as_long(rows)), max(0.0, float(excess))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "first": dict(self.first)}
