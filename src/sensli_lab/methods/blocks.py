@@ -250,7 +250,7 @@ class AutoGrow(PaperMethod):
 
 
 class AutoGrowGauss(AutoGrow):
-    """The same with normally distributed last norms."""
+    """AutoGrow with normally distributed last norms."""
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
@@ -258,7 +258,7 @@ class AutoGrowGauss(AutoGrow):
 
 
 class AutoGrowAdam(AutoGrow):
-    """The same with last norms that are trained before the block comes."""
+    """AutoGrow with last norms that are trained before the block comes."""
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
