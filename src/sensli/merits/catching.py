@@ -16,10 +16,9 @@ from sensli.modules.running import describe, device_of, run, taken_by, tensors, 
 from sensli.modules.wrappers import eager, own_modules
 from sensli.moves.factors import Factored, Outer, Use, factored, is_moment, mirrored, watch_uses
 from sensli.moves.point import Point, Watch, handed_on, is_transformed, is_transformed_from, tap
-from sensli.moves.roles import Geometry
+from sensli.moves.roles import CONVOLUTIONS, Geometry, map_of
 from sensli.moves.sites import Gauge, Site, always, as_it_is
 from sensli.moves.trace.graph import leaves
-from sensli.moves.trace.stacks import CONVOLUTIONS
 
 # ---- What is summed over batches: gradients, and the moments that the natural merit measures them by.
 
@@ -178,8 +177,7 @@ class WeightCatch(Catches):
     def geometry(self) -> Geometry:
         if not isinstance(self.owner, CONVOLUTIONS) or not self.shape:
             return Geometry()
-        conv = self.owner
-        return Geometry(self.shape, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
+        return map_of(self.owner).geometry(self.shape)
 
     def see_input(self, module: nn.Module, args: Any) -> None:
         """Before a convolution runs: the shape of its map."""

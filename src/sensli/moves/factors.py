@@ -200,6 +200,13 @@ def of_windows(x: Tensor, windows: Windows, size: Sequence[int]) -> Rows:
     return Rows(values.permute(2, 0, 3, 1).reshape(windows.groups, -1, entries), seen)
 
 
+def of_convolution(x: Tensor, g: Tensor, windows: Windows, *, transposed: bool = False) -> tuple[Rows, Rows]:
+    """The rows of both sides; the weight of a transposed convolution reads windows of the cotangent."""
+    if transposed:
+        return of_channels(x, windows.groups), of_windows(g, windows, x.shape[2:])
+    return of_windows(x, windows, g.shape[2:]), of_channels(g, windows.groups)
+
+
 def of_entries(x: Tensor, dims: Iterable[int]) -> Rows:
     """For a scale of single entries: a group for each entry along ``dims``, whose rows are single numbers."""
     dims = sorted(dim % x.dim() for dim in dims)
@@ -329,18 +336,14 @@ def _product(node: Any, name: str, place: int, turned: bool) -> Use | None:
 
 def _convolution(node: Any, weight: Tensor) -> Use:
     x, groups = node._saved_input.detach(), node._saved_groups
-    kernel = weight.shape[2:]
-    windows = Windows(kernel, node._saved_stride, node._saved_padding, node._saved_dilation, groups)
-    if node._saved_transposed:  # its weight reads windows of the cotangent
-        size = x.shape[2:]
-        return Use(
-            lambda w: w.reshape(groups, w.shape[0] // groups, -1).mT,
-            lambda g: (of_channels(x, groups), of_windows(g, windows, size)),
-        )
-    return Use(
-        lambda w: w.reshape(groups, w.shape[0] // groups, -1),
-        lambda g: (of_windows(x, windows, g.shape[2:]), of_channels(g, groups)),
-    )
+    windows = Windows(weight.shape[2:], node._saved_stride, node._saved_padding, node._saved_dilation, groups)
+    transposed = node._saved_transposed
+
+    def matrix(gradient: Tensor) -> Tensor:
+        parts = gradient.reshape(groups, len(gradient) // groups, -1)
+        return parts.mT if transposed else parts
+
+    return Use(matrix, lambda g: of_convolution(x, g, windows, transposed=transposed))
 
 
 def _scale(node: Any, place: int, weight: Tensor) -> Use | None:

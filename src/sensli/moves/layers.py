@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,18 +16,16 @@ from torch import Tensor, nn
 from sensli.errors import one_of
 from sensli.modules.grown import CONVS, Chain, ParametricLayer, ResidualLayer, undrawn
 from sensli.modules.running import upcast
-from sensli.moves.factors import Outer, Rows, Windows, of_channels, of_features, of_windows, parts_of
+from sensli.moves.factors import Outer, Rows, Windows, of_convolution, of_features, parts_of
 from sensli.moves.inserting import Inserts, example_parameter
 from sensli.moves.point import Point
-from sensli.moves.roles import Geometry
+from sensli.moves.roles import CONVOLUTIONS, LAYERS, Geometry, map_of
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Cost, Gauge, Kind, Site
 from sensli.moves.trace.flow import ModuleCall, SeenTensor
 from sensli.moves.trace.graph import Channels, channels, is_score, nearest_parameters, operation, origin
 from sensli.moves.trace.stacks import (
     ACTIVATIONS,
-    CONVOLUTIONS,
-    LAYERS,
     RELU,
     TANH,
     Activation,
@@ -78,7 +77,7 @@ class LayerGauge(Gauge):
             return of_features(features), of_features(g)
         kernel, ones = self.layer.kernel, (1,) * len(self.layer.kernel)
         windows = Windows(kernel, ones, [k // 2 for k in kernel], ones, self.layer.groups)
-        return of_windows(features, windows, g.shape[2:]), of_channels(g, self.layer.groups)
+        return of_convolution(features, g, windows)
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> Iterable[tuple[Tensor, Geometry]]:
         return [(sums["gradient"], self.layer.geometry(shape))]
@@ -398,7 +397,7 @@ class Placing:
         if lies.dim not in (1, len(shape) - 1):
             raise Refused(f"its features are in dimension {lies.dim} of {len(shape)}, neither second nor last")
         conv = lies.dim == 1 and (lies.first or len(shape) > 2) and 3 <= len(shape) <= 5
-        s = RELU if form == "relu" else (activation or functional(seen.node) or self.around.activation_in(call) or TANH)
+        s = RELU if form == "relu" else (activation or functional(seen.node) or self._activation_in(call) or TANH)
         if not conv:
             if lies.dim != len(shape) - 1:
                 raise Refused(
@@ -412,14 +411,31 @@ class Placing:
         kernel, groups = same_size_kernel((3,) * (len(shape) - 2), shape[2:]), 1
         for name in neighbours:
             module = self.search.model.get_submodule(name)
-            if isinstance(module, CONVOLUTIONS) and len(module.kernel_size) == len(shape) - 2:
-                kernel = same_size_kernel(module.kernel_size, shape[2:])
-                groups = grouped_like(shape[1], module.groups)
+            like = map_of(module) if isinstance(module, CONVOLUTIONS) else None
+            if like is not None and len(like.kernel) == len(shape) - 2:
+                kernel = same_size_kernel(like.kernel, shape[2:])
+                groups = grouped_like(shape[1], like.module.groups)
                 break
         if self.kernel_size is not None:
             kernel = (self.kernel_size,) * len(kernel)
         norm = len(kernel) if form == "residual" and after_batch_norm(seen.node) else 0
         return Layer(form, "conv", shape[1], kernel, groups, _fitted(s, shape[1]), norm=norm)
+
+    def _activation_in(self, call: ModuleCall) -> Activation | None:
+        """The first activation inside a block, module or functional: what the block's author would use."""
+        for module in call.module.modules():
+            known = Activation.of(module)
+            if known is not None:
+                return known
+        calls = self.search.flow.calls
+        for inner in calls[bisect(calls, call.began, key=lambda other: other.began) :]:
+            if inner.began > call.ended:
+                break
+            if isinstance(inner.module, LAYERS) and inner.inputs:
+                known = functional(origin(inner.inputs[0].node))
+                if known is not None:
+                    return known
+        return None
 
 
 def after_batch_norm(node: Any) -> bool:

@@ -1,95 +1,20 @@
-"""What the layers of torch do with units: which axes of their parameters make, read or pass them on, and which attributes count them."""
+"""The layers of torch that are known, a class for each type: where units lie in their parameters, and what they do with other units.
+
+A new type of layer is one more class here, named in `TYPES`. Subclasses of a user's own count as the layer that they compute.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_NORMS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Role:
-    """Of one module: for the units that it makes, those that it reads, or those that pass through it one by one."""
-
-    channel: int  # the dimension of its values that holds the units
-    makes: tuple[tuple[str, int], ...] = ()  # parameters and their axis
-    reads: tuple[tuple[str, int], ...] = ()
-    passes: tuple[tuple[str, int, str], ...] = ()  # and what new entries are filled with
-    out_size: tuple[str, ...] = ()
-    in_size: tuple[str, ...] = ()
-
-
-def role_of(module: nn.Module) -> Role | None:
-    """What a module does with units; None for a module without parameters along them, or one that is not known."""
-    if _is(module, nn.Linear) or _is_conv1d_of_transformers(module):
-        transposed = not isinstance(module, nn.Linear)
-        out, given = (1, 0) if transposed else (0, 1)
-        sizes = (("nf",), ("nx",)) if transposed else (("out_features",), ("in_features",))
-        return Role(-1, (("weight", out), ("bias", 0)), (("weight", given),), (), *sizes)
-    if _is(module, *_CONVS, *_TRANSPOSED):
-        return _conv(module)
-    if _is(module, *_NORMS):
-        fills = (("weight", "one"), ("bias", "zero"), ("running_mean", "zero"), ("running_var", "one"))
-        return Role(1, passes=tuple((name, 0, fill) for name, fill in fills), in_size=("num_features",))
-    if isinstance(module, nn.PReLU) and _is(module, nn.PReLU) and module.num_parameters > 1:
-        return Role(1, passes=(("weight", 0, "mean"),), in_size=("num_parameters",))
-    return None
-
-
-def why_unknown(module: nn.Module) -> str:
-    """Why a layer of torch's has no role that is known; empty if it has one, or is not such a layer."""
-    if not isinstance(module, (nn.Linear, *_CONVS, *_TRANSPOSED)) or role_of(module) is not None:
-        return ""
-    if is_parametrized(module):
-        return "its weights come from a parametrization (weight_norm, spectral_norm, ...), which has their shape too"
-    if getattr(module, "groups", 1) > 1:
-        return f"is a convolution in {module.groups} groups, and each channel belongs to one of them"
-    return f"is a {type(module).__name__} with a forward pass of another kind than torch's"
-
-
-def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module is one of torch's layers, or a subclass that computes the same."""
-    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds) and not (
-        is_parametrized(module)
-    )
-
-
-def _conv(conv: nn.Module) -> Role | None:
-    out, given = ("out_channels",), ("in_channels",)
-    if conv.groups == 1:
-        made, read = (1, 0) if isinstance(conv, _TRANSPOSED) else (0, 1)
-        return Role(1, (("weight", made), ("bias", 0)), (("weight", read),), (), out, given)
-    if conv.groups == conv.in_channels == conv.out_channels:
-        return Role(1, passes=(("weight", 0, "row"), ("bias", 0, "row")), in_size=(*given, *out, "groups"))
-    return None
-
-
-def _is_conv1d_of_transformers(module: nn.Module) -> bool:
-    """The linear map of GPT-2 and its like, whose weight lies the other way round."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-
-
-def units_made(module: nn.Module) -> int:
-    """How many units a layer makes; 0 if that is not known."""
-    role = role_of(module)
-    if role is None or not role.makes:
-        return 0
-    name, dim = role.makes[0]
-    return int(getattr(module, name).shape[dim])
-
-
-# ---- How a weight acts on what it is given: what the operator norms need to know.
+from sensli.moves.factors import Rows, Windows, of_convolution, of_features
 
 
 @dataclass(frozen=True)
@@ -104,98 +29,260 @@ class Geometry:
         transposed: Whether the weight is that of a transposed convolution (c_in x c_out/groups x k...).
     """
 
-    size: tuple[int, ...] = ()  # spatial size of the convolution's input; 1, 2 or 3 entries
-    stride: tuple[int, ...] = ()  # empty: 1 everywhere
-    dilation: tuple[int, ...] = ()  # empty: 1 everywhere
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
     groups: int = 1
-    transposed: bool = False  # the weight is c_in x c_out/groups x k..., as that of a ConvTranspose
+    transposed: bool = False
 
 
-# ---- What layers that make or read units do with others than their own: rows that they do not have, columns that are not
-# there.
+Axes = tuple[tuple[str, int], ...]
+Names = tuple[str, ...]
 
 
-_CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+class Role:
+    """What one layer does with units: it makes them, reads them, or passes them on one by one."""
+
+    kinds: ClassVar[tuple[type[nn.Module], ...]] = ()  # torch's classes of this type
+    channel: ClassVar[int] = 1  # the dimension of its values that holds the units
+    makes: Axes = ()  # parameters and their axis
+    reads: Axes = ()
+    passes: tuple[tuple[str, int, str], ...] = ()  # and what new entries are filled with
+    out_size: Names = ()  # attributes that count the units
+    in_size: Names = ()
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @classmethod
+    def is_of(cls, module: nn.Module) -> bool:
+        """Whether a module is of this type, or of a subclass."""
+        return isinstance(module, cls.kinds)
+
+    def is_known(self) -> bool:
+        """Whether the module computes what torch's own layer does, and units lie in it as they are described here."""
+        own = any(isinstance(self.module, kind) and type(self.module).forward is kind.forward for kind in self.kinds)
+        return own and not is_parametrized(self.module)
 
 
-def applied(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a layer makes of its input with other rows."""
-    weight = weight.to(x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
-    if isinstance(module, nn.Linear):
+class MapRole(Role):
+    """A layer with a weight: a linear map from the units that it reads to those that it makes."""
+
+    kernel: tuple[int, ...] = ()  # of a convolution
+    can_unfold: ClassVar[bool] = True  # whether `unfold` is there
+
+    def apply_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What the layer makes of its input with other rows."""
+        return self._run(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def column_gradient(self, a: Tensor, cotangent: Tensor) -> Tensor:
+        """The gradient of the columns if the layer would read ``a``, by units along the first axis: [entries of a, ...]."""
+        a = a.to(cotangent.dtype)
+        return a.reshape(-1, a.shape[-1]).T @ cotangent.reshape(-1, cotangent.shape[-1])
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """What each weight of a unit is multiplied with, in the place of the units; with a bias ones come last.
+
+        The units of a layer are linear in it, so the gradient of columns that would read it is that of a bypass around the units.
+        """
+        if self.module.bias is None:
+            return x
+        return torch.cat([x, torch.ones_like(x.narrow(self.channel, 0, 1))], self.channel)
+
+    @property
+    def inputs_per_unit(self) -> int:
+        """How many weights make a unit, with its bias."""
+        weight: Tensor = self.module.weight
+        _, dim = self.makes[0]
+        return weight.numel() // weight.shape[dim] + (self.module.bias is not None)
+
+    def sides(self, x: Tensor, cotangent: Tensor) -> tuple[Rows, Rows]:
+        """What the natural merit needs: rows of what the layer reads, and of what comes back to its output."""
+        return of_features(x), of_features(cotangent)
+
+    def geometry(self, size: tuple[int, ...]) -> Geometry:
+        """How the weight acts on a map of this size."""
+        return Geometry()
+
+
+class LinearRole(MapRole):
+    """`nn.Linear`: features last."""
+
+    kinds = (nn.Linear,)
+    channel = -1
+    makes = (("weight", 0), ("bias", 0))
+    reads = (("weight", 1),)
+    out_size, in_size = ("out_features",), ("in_features",)
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        functions = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-        function = functions[x.dim() - 2]
-        padding: Any = module.padding
-        return function(x, weight, bias, module.stride, padding, module.output_padding, module.groups, module.dilation)
-    if isinstance(module, nn.modules.conv._ConvNd):
-        padded, padding = _padded(module, x)
-        made: Tensor = _CONVOLUTIONS[x.dim() - 2](padded, weight, bias, module.stride, padding, module.dilation)
+
+
+class TurnedLinearRole(MapRole):
+    """The linear map of GPT-2 and its like (transformers' Conv1D), whose weight lies the other way round."""
+
+    channel = -1
+    makes = (("weight", 1), ("bias", 0))
+    reads = (("weight", 0),)
+    out_size, in_size = ("nf",), ("nx",)
+
+    @classmethod
+    def is_of(cls, module: nn.Module) -> bool:
+        return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+    def is_known(self) -> bool:
+        return True
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x @ weight + (0 if bias is None else bias)
+
+
+class ConvRole(MapRole):
+    """`nn.Conv1d` to `nn.Conv3d`: all channels together or, with one group for each channel, each by itself."""
+
+    kinds: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    makes: Axes = (("weight", 0), ("bias", 0))
+    reads: Axes = (("weight", 1),)
+    out_size: Names = ("out_channels",)
+    in_size: Names = ("in_channels",)
+    transposed: ClassVar[bool] = False
+    _functions: ClassVar[dict[int, Any]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.kernel = module.kernel_size
+        if module.groups > 1:
+            self.makes = self.reads = self.out_size = ()
+            self.passes = (("weight", 0, "row"), ("bias", 0, "row"))
+            self.in_size = ("in_channels", "out_channels", "groups")
+
+    def is_known(self) -> bool:
+        conv = self.module
+        return super().is_known() and (conv.groups == 1 or conv.groups == conv.in_channels == conv.out_channels)
+
+    def pad(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        """The input with what the layer puts around it, and how many zeros are still to be put there."""
+        conv = self.module
+        if conv.padding_mode == "zeros" and not isinstance(conv.padding, str):
+            return x, list(conv.padding)
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        return F.pad(x, conv._reversed_padding_repeated_twice, mode=mode), [0] * len(self.kernel)
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
+        x, padding = self.pad(x)
+        function = self._functions[len(self.kernel)]
+        made: Tensor = function(x, weight, bias, self.module.stride, padding, self.module.dilation, groups)
         return made
-    return x @ weight + (0 if bias is None else bias)  # GPT-2's linear map
+
+    def column_gradient(self, a: Tensor, cotangent: Tensor) -> Tensor:
+        conv = self.module
+        a, padding = self.pad(a.to(cotangent.dtype))
+        sizes = a.shape[1], cotangent.shape[1]
+        # Only the weight's gradient is asked for; the empty weight carries its shape.
+        empty = a.new_empty(1).expand(*(sizes if self.transposed else reversed(sizes)), *self.kernel)
+        gradient: Tensor = torch.ops.aten.convolution_backward(
+            cotangent, a, empty, None, list(conv.stride), padding, list(conv.dilation), self.transposed,
+            list(conv.output_padding), 1, [False, True, False],
+        )[1]  # fmt: skip
+        return gradient if self.transposed else gradient.transpose(0, 1)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        size, channels = math.prod(self.kernel), self.module.in_channels
+        picking = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, 1, *self.kernel)
+        return super().unfold(self._run(x, picking.repeat(channels, *[1] * (x.dim() - 1)), None, channels))
+
+    def sides(self, x: Tensor, cotangent: Tensor) -> tuple[Rows, Rows]:
+        x, padding = self.pad(x)
+        windows = Windows(self.kernel, self.module.stride, padding, self.module.dilation)
+        return of_convolution(x, cotangent, windows, transposed=self.transposed)
+
+    def geometry(self, size: tuple[int, ...]) -> Geometry:
+        conv = self.module
+        return Geometry(size, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
 
 
-def _padded(conv: nn.modules.conv._ConvNd, x: Tensor) -> tuple[Tensor, Any]:
-    if conv.padding_mode == "zeros":
-        return x, conv.padding
-    return F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
+class TransposedConvRole(ConvRole):
+    """`nn.ConvTranspose1d` to `nn.ConvTranspose3d`."""
+
+    kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    makes = (("weight", 1), ("bias", 0))
+    reads = (("weight", 0),)
+    transposed = True
+    can_unfold = False
+    _functions: ClassVar[dict[int, Any]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+    def pad(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        return x, list(self.module.padding)  # what is cut off its output
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
+        conv, function = self.module, self._functions[len(self.kernel)]
+        made: Tensor = function(x, weight, bias, conv.stride, conv.padding, conv.output_padding, groups, conv.dilation)
+        return made
 
 
-def column_gradient(module: nn.Module, a: Tensor, cotangent: Tensor) -> Tensor:
-    """The gradient of the columns of a layer that would read ``a``, by units along the first axis: [entries of a, ...]."""
-    a = a.to(cotangent.dtype)
-    if isinstance(module, nn.modules.conv._ConvNd):
-        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-        out = cotangent.shape[1]
-        padding: Any = list(module.padding) if not isinstance(module.padding, str) else module.padding
-        if not transposed:
-            a, padding = _padded(module, a)
-            if isinstance(padding, str):
-                a, padding = F.pad(a, module._reversed_padding_repeated_twice), 0
-        dims = a.dim() - 2
-        padding = [padding] * dims if isinstance(padding, int) else list(padding)
-        shape = (a.shape[1], out, *module.kernel_size) if transposed else (out, a.shape[1], *module.kernel_size)
-        gradients = torch.ops.aten.convolution_backward(
-            cotangent, a, a.new_empty(1).expand(shape), None, list(module.stride), padding, list(module.dilation), transposed,
-            list(module.output_padding), 1, [False, True, False],
-        )  # fmt: skip
-        gradient: Tensor = gradients[1]
-        return gradient if transposed else gradient.transpose(0, 1)
-    return a.reshape(-1, a.shape[-1]).T @ cotangent.reshape(-1, cotangent.shape[-1])
+class NormRole(Role):
+    """Batch norms and instance norms, which take each channel by itself."""
+
+    kinds = (
+        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+    )  # fmt: skip
+    passes = (("weight", 0, "one"), ("bias", 0, "zero"), ("running_mean", 0, "zero"), ("running_var", 0, "one"))
+    in_size = ("num_features",)
 
 
-def unfolds(module: nn.Module) -> bool:
-    """Whether `unfolded` knows the layer."""
-    return not isinstance(module, nn.modules.conv._ConvTransposeNd)
+class SlopesRole(Role):
+    """`nn.PReLU` with a slope for each channel."""
+
+    kinds = (nn.PReLU,)
+    passes = (("weight", 0, "mean"),)
+    in_size = ("num_parameters",)
+
+    def is_known(self) -> bool:
+        return super().is_known() and self.module.num_parameters > 1
 
 
-def inputs_per_unit(module: nn.Module) -> int:
-    """How many weights make a unit of a layer, with its bias."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    made = weight.shape[1 if isinstance(module, nn.modules.conv._ConvTransposeNd) or _is_turned(module) else 0]
-    return weight.numel() // made + (module.bias is not None)
+TYPES: tuple[type[Role], ...] = (LinearRole, TurnedLinearRole, ConvRole, TransposedConvRole, NormRole, SlopesRole)
+CONVOLUTIONS = (*ConvRole.kinds, *TransposedConvRole.kinds)
+LAYERS = (*LinearRole.kinds, *CONVOLUTIONS)  # torch's own layers with weights, between which others go
 
 
-def unfolded(module: nn.Module, x: Tensor) -> Tensor:
-    """What each weight of a unit is multiplied with, in the place of the units; with a bias ones come last.
-
-    The units of a layer are linear in it, so the gradient of columns that would read it is that of a bypass around the units.
-    """
-    if not isinstance(module, nn.modules.conv._ConvNd):
-        return torch.cat([x, torch.ones_like(x[..., :1])], -1) if module.bias is not None else x
-    size = math.prod(module.kernel_size)
-    picking = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, 1, *module.kernel_size)
-    padded, padding = _padded(module, x)
-    function = _CONVOLUTIONS[x.dim() - 2]
-    channels = module.in_channels
-    parts = function(
-        padded, picking.repeat(channels, *[1] * (x.dim() - 1)), None, module.stride, padding, module.dilation, channels
-    )
-    return torch.cat([parts, torch.ones_like(parts[:, :1])], 1) if module.bias is not None else parts
+def _type_of(module: nn.Module) -> type[Role] | None:
+    return next((each for each in TYPES if each.is_of(module)), None)
 
 
-def _is_turned(module: nn.Module) -> bool:
-    """GPT-2's linear map, whose weight lies the other way round."""
-    return not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+def role_of(module: nn.Module) -> Role | None:
+    """What a module does with units; None for a module without parameters along them, or one that is not known."""
+    kind = _type_of(module)
+    role = None if kind is None else kind(module)
+    return role if role is not None and role.is_known() else None
+
+
+def map_of(module: nn.Module) -> MapRole:
+    """The same of a layer that is known to have a weight."""
+    kind = _type_of(module)
+    assert kind is not None and issubclass(kind, MapRole)
+    return kind(module)
+
+
+def why_unknown(module: nn.Module) -> str:
+    """Why a layer of torch's has no role that is known; empty if it has one, or is not such a layer."""
+    if not isinstance(module, LAYERS) or role_of(module) is not None:
+        return ""
+    if is_parametrized(module):
+        return "its weights come from a parametrization (weight_norm, spectral_norm, ...), which has their shape too"
+    if getattr(module, "groups", 1) > 1:
+        return f"is a convolution in {module.groups} groups, and each channel belongs to one of them"
+    return f"is a {type(module).__name__} with a forward pass of another kind than torch's"
+
+
+def units_made(module: nn.Module) -> int:
+    """How many units a layer makes; 0 if that is not known."""
+    role = role_of(module)
+    if role is None or not role.makes:
+        return 0
+    name, dim = role.makes[0]
+    return int(getattr(module, name).shape[dim])

@@ -12,11 +12,11 @@ from torch import nn
 from sensli.errors import SensliError
 from sensli.moves.inserting import Inserts
 from sensli.moves.point import ListPlace, Point, Ref
-from sensli.moves.roles import units_made
+from sensli.moves.roles import LAYERS, units_made
 from sensli.moves.sites import Kind, Site, Skipped
 from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
 from sensli.moves.trace.graph import is_weight, origin
-from sensli.moves.trace.stacks import LAYERS, Surroundings, find_stacks, parent_of
+from sensli.moves.trace.stacks import Surroundings, find_stacks, parent_of
 from sensli.moves.trial import LayerRehearsal, Verdict, bisect, move_of
 
 

@@ -25,7 +25,7 @@ from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
 from sensli.modules.running import first_tensor, untouched
 from sensli.modules.wrappers import bare
-from sensli.moves.roles import column_gradient, unfolded, unfolds
+from sensli.moves.roles import map_of
 from sensli.moves.sites import Site, Sites, Skipped
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, laid_out
 from sensli_lab.methods.searching import UnitMethod, batch_loss, by_one, loss_after
@@ -85,12 +85,12 @@ class Pair:
     @cached_property
     def h(self) -> Tensor:
         """What the weights of a unit are multiplied with, a one for its bias last: [samples and positions, weights of a unit]."""
-        return torch.cat([features(self.maker, unfolded(self.maker, x)) for x in self.inputs])
+        return torch.cat([features(self.maker, map_of(self.maker).unfold(x)) for x in self.inputs])
 
     @cached_property
     def a(self) -> Tensor:
         """What the reader's weights are multiplied with: [samples and positions, weights of one of its outputs]."""
-        return torch.cat([features(self.reader, unfolded(self.reader, x)) for x in self.reads])
+        return torch.cat([features(self.reader, map_of(self.reader).unfold(x)) for x in self.reads])
 
     @cached_property
     def g(self) -> Tensor:
@@ -117,8 +117,8 @@ class Pair:
             rows = cotangent.numel() // left.shape[1]
             own = _unfeatured(self.reader, left[begin : begin + rows], cotangent)
             begin += rows
-            moved = _carried(unfolded(self.maker, x), read, self.column, tokens=isinstance(self.maker, nn.Linear))
-            total = total + by_unit(column_gradient(self.reader, moved, own).flatten(1), self.column)
+            moved = _carried(map_of(self.maker).unfold(x), read, self.column, tokens=isinstance(self.maker, nn.Linear))
+            total = total + by_unit(map_of(self.reader).column_gradient(moved, own).flatten(1), self.column)
         return total / self.samples
 
     @cached_property
@@ -210,7 +210,7 @@ def pair_of(site: Site, model: nn.Module) -> Pair | str:
         return "it takes units that one layer makes and one layer reads"
     maker, reader = rows[0].module.find_module(), columns[0].module.find_module()
     known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    if not isinstance(maker, known) or not isinstance(reader, known) or not unfolds(maker) or not unfolds(reader):
+    if not isinstance(maker, known) or not isinstance(reader, known):
         return f"it does not know {type(maker).__name__} -> {type(reader).__name__}"
     side = round(columns[0].inner ** 0.5)
     if isinstance(reader, nn.Linear) and isinstance(maker, nn.Conv2d) and side * side != columns[0].inner:

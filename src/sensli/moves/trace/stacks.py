@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,8 @@ from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
 from sensli.moves.trace.graph import nearest_parameters, operation, origin, reaches
 from sensli.text.records import Plain
 
-# ---- The activations that can be told from others, as modules and as nodes of the autograd graph, and the layers with
-# weights around them.
+# ---- The activations that can be told from others, as modules and as nodes of the autograd graph.
 
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 # Elementwise activations of torch and the constructor arguments that shape them (a copy must be the same function).
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
@@ -336,9 +332,6 @@ def manner(module: nn.Module) -> tuple[object, ...]:
 # ---- What is around a place in the data flow: its neighbours, the activation it comes from, who else works on its values.
 
 
-LAYERS = (nn.Linear, *CONVOLUTIONS)
-
-
 class Surroundings:
     """The run of an example, and the blocks in it that are units of their own."""
 
@@ -395,22 +388,6 @@ class Surroundings:
     def overwritten_in_training(self, seen: SeenTensor, since: int) -> bool:
         """Whether a module that rests in eval mode (a dropout with ``inplace=True``) will work in place on these values."""
         return self._written.get(_memory(seen), -1) > since
-
-    def activation_in(self, call: ModuleCall) -> Activation | None:
-        """The first activation inside a block, module or functional: what the block's author would use."""
-        for module in call.module.modules():
-            known = Activation.of(module)
-            if known is not None:
-                return known
-        first = bisect(self.flow.calls, call.began, key=lambda other: other.began)
-        for inner in self.flow.calls[first:]:
-            if inner.began > call.ended:
-                break
-            if isinstance(inner.module, LAYERS) and inner.inputs:
-                known = functional(origin(inner.inputs[0].node))
-                if known is not None:
-                    return known
-        return None
 
 
 def _memory(seen: SeenTensor) -> int:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from sensli.modules.grown import holder_of
 from sensli.modules.running import upcast
 from sensli.modules.wrappers import is_sharded
-from sensli.moves.factors import Factored, Outer, Rows, Windows, of_channels, of_features, of_windows, sums_of
+from sensli.moves.factors import Factored, Outer, sums_of
 from sensli.moves.point import Point, Ref
-from sensli.moves.roles import Geometry, column_gradient
+from sensli.moves.roles import Geometry, map_of
 from sensli.moves.sites import Caught, Gauge
 from sensli.moves.width.replica import Replica
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing
@@ -33,23 +32,9 @@ if TYPE_CHECKING:
 
 def moments(index: int, reader: nn.Module, read: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
     """Of one pass, for all candidates; their gradients are summed elsewhere."""
-    inputs, outputs = _sides(reader, read.to(cotangent.dtype), cotangent)
+    inputs, outputs = map_of(reader).sides(read.to(cotangent.dtype), cotangent)
     sums = sums_of(index, cotangent.new_empty(0), inputs, outputs, len(cotangent))
     return {name: value for name, value in sums.items() if not name.startswith("map")}
-
-
-def _sides(reader: nn.Module, read: Tensor, cotangent: Tensor) -> tuple[Rows, Rows]:
-    if not isinstance(reader, nn.modules.conv._ConvNd):
-        return of_features(read), of_features(cotangent)
-    none = (0,) * (read.dim() - 2)
-    if isinstance(reader, nn.modules.conv._ConvTransposeNd):
-        padding = [int(side) for side in reader.padding]
-        windows = Windows(reader.kernel_size, reader.stride, padding, reader.dilation)
-        return of_channels(read), of_windows(cotangent, windows, read.shape[2:])
-    mode = "constant" if reader.padding_mode == "zeros" else reader.padding_mode
-    windows = Windows(reader.kernel_size, reader.stride, none, reader.dilation)
-    read = pad(read, reader._reversed_padding_repeated_twice, mode=mode)
-    return of_windows(read, windows, cotangent.shape[2:]), of_channels(cotangent)
 
 
 def chosen_part(sums: Mapping[str, Tensor], index: int, chosen: list[int], axis: Axis) -> Factored:
@@ -119,7 +104,7 @@ class ReaderGauge(Gauge):
     def _columns(self, index: int, read: Tensor, cotangent: Tensor) -> Tensor:
         """The gradient of the columns that would read it: [units, columns of one]."""
         axis = self._readers[index]
-        return by_unit(column_gradient(axis.module.find_module(), read, cotangent).flatten(1), axis)
+        return by_unit(map_of(axis.module.find_module()).column_gradient(read, cotangent).flatten(1), axis)
 
     def _summed(self, sums: Mapping[str, Tensor], name: str) -> list[Tensor]:
         """The sums of this name, by reader: zeros for one that no gradient reaches."""
@@ -135,7 +120,7 @@ class ReaderGauge(Gauge):
     def _likeness(self, index: int, read: Tensor) -> Tensor:
         """The inner products of what is read of each unit, over as many samples as are needed to tell units apart."""
         axis = self._readers[index]
-        channel = 1 if isinstance(axis.module.find_module(), nn.modules.conv._ConvNd) else read.dim() - 1
+        channel = map_of(axis.module.find_module()).channel % read.dim()
         if channel:
             enough = _SAMPLES * read.shape[channel] ** 2
             read = read[:: max(1, read.numel() // enough)]

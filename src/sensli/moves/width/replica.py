@@ -29,7 +29,7 @@ from sensli.modules.grown import WideAttention, holder_of
 from sensli.modules.running import first_tensor, let_memory_through, mapped, tensors, whole
 from sensli.modules.wrappers import is_sharded
 from sensli.moves.point import is_transformed
-from sensli.moves.roles import Role, applied, inputs_per_unit, role_of, unfolded
+from sensli.moves.roles import ConvRole, Role, map_of, role_of
 from sensli.moves.stretching import Stretch, like_layout
 from sensli.moves.width.width import Axis, Entries, Size, Width, filled
 
@@ -414,17 +414,19 @@ class Replica:
             if rows is None:
                 # What somebody has overwritten in place is made once more.
                 layer: Any = module
-                output = output if output._version == version else applied(module, given, layer.weight, layer.bias)
+                output = (
+                    output if output._version == version else map_of(module).apply_rows(given, layer.weight, layer.bias)
+                )
                 self._given_back = [output]
                 return output
             if not isinstance(rows, list):
-                inputs = unfolded(module, given)
+                inputs = map_of(module).unfold(given)
                 zero = torch.full_like(inputs, rows).requires_grad_()
                 self._zeros[path] = zero, inputs
                 return zero.clone()  # somebody may work in place on it
             weight, bias = rows
             assert weight is not None
-            return applied(module, given, weight, bias)
+            return map_of(module).apply_rows(given, weight, bias)
 
         return forward
 
@@ -432,7 +434,7 @@ class Replica:
 def _count(width: Width, candidates: Entries | float) -> int:
     if isinstance(candidates, Entries):
         return candidates.count(width)
-    return inputs_per_unit(width.axes[0].module.find_module())
+    return map_of(width.axes[0].module.find_module()).inputs_per_unit
 
 
 def _derivative(value: Tensor, zero: Tensor, inputs: Tensor) -> Tensor:
@@ -509,20 +511,22 @@ class Places:
 
 def inputs_of(module: nn.Module, x: Tensor) -> tuple[Places, Tensor] | None:
     """Places of what a layer makes of ``x``, and what each weight of a unit is multiplied with there; None if it is not known."""
-    if not isinstance(module, nn.modules.conv._ConvNd):
+    layer = map_of(module)
+    if not isinstance(layer, ConvRole):
         places = Places.among(tuple(x.shape[:-1]), x.device)
         return places, x[places.at] if places.at else x[None]
-    if isinstance(module, nn.modules.conv._ConvTransposeNd) or x.dim() != module.weight.dim():
+    conv = layer.module
+    if not layer.can_unfold or x.dim() != conv.weight.dim():
         return None
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-    spans = [(size - 1) * step + 1 for size, step in zip(module.kernel_size, module.dilation, strict=True)]
-    space = [(length - span) // step + 1 for length, span, step in zip(x.shape[2:], spans, module.stride, strict=True)]
+    x, zeros = layer.pad(x)
+    x = F.pad(x, [side for size in reversed(zeros) for side in (size, size)])
+    spans = [(size - 1) * step + 1 for size, step in zip(layer.kernel, conv.dilation, strict=True)]
+    space = [(length - span) // step + 1 for length, span, step in zip(x.shape[2:], spans, conv.stride, strict=True)]
     places = Places.among((len(x), *space), x.device)
     x = x.movedim(1, -1)
     taps = []
-    for tap in product(*(range(size) for size in module.kernel_size)):
-        geometry = zip(places.at[1:], module.stride, tap, module.dilation, strict=True)
+    for tap in product(*(range(size) for size in layer.kernel)):
+        geometry = zip(places.at[1:], conv.stride, tap, conv.dilation, strict=True)
         at = tuple(place * step + offset * apart for place, step, offset, apart in geometry)
         index = (places.at[0], *at)
         taps.append(x[index])

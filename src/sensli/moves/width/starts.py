@@ -15,7 +15,7 @@ from sensli.modules.copies import NoDropout
 from sensli.modules.running import first_tensor, run, untouched, upcast, whole
 from sensli.modules.wrappers import eager
 from sensli.moves.point import Point
-from sensli.moves.roles import Geometry, inputs_per_unit, role_of, unfolded, unfolds
+from sensli.moves.roles import Geometry, MapRole, map_of, role_of
 from sensli.moves.sites import Ahead, Gauge
 from sensli.moves.stretching import Copied
 from sensli.moves.width.gauge import MANY, ColumnGauge, ReaderGauge, calibrated, candidates, directions, is_cut, makings
@@ -168,8 +168,7 @@ class FittingGauge(Ahead):
         return found
 
     def _channels_last(self, index: int) -> Tensor:
-        back = self._back[index]
-        return back.movedim(1, -1) if isinstance(self._readers[index], nn.modules.conv._ConvNd) else back
+        return self._back[index].movedim(map_of(self._readers[index]).channel, -1)
 
 
 def _seeing(module: nn.Module, see: Callable[[Tensor], None]) -> Any:
@@ -309,11 +308,11 @@ def _problem(width: Width) -> str:
     if {axis.module.path for axis in makers} != {makers[0].module.path} or makers[0].outer * makers[0].inner > 1:
         return 'start="gradmax" needs units that one row makes, and here several do (a gate, heads, a stream, depthwise kernels)'
     role = role_of(module)
-    if role is None or not role.makes or not unfolds(module):
+    if not isinstance(role, MapRole) or not role.makes or not role.can_unfold:
         return f'start="gradmax" does not know {makers[0].module.path} ({type(module).__name__})'
     columns = sum(existing(width, axis).numel() // width.units for axis in width.axes if axis.fill == "column")
-    if inputs_per_unit(module) * columns > _LARGEST:
-        return f'start="gradmax" would need the singular vectors of a {inputs_per_unit(module)} x {columns} matrix, which is too large'
+    if role.inputs_per_unit * columns > _LARGEST:
+        return f'start="gradmax" would need the singular vectors of a {role.inputs_per_unit} x {columns} matrix, which is too large'
     return ""
 
 
@@ -326,7 +325,7 @@ def _slope(trial: WidthRehearsal, width: Width) -> float:
     def watch(module: nn.Module, args: Any, kwargs: Any) -> None:
         x = first_tensor(args or tuple(kwargs.values()))
         assert x is not None
-        given.append(float(unfolded(module, x.detach()).abs().max()))
+        given.append(float(map_of(module).unfold(x.detach()).abs().max()))
 
     handle = width.axes[0].module.find_module().register_forward_pre_hook(watch, with_kwargs=True)
     try:
