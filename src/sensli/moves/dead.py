@@ -24,15 +24,13 @@ from sensli.moves.inserting import forget, recall, remember
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import role_of
 from sensli.moves.sites import Cost, Edit, Kind, New, Site
-from sensli.moves.stretching import Exchange, Resize, like_layout
+from sensli.moves.stretching import OWN, Exchange, Resize, like_layout
 from sensli.moves.width.widening import change_sizes, resizes
-from sensli.moves.width.width import TOLERANCE, Axis, Width, found
+from sensli.moves.width.width import TOLERANCE, Axis, Width, find_part
 from sensli.text.records import Plain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_VALUE = "value"  # what a tensor calls its own lost entries
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,11 @@ class _Dead(Plain):
         return Exchanging(model, site)
 
     def made(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> Edit:
-        return _Exchanged(model, site, module, path)
+        return Exchanging(model, site, (path, module))
+
+    def exchange(self, axis: Axis) -> Exchange:
+        """What becomes of one of the axes."""
+        return Exchange(axis.dim, self.width.units, self.which, self.removes, axis.start, axis.outer, axis.inner)
 
     def joining(self, model: nn.Module, site: Site) -> Sequence[New]:
         return ()
@@ -125,35 +127,39 @@ class Narrow(_Dead):
 
 
 class Exchanging(Edit):
-    """Units of a width go, wherever they lie; new ones come in their place or not. The parameters and buffers stay the same objects."""
+    """Units of a width go, wherever they lie; new ones come in their place or not. The parameters and buffers stay the same objects.
 
-    def __init__(self, model: nn.Module, site: Site) -> None:
-        if is_sharded(model):
+    On the way back what went comes back if that is known, otherwise units that nothing reads.
+    """
+
+    def __init__(self, model: nn.Module, site: Site, made: tuple[str, nn.Module] | None = None) -> None:
+        if made is None and is_sharded(model):
             raise UnsupportedModel(
                 "dead units cannot be recycled or removed in a model sharded by fully_shard: its parameters are parts of tensors whose "
                 "shape is fixed. Do it before the model is sharded."
             )
-        move = site.move
-        assert isinstance(move, _Dead)
-        self._move = move = move.on(model)
-        self.name, self.module = site.find(model)
-        resizes(model, move.width)  # refuses a model that has changed
-        self._parts = _parts(model, move, made=False)
-        self.resized = [part.resize for part in self._parts]
+        assert isinstance(site.move, _Dead)
+        self._move = move = site.move.on(model)
+        self.name, self.module = made or site.find(model)
+        self.renames, self.beside = {}, {}
+        # Other numbers at every change of a model, since those of the last time may have given dead units again; the same on all ranks.
+        self._generator = torch.Generator().manual_seed(move.width.units + 1_000_003 * count_growths(model))
+        if made is not None:
+            self.site, now = site, replace(move.width, units=move.units)
+            self.resized = recall(self.module, resizes(model, now, made=True, change=move.exchange))
+            return
+        self.resized = resizes(model, move.width, change=move.exchange)
         shapes = [(each.new_shape, each.old_shape) for each in self.resized if each.is_parameter]
         done = replace(move, added=sum(math.prod(new) - math.prod(old) for new, old in shapes))
         self.site = replace(site, point=replace(site.point, anchor=Ref.to(self.name, self.module)), move=done)
-        self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
-        self._generator = _generator(model, move)
 
     def build(self) -> None:
         self._new = []
-        for part in self._parts:
-            value = part.resize.tensor.detach()
-            turned = self._move._turned if isinstance(self._move, Recycle) else ()
-            self._new.append(like_layout(part.filled(value, self._generator, turned), value))
-            part.resize.lost[_VALUE] = part.resize.taken(value)
+        for each in self.resized:
+            value = each.tensor.detach()
+            self._new.append(like_layout(self._fill(each, value), value))
+            each.lost[OWN] = each.taken(value)
 
     def apply(self) -> None:
         for each, value in zip(self.resized, self._new, strict=True):
@@ -161,92 +167,44 @@ class Exchanging(Edit):
         change_sizes(self._move.width, self._move.units - self._move.width.units)
         remember(self.module, self.resized)
 
-
-class _Exchanged(Edit):
-    """An exchange that was made before. What it took comes back if that is known, otherwise units that nothing reads."""
-
-    def __init__(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> None:
-        move = site.move
-        assert isinstance(move, _Dead)
-        self.name, self.module, self.site = path, module, site
-        self._move = move = move.on(model)
-        resizes(model, replace(move.width, units=move.units))
-        self._parts = _parts(model, move, made=True)
-        self.resized = recall(module, [part.resize for part in self._parts])
-        self.renames, self.beside = {}, {}
-        self._generator = _generator(model, move)
-
     def settled(self) -> None:
         forget(self.module, self.resized)
         remember(self.module, self.resized)
 
     def revert(self) -> None:
         forget(self.module, self.resized)
-        for part, each in zip(self._parts, self.resized, strict=True):
-            value, lost = each.tensor.detach(), each.lost.get(_VALUE)
-            old = part.unread(value, self._generator) if lost is None else each.shrunk(value, back=lost)
+        for each in self.resized:
+            value, lost = each.tensor.detach(), each.lost.get(OWN)
+            old = self._fill_unread(each, value) if lost is None else each.shrunk(value, back=lost)
             put(each.tensor, like_layout(old, value))
         change_sizes(self._move.width, self._move.width.units - self._move.units)
 
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """One tensor of a width, and what each of its exchanges is filled with."""
-
-    resize: Resize
-    fills: tuple[str, ...]
-    makes: bool  # whether it is of a layer that makes units, not of one that passes them on
-
-    def filled(self, value: Tensor, generator: torch.Generator, turned: tuple[int, ...]) -> Tensor:
-        """The tensor after the exchange. Rows come first: columns are zero in them too."""
-        for exchange, fill in self._steps:
-            new = 0.0 if exchange.removed else _entries(exchange, fill, value, generator)
+    def _fill(self, resize: Resize, value: Tensor) -> Tensor:
+        """A tensor after the exchange."""
+        turned = self._move._turned if isinstance(self._move, Recycle) else ()
+        for exchange, axis in self._steps(resize):
+            new = 0.0 if exchange.removed else _entries(exchange, axis.fill, value, self._generator)
             value = exchange.applied(value, new)
-            if turned and self.makes and fill == "row":
+            role = role_of(axis.module.find_module())
+            if turned and axis.fill == "row" and role is not None and role.makes:
                 opposite = replace(exchange, which=turned)
                 value = opposite.applied(value, -opposite.taken(value))
         return value
 
-    def unread(self, value: Tensor, generator: torch.Generator) -> Tensor:
-        """The tensor on the way back if nobody knows what was there: removed units start as new ones do, and nothing reads them."""
-        removed = any(exchange.removed for exchange, _ in self._steps)
-        value = self.resize.shrunk(value) if removed else value
-        for exchange, fill in self._steps:
-            if removed or fill == "column":
+    def _fill_unread(self, resize: Resize, value: Tensor) -> Tensor:
+        """A tensor on the way back if nobody knows what was there: removed units start as new ones do, and nothing reads them."""
+        value = resize.shrunk(value) if self._move.removes else value
+        for exchange, axis in self._steps(resize):
+            if self._move.removes or axis.fill == "column":
                 there = replace(exchange, removed=False)
-                value = there.applied(value, _entries(there, fill, value, generator))
+                value = there.applied(value, _entries(there, axis.fill, value, self._generator))
         return value
 
-    @property
-    def _steps(self) -> list[tuple[Exchange, str]]:
-        exchanges = [each for each in self.resize.stretches if isinstance(each, Exchange)]
-        return list(zip(exchanges, self.fills, strict=True))
-
-
-def _parts(model: nn.Module, move: _Dead, *, made: bool) -> list[_Part]:
-    """The parameters and buffers that change, each once, with all their axes that do. ``made``: they have changed already."""
-    by_tensor: dict[int, tuple[str, Tensor, dict[Exchange, str], bool]] = {}
-    for axis in move.width.axes:
-        path, module = found(model, axis.module)
-        tensor: Tensor = getattr(module, axis.name)
-        role = role_of(module)
-        makes = role is not None and bool(role.makes)
-        _, _, exchanges, _ = by_tensor.setdefault(id(tensor), (f"{path}.{axis.name}", tensor, {}, makes))
-        exchanges[_exchange(move, axis)] = axis.fill
-    parts = []
-    for name, tensor, exchanges, makes in by_tensor.values():
-        # Rows before columns, and each from the end of its axis: what comes before keeps its position.
-        ordered = sorted(exchanges, key=lambda each: (exchanges[each] == "column", each.dim, -each.start))
-        old = list(tensor.shape)
-        for exchange in ordered if made else ():
-            old[exchange.dim] -= exchange.change
-        resize, fills = Resize(name, tensor, tuple(ordered), tuple(old)), tuple(exchanges[each] for each in ordered)
-        parts.append(_Part(resize, fills, makes))
-    return parts
-
-
-def _exchange(move: _Dead, axis: Axis) -> Exchange:
-    return Exchange(axis.dim, move.width.units, move.which, move.removes, axis.start, axis.outer, axis.inner)
+    def _steps(self, resize: Resize) -> list[tuple[Exchange, Axis]]:
+        """The exchanges of a tensor with their axes: rows before columns, which are zero in them too."""
+        own = [axis for axis in self._move.width.axes if axis.tensor is resize.tensor]
+        axes = {self._move.exchange(axis): axis for axis in own}
+        return [(each, axes[each]) for each in resize.stretches if isinstance(each, Exchange)]
 
 
 def _entries(exchange: Exchange, fill: str, value: Tensor, generator: torch.Generator) -> Tensor | float:
@@ -265,11 +223,6 @@ def _entries(exchange: Exchange, fill: str, value: Tensor, generator: torch.Gene
     # Rows of zeros would never come alive.
     spread = float(capable(there).double().std(correction=0)) or (value.numel() / value.shape[exchange.dim]) ** -0.5
     return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device).mul(spread).to(value)
-
-
-def _generator(model: nn.Module, move: _Dead) -> torch.Generator:
-    """Other numbers at every change of a model, since those of the last time may have given dead units again; the same on all ranks."""
-    return torch.Generator().manual_seed(move.width.units + 1_000_003 * count_growths(model))
 
 
 # ---- The kinds of what becomes of dead units. They are not found by a search, which sees an example: data tell which
@@ -298,7 +251,7 @@ class Spotting:
         self._model = model
         self._widths = [site.move for site in sites if isinstance(site.move, Width)]
         # By width, and by its readers in their order: whether each unit was ever alive; None for a reader that was never called.
-        self._alive: list[list[Tensor | None]] = [[None] * len(_readers(width)) for width in self._widths]
+        self._alive: list[list[Tensor | None]] = [[None] * len(width.filled_with("column")) for width in self._widths]
 
     def watch(self, given: Any, *, dropout: bool = False) -> None:
         """Run an input through the model. Buffers and random numbers are the caller's to keep.
@@ -308,8 +261,8 @@ class Spotting:
         handles = []
         try:
             for number, width in enumerate(self._widths):
-                for place, axis in enumerate(_readers(width)):
-                    module = found(self._model, axis.module)[1]
+                for place, axis in enumerate(width.filled_with("column")):
+                    module = find_part(self._model, axis.module)[1]
                     hook = self._hook(number, place, axis, width.units)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             with torch.no_grad(), eager(), nullcontext() if dropout else NoDropout():
@@ -341,7 +294,3 @@ class Spotting:
             self._alive[number][place] = alive if known is None else known | alive
 
         return hook
-
-
-def _readers(width: Width) -> list[Axis]:
-    return [axis for axis in width.axes if axis.fill == "column"]

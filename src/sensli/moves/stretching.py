@@ -225,6 +225,9 @@ def like_layout(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
+OWN = "value"  # what a tensor calls its own entries in `Resize.lost`
+
+
 # ---- New units that are copies of old ones: what makes a unit is copied, what reads it is shared between the unit and its
 # copies.
 #

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ from sensli.moves.roles import role_of
 from sensli.moves.search import Search
 from sensli.moves.sites import Kind, Site
 from sensli.moves.stretching import Resize
-from sensli.moves.trace.flow import ModuleCall
 from sensli.moves.width.confirming import WidthRehearsal, as_configured, confirm, width_of
 from sensli.moves.width.marking import Group, Grouping, Layout, NoWidth, counts, guesses
 from sensli.moves.width.widening import check_hooks, layers_in, resizes
@@ -283,12 +282,6 @@ class WidthKind(Kind):
                 search.skipped[path] = why
             else:
                 search.skipped.setdefault(path, why)
-
-    def at(self, search: Search, call: ModuleCall, side: str, seen: Any) -> Iterator[Site]:
-        return iter(())
-
-    def otherwise(self, search: Search) -> None:
-        """Nothing else could be widened."""
 
 
 def _attentions(search: Search, grouping: Grouping, siting: Siting) -> list[Site]:

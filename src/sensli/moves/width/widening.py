@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,19 @@ from sensli.modules.wrappers import is_sharded, own_modules
 from sensli.moves.inserting import forget, recall, remember
 from sensli.moves.point import Ref
 from sensli.moves.sites import Edit
-from sensli.moves.stretching import Copied, Exchange, Resize, Stretch, given_back, is_copied, is_shared, like_layout
+from sensli.moves.stretching import (
+    OWN,
+    Copied,
+    Exchange,
+    Resize,
+    Stretch,
+    given_back,
+    is_copied,
+    is_shared,
+    like_layout,
+)
 from sensli.moves.width.starts import STARTS
-from sensli.moves.width.width import Axis, Entries, Size, Width, family, filled, found
+from sensli.moves.width.width import Axis, Entries, Size, Width, family, filled, find_part
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
@@ -89,13 +99,31 @@ def followed(entries: Tensor, axis: Axis, shape: Sequence[int]) -> Tensor | None
     return None
 
 
-_VALUE = "value"  # what a tensor calls its own old entries
-
-
 class Widening(Edit):
     """Parameters and buffers get more entries, and the attributes that count them follow. The objects stay."""
 
-    def __init__(self, model: nn.Module, site: Site, *, strict: bool = True) -> None:
+    _old: list[Tensor] | None = None  # what they held before: a trial in a copy of a model takes it back at once
+
+    def __init__(
+        self, model: nn.Module, site: Site, *, strict: bool = True, made: tuple[str, nn.Module] | None = None
+    ) -> None:
+        assert isinstance(site.move, Width)
+        self._model = model
+        self.renames, self.beside = {}, {}
+        if made is None:
+            self._plan(model, site, strict)
+        else:
+            self.name, self.module = made
+            self.site, self._move = site, site.move.on(model)
+            self.resized = recall(self.module, resizes(model, self._move, made=True))
+        self.copies = bool(self._move.sources)
+        check_sizes(self._move)
+        self._sharded = is_sharded(model)
+        if made is None and self._sharded:
+            check_resized(model, {id(each.tensor): each.new_shape for each in self.resized})
+        check_hooks(self.resized, made=made is not None)
+
+    def _plan(self, model: nn.Module, site: Site, strict: bool) -> None:
         move = site.move
         assert isinstance(move, Width)
         if move.blocks and not covers_all_blocks(model, move):
@@ -104,7 +132,6 @@ class Widening(Edit):
             )
         sources = move.sources or STARTS[move.start].sources(move.units, move.more)
         self._move = move = replace(move.on(model), sources=sources)
-        self.copies = bool(sources)
         self.name, self.module = site.find(model)
         if strict and move.layers not in (None, layers_in(model)):
             raise MovedSite(
@@ -114,13 +141,6 @@ class Widening(Edit):
         point = replace(site.point, anchor=Ref.to(self.name, self.module))
         self._done = _costing(move, self.resized)
         self.site = replace(site, point=point, move=self._done)
-        check_sizes(move)
-        self._sharded = is_sharded(model)
-        if self._sharded:
-            check_resized(model, {id(each.tensor): each.new_shape for each in self.resized})
-        check_hooks(self.resized)
-        self._model = model
-        self.renames = {}
         self.beside = {each.name: tuple(each.old_shape) for each in self.resized}
 
     def build(self) -> None:
@@ -141,23 +161,17 @@ class Widening(Edit):
         self._old = [each.tensor.data for each in self.resized]  # they get other memory now, so nobody changes these
         for each, old, value in zip(self.resized, self._old, self._new, strict=True):
             if self._moves_old or is_shared(each):
-                each.lost[_VALUE] = (old,)
+                each.lost[OWN] = (old,)
             put(each.tensor, value)
         if self._sharded:
             follow_shapes(self._model)
-        if self._remembers:
+        if self.copies or self._moves_old:
             remember(self.module, self.resized)
 
-    @property
-    def _remembers(self) -> bool:
-        return self.copies or self._moves_old
-
     def revert(self) -> None:
-        """For a trial in a copy of a model, where the next one follows."""
-        if self._remembers:
-            forget(self.module, self.resized)
-        for each, value in zip(self.resized, self._old, strict=True):
-            put(each.tensor, value)
+        forget(self.module, self.resized)
+        for number, each in enumerate(self.resized):
+            put(each.tensor, _before(each, self._move) if self._old is None else self._old[number])
         if self._sharded:
             follow_shapes(self._model)
         forget_widening(self._move)
@@ -178,36 +192,23 @@ def _costing(width: Width, resized: Sequence[Resize]) -> Width:
     return replace(width, added=added, flops=round(flops))
 
 
-class Widened(Edit):
-    """A widening that was made before."""
+def resizes(
+    model: nn.Module,
+    width: Width,
+    *,
+    made: bool = False,
+    strict: bool = False,
+    change: Callable[[Axis], Stretch | Exchange] | None = None,
+) -> list[Resize]:
+    """The parameters and buffers that change, each once, with all their axes that do. ``made``: they have changed already.
 
-    def __init__(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> None:
-        assert isinstance(site.move, Width)
-        self.name, self.module, self.site = path, module, site
-        self._model, self._move = model, site.move.on(model)
-        self.copies = bool(self._move.sources)
-        self.resized = recall(module, resizes(model, self._move, made=True))
-        check_sizes(self._move)
-        check_hooks(self.resized, made=True)
-        self.renames, self.beside = {}, {}
-
-    def revert(self) -> None:
-        forget(self.module, self.resized)
-        for each in self.resized:
-            put(each.tensor, sharded_like(like_layout(_before(each, self._move), each.tensor), each.tensor))
-        if is_sharded(self._model):
-            follow_shapes(self._model)
-        forget_widening(self._move)
-        change_sizes(self._move, -self._move.more)
-
-
-def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool = False) -> list[Resize]:
-    """The parameters and buffers that change, each once, with all their axes that do. ``made``: they have changed already."""
-    by_tensor: dict[int, tuple[str, Tensor, list[Stretch]]] = {}
+    ``change``: how an axis does, if it does not get longer as that of the width.
+    """
+    by_tensor: dict[int, tuple[str, Tensor, dict[Stretch | Exchange, str]]] = {}
     for axis in width.axes:
-        path, module = found(model, axis.module)
+        path, module = find_part(model, axis.module)
         tensor = getattr(module, axis.name, None)
-        stretch = width.stretch(axis)
+        stretch = width.stretch(axis) if change is None else change(axis)
         if (
             not isinstance(tensor, Tensor)
             or tensor.dim() <= axis.dim
@@ -218,23 +219,22 @@ def resizes(model: nn.Module, width: Width, *, made: bool = False, strict: bool 
                 f"{path}.{axis.name} is {shape}, which does not hold the {width.units} units that find_sites saw: the model has changed. "
                 "Call find_sites again."
             )
-        _, _, stretches = by_tensor.setdefault(id(tensor), (f"{path}.{axis.name}", tensor, []))
-        if stretch not in stretches:
-            stretches.append(stretch)
+        _, _, stretches = by_tensor.setdefault(id(tensor), (f"{path}.{axis.name}", tensor, {}))
+        stretches[stretch] = axis.fill
     for factor in width.factors:
-        path, module = found(model, factor.module)
+        path, module = find_part(model, factor.module)
         tensor = getattr(module, factor.name, None)
         if not isinstance(tensor, Tensor):
             raise MovedSite(f"{path}.{factor.name} is missing: the model has changed. Call find_sites again.")
-        by_tensor.setdefault(id(tensor), (f"{path}.{factor.name}", tensor, []))
+        by_tensor.setdefault(id(tensor), (f"{path}.{factor.name}", tensor, {}))
     found_ones = []
     for name, tensor, stretches in by_tensor.values():
-        # From the end of an axis: what comes before keeps its position.
-        ordered = tuple(sorted(stretches, key=lambda stretch: (stretch.dim, -stretch.start)))
+        # From the end of an axis: what comes before keeps its position. What is exchanged, rows before columns.
+        late = {stretch for stretch, fill in stretches.items() if change is not None and fill == "column"}
+        ordered = tuple(sorted(stretches, key=lambda stretch: (stretch in late, stretch.dim, -stretch.start)))
         old = list(tensor.shape)
-        if made:
-            for stretch in ordered:
-                old[stretch.dim] -= stretch.outer * stretch.more * stretch.inner
+        for stretch in ordered if made else ():
+            old[stretch.dim] -= stretch.change
         found_ones.append(Resize(name, tensor, ordered, tuple(old)))
     return found_ones
 
@@ -289,11 +289,11 @@ def change_sizes(width: Width, more: int) -> None:
         _change(size, width, more)
 
 
-def _fits(stretch: Stretch, tensor: Tensor, length: int, *, made: bool) -> bool:
+def _fits(stretch: Stretch | Exchange, tensor: Tensor, length: int, *, made: bool) -> bool:
     if length and tensor.shape[stretch.dim] != length:
         return False
-    units = stretch.units + stretch.more if made else stretch.units
-    return tensor.shape[stretch.dim] >= stretch.start + stretch.outer * units * stretch.inner
+    needed = stretch.start + stretch.outer * stretch.units * stretch.inner + (stretch.change if made else 0)
+    return tensor.shape[stretch.dim] >= needed
 
 
 def _fitting(width: Width, entries: Entries) -> Entries | None:
@@ -349,11 +349,13 @@ def _beside(value: Tensor, axis: Axis, entries: Tensor) -> Tensor:
 
 def _before(resize: Resize, width: Width) -> Tensor:
     """A tensor on the way back: to the bit as it was where that is known, otherwise what it has now of the old units."""
-    known = resize.lost.get(_VALUE)
+    known = resize.lost.get(OWN)
     if known is not None:
-        return known[0]
-    value = whole(resize.tensor)
-    return (given_back(resize, value) if is_copied(resize) else resize.shrunk(value)) / _factor(resize, width)
+        value = known[0]
+    else:
+        value = whole(resize.tensor)
+        value = (given_back(resize, value) if is_copied(resize) else resize.shrunk(value)) / _factor(resize, width)
+    return sharded_like(like_layout(value, resize.tensor), resize.tensor)
 
 
 def _factor(resize: Resize, width: Width) -> float:

@@ -55,8 +55,7 @@ def units_of(entries: Tensor, axis: Axis, chosen: Sequence[int]) -> Tensor:
 
 def existing(width: Width, axis: Axis) -> Tensor:
     """The entries of the units that are there."""
-    tensor = whole(getattr(axis.module.find_module(), axis.name))
-    return tensor.narrow(axis.dim, axis.start, axis.outer * width.units * axis.inner)
+    return whole(axis.tensor).narrow(axis.dim, axis.start, axis.outer * width.units * axis.inner)
 
 
 def by_unit(entries: Tensor, axis: Axis) -> Tensor:
@@ -103,6 +102,12 @@ class Axis(Plain):
     inner: int = 1
     length: int = 0  # of the axis when it was found: where it has another, positions may have moved
     overwritten: bool = False  # of a reader: somebody works in place on what it gives
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter or buffer itself, of an axis that is bound to its module."""
+        tensor: Tensor = getattr(self.module.find_module(), self.name)
+        return tensor
 
     def _verify(self) -> None:
         if self.fill not in FILLS:
@@ -182,6 +187,10 @@ class Width(Plain):
     def cost(self, point: Point) -> Cost:
         return Cost(self.added, self.flops)
 
+    def filled_with(self, fill: str) -> list[Axis]:
+        """The axes with one of `FILLS`: "row" are those of what makes units, "column" those of what reads them."""
+        return [axis for axis in self.axes if axis.fill == fill]
+
     def stretch(self, axis: Axis) -> Stretch:
         """How one of the axes gets longer."""
         place = axis.dim, self.units, self.more, axis.start, axis.outer, axis.inner
@@ -202,9 +211,9 @@ class Width(Plain):
         return Widening(model, site)
 
     def made(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> Edit:
-        from sensli.moves.width.widening import Widened
+        from sensli.moves.width.widening import Widening
 
-        return Widened(model, site, module, path)
+        return Widening(model, site, made=(path, module))
 
     def joining(self, model: nn.Module, site: Site) -> Sequence[New]:
         return ()
@@ -233,7 +242,7 @@ class Width(Plain):
 
     def on(self, model: nn.Module) -> Width:
         """The same bound to the modules of a model, with their paths of today."""
-        return self.bound(lambda ref: Ref.to(*found(model, ref)))
+        return self.bound(lambda ref: Ref.to(*find_part(model, ref)))
 
     def by_path(self) -> Width:
         """The same known by paths alone, as another model of the same architecture has it."""
@@ -246,7 +255,7 @@ class Width(Plain):
             raise ValueError(one_of("start", self.start, STARTS))
 
 
-def found(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
+def find_part(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
     """A module of a width in the model."""
     place = ref.find(model)
     if place is None:
