@@ -23,7 +23,7 @@ from sensli.modules.wrappers import eager, is_sharded
 from sensli.moves.inserting import forget, recall, remember
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import role_of
-from sensli.moves.sites import Cost, Edit, Kind, New, Site
+from sensli.moves.sites import Cost, Edit, Kind, New, Site, plural
 from sensli.moves.stretching import OWN, Exchange, Resize, like_layout
 from sensli.moves.width.widening import change_sizes, resizes
 from sensli.moves.width.width import TOLERANCE, Axis, Width, find_part
@@ -51,7 +51,7 @@ class _Dead(Plain):
         return self.width.units - len(self.which) * self.removes
 
     def __str__(self) -> str:
-        return f"{len(self.which)} dead unit{'' if len(self.which) == 1 else 's'}"
+        return plural(len(self.which), "dead unit")
 
     def line(self, point: Point) -> str:
         readers = self.width.readers

@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,6 @@ from sensli.text.records import Plain
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
-
-# ---- Where exactly a layer goes in and comes out again: the only code that touches the containers of a model, but for
-# lists.
-
 
 _GROWN_NAME = re.compile(r"grown\d+")
 
@@ -156,9 +152,8 @@ class Inserts(Plain):
     """A move that puts a module there which starts as the identity; what differs from that is said by its kind."""
 
     tolerance: ClassVar[float | None] = None
-    takes_call: ClassVar[bool] = (
-        False  # the module takes all arguments of the anchor's call, and is a copy of the anchor
-    )
+    # whether the module takes all arguments of the anchor's call, and is a copy of the anchor
+    takes_call: ClassVar[bool] = False
 
     def line(self, point: Point) -> str:
         return f"{self} {point}"
@@ -213,7 +208,7 @@ class Inserts(Plain):
         return Insertion(model, site)
 
     def made(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> Edit:
-        return _Inserted(model, site, module, path)
+        return Insertion(model, site, (path, module))
 
     def joining(self, model: nn.Module, site: Site) -> list[New]:
         anchor = site.find(model)[1]
@@ -227,10 +222,15 @@ class Inserts(Plain):
 class Insertion(Edit):
     """A module goes into a container that runs its children in order, into a list, or around the anchor."""
 
-    def __init__(self, model: nn.Module, site: Site) -> None:
+    def __init__(self, model: nn.Module, site: Site, made: tuple[str, nn.Module] | None = None) -> None:
+        assert isinstance(site.move, Inserts)
         self._model, self._move = model, site.move
+        if made is not None:
+            self.site, (self.name, self.module) = site, made
+            self.added, self.renames, self.beside = (self.module,), {}, {}
+            return
         self.path, self._anchor = site.find(model)
-        self._cut = plan_cut(model, site.point, self.path, takes_call=_inserts(site.move).takes_call)
+        self._cut = plan_cut(model, site.point, self.path, takes_call=self._move.takes_call)
         self._around = site.point.around(model)
         _check_units(model, site)
         bound = tuple(Ref.to(*found) for found in self._around)
@@ -246,18 +246,25 @@ class Insertion(Edit):
         }
 
     def build(self) -> None:
-        self.module = _inserts(self._move).module_at(self._model, self.site, self._anchor)
+        self.module = self._move.module_at(self._model, self.site, self._anchor)
         self.added = (self.module,)
         self.prepared()
 
     def prepared(self) -> None:
         near = [module for _, module in self._around]
         found = dict(self.module.named_parameters())
-        relatives = _inserts(self._move).relatives(self._anchor)
+        relatives = self._move.relatives(self._anchor)
         self.new = new_parameters(relatives, self.site, found, near, prefix=self.name)
 
     def apply(self) -> None:
         apply_cut(self._model, self._cut, self.module)
+
+    def revert(self) -> None:
+        take_out(self._model, self.name, self.site.point.place)
+
+    @property
+    def gone(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
 
 
 def _check_units(model: nn.Module, site: Site) -> None:
@@ -268,27 +275,6 @@ def _check_units(model: nn.Module, site: Site) -> None:
             raise MovedSite(
                 f"'{site}' was found when {found[0]} made {made} units, and now it makes {units_made(found[1])}. Call find_sites again."
             )
-
-
-class _Inserted(Edit):
-    """An insertion that was made before."""
-
-    def __init__(self, model: nn.Module, site: Site, module: nn.Module, path: str) -> None:
-        self._model, self.site, self.name = model, site, path
-        self.module, self.added = module, (module,)
-        self.renames, self.beside = {}, {}
-
-    def revert(self) -> None:
-        take_out(self._model, self.name, self.site.point.place)
-
-    @property
-    def gone(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
-
-
-def _inserts(move: Any) -> Inserts:
-    assert isinstance(move, Inserts)
-    return move
 
 
 def new_parameters(
@@ -303,11 +289,11 @@ def new_parameters(
     return [
         New(
             join(prefix, name),
-            parameter,
-            (*([relatives[name]] if name in relatives else []), *_near(parameter, neighbours)),
+            each,
+            (*([relatives[name]] if name in relatives else []), *_near(each, neighbours)),
             beside,
         )
-        for name, parameter in parameters.items()
+        for name, each in parameters.items()
     ]
 
 

@@ -52,32 +52,20 @@ class Fact(Plain):
             found = getattr(found, name, None)
         return found
 
-    def inserted(self, holder: Any, position: int, source: int) -> None:
-        """One block more, at a position, alike the block that stood at ``source``."""
-        value = getattr(holder, self.name)
+    def follow(self, holder: Any, position: int, source: int | None) -> None:
+        """One block more at a position, alike the block that stood at ``source``; None: it goes again."""
+        value, more = getattr(holder, self.name), -1 if source is None else 1
         about_to_change(holder, self.name)
         if self.kind == "count":
-            setattr(holder, self.name, value + 1)
+            setattr(holder, self.name, value + more)
             return
         entries = list(value)
-        if self.kind == "list":
-            entries.insert(position, entries[source])
-        else:
-            entries[self.item] += 1
-        setattr(holder, self.name, type(value)(entries))
-
-    def removed(self, holder: Any, position: int) -> None:
-        """The inverse of `inserted`."""
-        value = getattr(holder, self.name)
-        about_to_change(holder, self.name)
-        if self.kind == "count":
-            setattr(holder, self.name, value - 1)
-            return
-        entries = list(value)
-        if self.kind == "list":
+        if self.kind == "item":
+            entries[self.item] += more
+        elif source is None:
             del entries[position]
         else:
-            entries[self.item] -= 1
+            entries.insert(position, entries[source])
         setattr(holder, self.name, type(value)(entries))
 
 
@@ -123,7 +111,7 @@ def put_into_list(
     _fill(model.get_submodule(container), blocks)
     for fact in place.facts:
         for holder in fact.holders(model):
-            fact.inserted(holder, position, source)
+            fact.follow(holder, position, source)
     _number(blocks, place.indices)
 
 
@@ -131,7 +119,7 @@ def take_from_list(model: nn.Module, container: str, place: ListPlace, position:
     """The inverse of `put_into_list`."""
     for fact in place.facts:
         for holder in fact.holders(model):
-            fact.removed(holder, position)
+            fact.follow(holder, position, None)
     blocks = list(model.get_submodule(container).children())
     del blocks[position]
     _fill(model.get_submodule(container), blocks)

@@ -478,7 +478,7 @@ class Sites(Sequence[Site]):
 
     def explain(self) -> str:
         """Every place in words: what could go there and what it would cost, or why it was skipped."""
-        lines = [f"{self._model_name}: {_count(len(self), 'site')}, {_count(len(self.skipped), 'place')} skipped"]
+        lines = [f"{self._model_name}: {plural(len(self), 'site')}, {plural(len(self.skipped), 'place')} skipped"]
         lines += [f"  {site}   (+{site.parameters:,} parameters, +{site.flops:,} FLOPs)" for site in self]
         if self.skipped:
             lines.append("skipped:")
@@ -487,7 +487,8 @@ class Sites(Sequence[Site]):
         return "\n".join(lines)
 
 
-def _count(number: int, word: str) -> str:
+def plural(number: int, word: str) -> str:
+    """So many of something."""
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 

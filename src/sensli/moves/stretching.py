@@ -247,15 +247,14 @@ class Copied(Stretch):
     def copied(self, tensor: Tensor, new: Tensor | complex = 0.0) -> Tensor:
         """The tensor with its copies. ``new``: what units that are not copies begin with; a tensor of entries is also added to copies."""
         before, middle, after = self._split(tensor, self.units)
-        if self.shared:
-            counts = self._counts().to(middle.device, middle.dtype)
-            middle = middle / counts.reshape(-1, *[1] * (middle.dim() - self.dim - 2))
         sources = torch.tensor(self.sources, device=middle.device)
+        if self.shared:  # by how many there are of each unit, with its copies
+            counts = 1 + torch.bincount(sources[sources != FRESH], minlength=self.units)
+            middle = middle / self._beside(counts.to(middle.dtype), middle)
         picked = middle.index_select(self.dim + 1, sources.clamp_min(0))
         if min(self.sources) == FRESH:
-            fresh = (sources == FRESH).reshape(-1, *[1] * (middle.dim() - self.dim - 2))
             number = 0.0 if isinstance(new, Tensor) else new
-            picked = torch.where(fresh, torch.full_like(picked, number), picked)
+            picked = torch.where(self._beside(sources == FRESH, middle), torch.full_like(picked, number), picked)
         if isinstance(new, Tensor):
             picked = picked + self._entries(middle, self.more, new)
         return self._joined(before, torch.cat([middle, picked], dim=self.dim + 1), after)
@@ -265,17 +264,10 @@ class Copied(Stretch):
         before, middle, after = self._split(tensor, self.units + self.more)
         old, new = middle.split([self.units, self.more], dim=self.dim + 1)
         if self.shared:
-            copies = torch.tensor(
-                [place for place, source in enumerate(self.sources) if source != FRESH], device=old.device
-            )
-            sources = torch.tensor([source for source in self.sources if source != FRESH], device=old.device)
-            old = old.index_add(self.dim + 1, sources.long(), new.index_select(self.dim + 1, copies.long()))
+            sources = torch.tensor(self.sources, device=old.device)
+            copies = (sources != FRESH).nonzero().flatten()
+            old = old.index_add(self.dim + 1, sources[copies], new.index_select(self.dim + 1, copies))
         return self._joined(before, old, after)
-
-    def _counts(self) -> Tensor:
-        """How many of each unit there are, with its copies."""
-        copies = torch.tensor([source for source in self.sources if source != FRESH], dtype=torch.long, device="cpu")
-        return 1 + torch.bincount(copies, minlength=self.units)
 
     def owned(self, tensor: Tensor) -> Tensor:
         """Of what is there before whether it is the tensor's own, with that of the new units: copies are, others are not."""
@@ -283,8 +275,11 @@ class Copied(Stretch):
         copies = torch.tensor([source != FRESH for source in self.sources], device=tensor.device)
         shape = list(middle.shape)
         shape[self.dim + 1] = self.more
-        entries = copies.reshape(-1, *[1] * (middle.dim() - self.dim - 2)).expand(shape)
-        return self.applied(tensor, self._flat(entries))
+        return self.applied(tensor, self._flat(self._beside(copies, middle).expand(shape)))
+
+    def _beside(self, values: Tensor, middle: Tensor) -> Tensor:
+        """A value for each unit, with as many dimensions as what is split."""
+        return values.reshape(-1, *[1] * (middle.dim() - self.dim - 2))
 
 
 def is_copied(resize: Resize) -> bool:

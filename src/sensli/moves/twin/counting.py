@@ -247,7 +247,7 @@ class Rebuilt:
                 holder = changed
                 for step in fact.through[1:]:
                     holder = getattr(holder, step)
-                fact.inserted(holder, position, source)
+                fact.follow(holder, position, source)
                 values.append((fact, repr(getattr(holder, fact.name))))
         built = self._build(tuple(values), changed)
         if built is None or self._blocks_in(built) != self._count + 1:

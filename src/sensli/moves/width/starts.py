@@ -69,19 +69,16 @@ class RandomRows(Start):
 
 
 def drawn_rows(width: Width, generator: torch.Generator) -> Entries:
-    """Random rows for the units that would come."""
-    return Entries(tuple(_drawn(axis, width.more, generator) if axis.fill == "row" else None for axis in width.axes))
+    """Random rows for the units that would come: matrices with the spread of the old ones, biases zero."""
 
+    def rows(axis: Axis) -> Tensor:
+        tensor, shape = whole(axis.tensor), axis.shape_of(width.more)
+        if tensor.dim() < 2:
+            return tensor.new_zeros(shape)
+        # In single precision, which is drawn several times as fast.
+        return torch.randn(shape, generator=generator, device=generator.device).to(tensor) * tensor.std(correction=0)
 
-def _drawn(axis: Axis, units: int, generator: torch.Generator) -> Tensor:
-    """Entries for so many units: matrices drawn with the spread of the old ones, biases zero."""
-    tensor = whole(getattr(axis.module.find_module(), axis.name))
-    shape = list(tensor.shape)
-    shape[axis.dim] = axis.outer * units * axis.inner
-    if tensor.dim() < 2:
-        return tensor.new_zeros(shape)
-    # In single precision, which is drawn several times as fast.
-    return torch.randn(shape, generator=generator, device=generator.device).to(tensor) * tensor.std(correction=0)
+    return Entries(tuple(rows(axis) if axis.fill == "row" else None for axis in width.axes))
 
 
 # ---- The rows that are worth most of several that a measurement tries, made for the data: a few samples pass before it.
@@ -90,11 +87,8 @@ def _drawn(axis: Axis, units: int, generator: torch.Generator) -> Tensor:
 # some follow what comes back to the readers. Columns are zero.
 
 
-class Sensitive(Start):
+class Sensitive(RandomRows):
     """Rows by their merit; random ones for a width that was never measured."""
-
-    def entries(self, width: Width) -> Entries:
-        return drawn_rows(width, torch.Generator().manual_seed(width.units))
 
     def gauge(self, width: Width, model: nn.Module) -> Gauge:
         return TryingGauge(width, lambda: candidates(width))
@@ -115,12 +109,9 @@ class FittingGauge(Ahead):
     def __init__(self, width: Width, points: Sequence[tuple[Point, nn.Module]]) -> None:
         super().__init__(points=points)
         self._width = width
-        self._readers = [axis.module.find_module() for axis in width.axes if axis.fill == "column"]
-        self._makers = {
-            axis.module.path: axis.module.find_module()
-            for axis in width.axes
-            if axis.fill == "row" and (role := role_of(axis.module.find_module())) is not None and role.makes
-        }
+        self._readers = [axis.module.find_module() for axis in width.filled_with("column")]
+        makers = {axis.module.path: role_of(axis.module.find_module()) for axis in width.filled_with("row")}
+        self._makers = {path: role.module for path, role in makers.items() if role is not None and role.makes}
         self._given: dict[str, Tensor] = {}
         self._cut: list[bool] = []  # of each reader whether what is below zero hardly arrives there
         self._back: dict[int, Tensor] = {}
@@ -155,7 +146,7 @@ class FittingGauge(Ahead):
 
     def _can_point(self, seen: Mapping[str, Any]) -> bool:
         """Whether one row of each layer makes a unit: the rows of a head or of fused maps do different things."""
-        rows = [axis for axis in self._width.axes if axis.fill == "row"]
+        rows = self._width.filled_with("row")
         return bool(self._back) and all(a.module.path in seen and a.outer * a.inner == 1 for a in rows)
 
     def _pointed(self, seen: Mapping[str, tuple[Places, Tensor]]) -> dict[int, Tensor]:
@@ -163,12 +154,10 @@ class FittingGauge(Ahead):
         found = {}
         for making in makings(self._width):
             places, inputs = seen[making.axis.module.path]
-            back = torch.cat([places.nearby(self._channels_last(index)) for index in self._back], 1)
+            parts = [g.movedim(map_of(self._readers[index]).channel, -1) for index, g in self._back.items()]
+            back = torch.cat([places.nearby(part) for part in parts], 1)
             found[making.weight] = directions(inputs, back.to(inputs), self._width.more)
         return found
-
-    def _channels_last(self, index: int) -> Tensor:
-        return self._back[index].movedim(map_of(self._readers[index]).channel, -1)
 
 
 def _seeing(module: nn.Module, see: Callable[[Tensor], None]) -> Any:
@@ -201,11 +190,9 @@ def _joined(width: Width, entries: Entries, pointed: Mapping[int, Tensor]) -> En
     for index, (axis, value) in enumerate(zip(width.axes, entries.values, strict=True)):
         if value is not None:
             others = [size for dim, size in enumerate(value.shape) if dim != axis.dim]
-            new = (
-                pointed[index][:count].unflatten(1, others).movedim(0, axis.dim).to(value)
-                if index in pointed
-                else value.new_zeros(count)
-            )
+            new = value.new_zeros(count)
+            if index in pointed:
+                new = pointed[index][:count].unflatten(1, others).movedim(0, axis.dim).to(value)
             value = torch.cat([value, new], axis.dim)
         values.append(value)
     return Entries(tuple(values))
@@ -298,7 +285,7 @@ def largest(width: Width, bypass: Tensor) -> Tensor:
 
 def _problem(width: Width) -> str:
     """What the axes of a width already tell."""
-    makers = [axis for axis in width.axes if axis.fill == "row"]
+    makers = width.filled_with("row")
     module = makers[0].module.find_module()
     norms = [axis.module.path for axis in width.axes if axis.fill in ("one", "zero")]
     if norms:
@@ -310,7 +297,7 @@ def _problem(width: Width) -> str:
     role = role_of(module)
     if not isinstance(role, MapRole) or not role.makes or not role.can_unfold:
         return f'start="gradmax" does not know {makers[0].module.path} ({type(module).__name__})'
-    columns = sum(existing(width, axis).numel() // width.units for axis in width.axes if axis.fill == "column")
+    columns = sum(existing(width, axis).numel() // width.units for axis in width.filled_with("column"))
     if role.inputs_per_unit * columns > _LARGEST:
         return f'start="gradmax" would need the singular vectors of a {role.inputs_per_unit} x {columns} matrix, which is too large'
     return ""
@@ -358,9 +345,8 @@ def _entries(width: Width, columns: Tensor) -> Entries:
             part, rest = rest.split([own.numel() // width.units, rest.shape[1] - own.numel() // width.units], 1)
             value = laid_out(part.to(own), axis, own)
         elif axis.fill == "row":
-            shape = list(getattr(axis.module.find_module(), axis.name).shape)
-            shape[axis.dim] = width.more
-            value = existing(width, axis).new_full(shape, _bias(width) if axis.name == "bias" else 0.0)
+            start = _bias(width) if axis.name == "bias" else 0.0
+            value = existing(width, axis).new_full(axis.shape_of(width.more), start)
         values.append(value)
     return Entries(tuple(values))
 
@@ -410,11 +396,11 @@ class Net2NetStart(Start):
     def entries(self, width: Width) -> Entries:
         """The copies, without the columns that they share."""
         sources = width.sources or self.sources(width.units, width.more)
-        return Entries(
-            tuple(
-                None if axis.fill == "column" else units_of(existing(width, axis), axis, sources) for axis in width.axes
-            )
-        )
+
+        def copies(axis: Axis) -> Tensor | None:
+            return None if axis.fill == "column" else units_of(existing(width, axis), axis, sources)
+
+        return Entries(tuple(map(copies, width.axes)))
 
     def gauge(self, width: Width, model: nn.Module) -> Gauge:
         sources = width.sources or self.sources(width.units, width.more)
@@ -433,11 +419,10 @@ class CopyGauge(ColumnGauge):
         for (gradient, geometry), axis in zip(super().gradients(sums, shape), self._readers, strict=True):
             made = [a for a in self._width.axes if a.fill == "row" and (a.module, a.name) == (axis.module, axis.name)]
             for row in made:  # it makes what it reads: its copied rows share what comes back to their sources
-                rows: Tensor = getattr(row.module.find_module(), row.name)
                 stretch = self._width.stretch(row)
                 assert isinstance(stretch, Copied)
                 stretch = replace(stretch, dim=2, shared=True)
-                parts = gradient.unflatten(1, (axis.outer * axis.inner, rows.shape[row.dim], -1))
+                parts = gradient.unflatten(1, (axis.outer * axis.inner, row.tensor.shape[row.dim], -1))
                 gradient = stretch.copied(parts).flatten(1)
             found.append((gradient, geometry))
         return found

@@ -38,7 +38,7 @@ from sensli.moves.stretching import (
     like_layout,
 )
 from sensli.moves.width.starts import STARTS
-from sensli.moves.width.width import Axis, Entries, Size, Width, family, filled, find_part
+from sensli.moves.width.width import Axis, Entries, Width, family, filled, find_part
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
@@ -59,8 +59,7 @@ def note_widening(width: Width) -> None:
     """Before the axes of a width, bound to its modules, get longer."""
     about_to_change(_MADE)
     for axis in width.axes:
-        module = axis.module.find_module()
-        length = getattr(module, axis.name).shape[axis.dim]
+        module, length = axis.module.find_module(), axis.tensor.shape[axis.dim]
         _MADE[module] = (*_MADE.get(module, ()), (axis.name, length, width.stretch(axis)))[-_DEEP:]
 
 
@@ -146,14 +145,15 @@ class Widening(Edit):
     def build(self) -> None:
         entries = None if self._move._entries is None else _fitting(self._move, self._move._entries)
         if entries is None:  # never measured, or for another layer
-            entries = (
-                Entries(tuple(None for _ in self._move.axes))
-                if self.copies
-                else STARTS[self._move.start].entries(self._move)
-            )
+            nothing = Entries(tuple(None for _ in self._move.axes))
+            entries = nothing if self.copies else STARTS[self._move.start].entries(self._move)
         self.site = replace(self.site, move=replace(self._done, _entries=None))  # the record is plain data
         self._moves_old = bool(self._move.factors) or any(shift is not None for shift in entries.shifts)
-        self._new = [_filled(each, self._move, entries) for each in self.resized]
+        self._new = []
+        for each in self.resized:
+            old = whole(each.tensor)
+            value = like_layout(grown_value(old, each, self._move, entries), old)
+            self._new.append(sharded_like(value, each.tensor))
 
     def apply(self) -> None:
         change_sizes(self._move, self._move.more)
@@ -286,7 +286,12 @@ def covers_all_blocks(model: nn.Module, width: Width) -> bool:
 def change_sizes(width: Width, more: int) -> None:
     """Let the attributes that count units follow; ``more`` may be below zero."""
     for size in width.sizes if more else ():
-        _change(size, width, more)
+        holder = size.holder(size.module.find_module())
+        value, before = getattr(holder, size.name), width.units * size.per_unit
+        count = (before if value is None else value) + more * size.per_unit
+        about_to_change(holder, size.name)
+        setattr(holder, size.name, None if size.unsaid and count == before else count)
+        fit_class(holder)
 
 
 def _fits(stretch: Stretch | Exchange, tensor: Tensor, length: int, *, made: bool) -> bool:
@@ -302,17 +307,10 @@ def _fitting(width: Width, entries: Entries) -> Entries | None:
     for given, units in ((entries.values, width.more), (entries.shifts, width.units)):
         found.append([])
         for axis, new in zip(width.axes, given, strict=True) if given else ():
-            shape = list(getattr(axis.module.find_module(), axis.name).shape)
-            shape[axis.dim] = axis.outer * units * axis.inner
-            found[-1].append(None if new is None else followed(new, axis, shape))
+            found[-1].append(None if new is None else followed(new, axis, axis.shape_of(units)))
             if new is not None and found[-1][-1] is None:
                 return None
     return Entries(tuple(found[0]), tuple(found[1]))
-
-
-def _filled(resize: Resize, width: Width, entries: Entries) -> Tensor:
-    old = whole(resize.tensor)
-    return sharded_like(like_layout(grown_value(old, resize, width, entries), old), resize.tensor)
 
 
 def grown_value(value: Tensor, resize: Resize, width: Width, entries: Entries) -> Tensor:
@@ -326,15 +324,11 @@ def grown_value(value: Tensor, resize: Resize, width: Width, entries: Entries) -
     value = value * _factor(resize, width) if width.factors else value
     moved = [_beside(value, axis, shift.to(value)) for axis, _, shift in fills.values() if shift is not None]
     # Rows first: columns are zero in them. Copies are copied with everything.
-    in_order = (
-        resize.stretches if is_copied(resize) else sorted(resize.stretches, key=lambda s: fills[s][0].fill != "row")
-    )
+    in_order = sorted(resize.stretches, key=lambda each: not is_copied(resize) and fills[each][0].fill != "row")
     for stretch in in_order:
         axis, new, _ = fills[stretch]
-        if isinstance(stretch, Copied):
-            value = stretch.copied(value, filled(axis, value, new))
-        else:
-            value = stretch.applied(value, filled(axis, value, new))
+        entered = stretch.copied if isinstance(stretch, Copied) else stretch.applied
+        value = entered(value, filled(axis, value, new))
     for shift in moved:  # last: copies are of units as they were
         value = value + resize.stretched(shift, along=range(shift.dim()))
     return value
@@ -362,12 +356,3 @@ def _factor(resize: Resize, width: Width) -> float:
     """What a growth multiplies the old entries of a tensor with."""
     own = [factor.by for factor in width.factors if getattr(factor.module.find_module(), factor.name) is resize.tensor]
     return math.prod(own)
-
-
-def _change(size: Size, width: Width, more: int) -> None:
-    holder = size.holder(size.module.find_module())
-    value = getattr(holder, size.name)
-    count = (width.units * size.per_unit if value is None else value) + more * size.per_unit
-    about_to_change(holder, size.name)
-    setattr(holder, size.name, None if size.unsaid and count == width.units * size.per_unit else count)
-    fit_class(holder)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sensli.errors import UnknownSite, one_of
 from sensli.modules.running import whole
 from sensli.moves.point import Bind, Point, Ref
-from sensli.moves.sites import Cost, Edit, Gauge, New
+from sensli.moves.sites import Cost, Edit, Gauge, New, plural
 from sensli.moves.stretching import FRESH, Copied, Stretch
 from sensli.text.records import Plain
 
@@ -94,9 +94,8 @@ class Axis(Plain):
     module: Ref
     name: str
     dim: int
-    fill: (
-        str  # "row": what makes a unit; "column": zeros, in a reader; "one", "zero", "mean" (of the others): on the way
-    )
+    # "row": what makes a unit; "column": zeros, in a reader; "one", "zero", "mean" (of the others): on the way
+    fill: str
     start: int = 0
     outer: int = 1
     inner: int = 1
@@ -108,6 +107,12 @@ class Axis(Plain):
         """The parameter or buffer itself, of an axis that is bound to its module."""
         tensor: Tensor = getattr(self.module.find_module(), self.name)
         return tensor
+
+    def shape_of(self, units: int) -> list[int]:
+        """The shape of the entries of so many units."""
+        shape = list(self.tensor.shape)
+        shape[self.dim] = self.outer * units * self.inner
+        return shape
 
     def _verify(self) -> None:
         if self.fill not in FILLS:
@@ -164,9 +169,8 @@ class Width(Plain):
     start: str = "sensitive"
     layers: int | None = None  # that had been inserted into the model when it was found
     heads: int = 0  # of an attention that make one unit; 0: units are single
-    blocks: int = (
-        0  # how many equal blocks get them at once, being all that a configuration describes; 0: only this one
-    )
+    # how many equal blocks get them at once, being all that a configuration describes; 0: only this one
+    blocks: int = 0
     sources: tuple[int, ...] = ()  # of each new unit the one that it is a copy of, or -1; empty where none is a copy
     factors: tuple[Factor, ...] = ()  # of old entries
     _entries: Entries | None = field(default=None, repr=False, compare=False)  # what new units begin with, as measured
@@ -174,15 +178,15 @@ class Width(Plain):
     def line(self, point: Point) -> str:
         per_block = len(self.readers) // max(1, self.blocks)
         others = f" and {per_block - 1} more" if per_block > 1 else ""
-        alike = f" and in {_plural(self.blocks - 1, 'block')} like it" if self.blocks > 1 else ""
+        alike = f" and in {plural(self.blocks - 1, 'block')} like it" if self.blocks > 1 else ""
         what = " groups" if self.heads > 1 else " heads" if self.heads else ""
         change = f"{self.layer} {self.units} -> {self.units + self.more}{what}"
         return f"{self} in {point.path}{alike} ({change}), read by {self.readers[0]}{others}"
 
     def __str__(self) -> str:
         if self.heads > 1:
-            return f"+{_plural(self.more, 'group')} of {self.heads} heads"
-        return f"+{_plural(self.more, 'head' if self.heads else 'unit')}"
+            return f"+{plural(self.more, 'group')} of {self.heads} heads"
+        return f"+{plural(self.more, 'head' if self.heads else 'unit')}"
 
     def cost(self, point: Point) -> Cost:
         return Cost(self.added, self.flops)
@@ -268,7 +272,3 @@ def find_part(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
 def family(path: str) -> str:
     """The same for the layers of all blocks of a stack."""
     return re.sub(r"\d+", "*", path)
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
