@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from sensli.errors import one_of
 from sensli.modules.grown import CONVS, Chain, ParametricLayer, ResidualLayer, undrawn
 from sensli.modules.running import upcast
-from sensli.moves.factors import Outer, Rows, Windows, of_convolution, of_features, parts_of
+from sensli.moves.factors import Outer, Windows, of_convolution, of_features, parts_of
 from sensli.moves.inserting import Inserts, example_parameter
 from sensli.moves.point import Point
-from sensli.moves.roles import CONVOLUTIONS, LAYERS, Geometry, map_of
+from sensli.moves.roles import CONVOLUTIONS, LAYERS, Geometry, convolution_gradient, map_of
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Cost, Gauge, Kind, Site
 from sensli.moves.trace.flow import ModuleCall, SeenTensor
@@ -67,17 +68,13 @@ class LayerGauge(Gauge):
         gradient = self.layer.weight_gradient(features, g)
         if not self.natural:
             return {"gradient": gradient, "alive": alive}
-        inputs, outputs = self._rows(features, g)
+        if self.layer.kind == "linear":
+            inputs, outputs = of_features(features), of_features(g)
+        else:
+            inputs, outputs = of_convolution(features, g, self.layer.windows)
         groups = len(inputs.values)
         matrix = gradient.reshape(groups, self.layer.width // groups, -1)
         return {**parts_of(0, matrix, inputs, outputs, len(x)), "alive": alive}
-
-    def _rows(self, features: Tensor, g: Tensor) -> tuple[Rows, Rows]:
-        if self.layer.kind == "linear":
-            return of_features(features), of_features(g)
-        kernel, ones = self.layer.kernel, (1,) * len(self.layer.kernel)
-        windows = Windows(kernel, ones, [k // 2 for k in kernel], ones, self.layer.groups)
-        return of_convolution(features, g, windows)
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> Iterable[tuple[Tensor, Geometry]]:
         return [(sums["gradient"], self.layer.geometry(shape))]
@@ -126,9 +123,8 @@ class Layer(Inserts):
     kernel: tuple[int, ...] = ()
     groups: int = 1
     activation: Activation = RELU
-    leading: bool = (
-        False  # of the ReLU form: the ReLU comes first, because the model applies one itself after the place
-    )
+    # of the ReLU form: the ReLU comes first, because the model applies one itself after the place
+    leading: bool = False
     norm: int = 0  # a batch norm of so many dimensions after the (first) map, not in the parametric form; 0 for none
     # Of a norm in the ReLU form: mean and variance of what arrives, which it undoes. Values are in a state dict, not in JSON.
     _undone: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
@@ -152,6 +148,12 @@ class Layer(Inserts):
         if self.kind == "conv":
             return (self.width, self.width // self.groups, *self.kernel)
         return (self.width, self.width)
+
+    @property
+    def windows(self) -> Windows:
+        """How the maps of a convolution meet their input: they keep its size."""
+        ones = (1,) * len(self.kernel)
+        return Windows(self.kernel, ones, [k // 2 for k in self.kernel], ones, self.groups)
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -248,9 +250,8 @@ class Layer(Inserts):
     def _map(self, scale: float, bias: bool, **options: Any) -> nn.Module:
         """A linear map or convolution that multiplies by ``scale``."""
         if self.kind == "conv":
-            padding = tuple(k // 2 for k in self.kernel)
             size = (self.width, self.width, self.kernel)
-            options.update(padding=padding, groups=self.groups)
+            options.update(padding=tuple(self.windows.padding), groups=self.groups)
             module: nn.Module = undrawn(CONVS[len(self.kernel)], *size, bias=bias, **options)
         else:
             module = undrawn(nn.Linear, self.width, self.width, bias=bias, **options)
@@ -282,15 +283,7 @@ class Layer(Inserts):
         """The gradient of the measured weight, of `weight_shape`, from its `sides`; linear: of shape (..., h), conv: (n, c, *map)."""
         if self.kind == "linear":
             return g.reshape(-1, self.width).T @ features.reshape(-1, self.width)
-        dims = len(self.kernel)
-        padding = [k // 2 for k in self.kernel]
-        # Only the weight's gradient is asked for; the empty weight carries its shape.
-        shape_only = features.new_empty(1).expand(self.weight_shape)
-        gradients = torch.ops.aten.convolution_backward(
-            g, features, shape_only, None, [1] * dims, padding, [1] * dims, False, [0] * dims, self.groups,
-            [False, True, False],
-        )  # fmt: skip
-        return gradients[1]  # type: ignore[no-any-return]
+        return convolution_gradient(features, g, self.weight_shape, self.windows)
 
     def _verify(self) -> None:
         known = (("layer form", self.form, FORMS), ("kind", self.kind, ("linear", "conv")))
@@ -405,9 +398,8 @@ class Placing:
                 )
             # torch's slopes per channel lie along the second dimension, which are the features only in a matrix
             norm = int(form == "residual" and len(shape) == 2 and after_batch_norm(seen.node))
-            return Layer(
-                form, "linear", shape[-1], activation=_fitted(s, shape[-1] if len(shape) == 2 else 1), norm=norm
-            )
+            s = _fitted(s, shape[-1] if len(shape) == 2 else 1)
+            return Layer(form, "linear", shape[-1], activation=s, norm=norm)
         kernel, groups = same_size_kernel((3,) * (len(shape) - 2), shape[2:]), 1
         for name in neighbours:
             module = self.search.model.get_submodule(name)
@@ -514,9 +506,8 @@ class _Visit:
         for path, module in self.flow.model.named_modules():
             # A parametric layer is an activation as a whole: its bend alone is only a part of what it gives.
             known = Activation.of(module.activation if isinstance(module, ParametricLayer) else module)
-            if path.endswith(".activation") and isinstance(
-                self.flow.model.get_submodule(path.rpartition(".")[0]), ParametricLayer
-            ):
+            parent, _, name = path.rpartition(".")
+            if parent and name == "activation" and isinstance(self.flow.model.get_submodule(parent), ParametricLayer):
                 continue
             if known is None and not _could_be_activation(module, self.flow.calls_of(path)):
                 continue
@@ -541,6 +532,10 @@ class _Visit:
             elif call.output.node not in self.search.taken:
                 self.search.offer(call, "after", call.output, self.placing.sites(call, "after", call.output, known))
 
+    def _is_single(self, call: ModuleCall) -> bool:
+        """Whether a module is called once, by one name."""
+        return len(self.flow.calls_of(call.path)) == 1 and not self.around.has_other_names(call)
+
     def _has_parameters(self, node: Any) -> bool:
         return any(True for _ in nearest_parameters(self.flow.parameter_names, node))
 
@@ -552,7 +547,7 @@ class _Visit:
             activation = functional(source)
             if activation is None or source in self.search.taken:
                 continue
-            if len(self.flow.calls_of(call.path)) != 1 or self.around.has_other_names(call):
+            if not self._is_single(call):
                 self.search.skipped[call.path] = (
                     "is used several times in one forward pass, so a layer before it would not be in a single place"
                 )
@@ -577,9 +572,7 @@ class _Visit:
         """The module whose map goes into a functional activation and is then flattened: the layer belongs to the map, not to its pixels."""
         map_dims, dims = len(source._input_metadata[0].shape), call.inputs[0].tensor.dim()
         maker = self._makers.get(source.next_functions[0][0]) if map_dims > 2 and dims < map_dims else None
-        if maker is None or len(self.flow.calls_of(maker.path)) != 1 or self.around.has_other_names(maker):
-            return None
-        return None if self.around.in_block(maker.path) else maker
+        return maker if maker is not None and self._is_single(maker) and not self.around.in_block(maker.path) else None
 
     def _nameless_before(self, call: ModuleCall) -> ModuleCall | None:
         """A module without parameters that gives its values to this layer alone, where a layer goes in and no name changes."""
@@ -590,17 +583,15 @@ class _Visit:
         other = self._makers.get(node)
         if other is None or not other.path or other.output is None or other.output.tensor is not call.inputs[0].tensor:
             return None
-        if any(True for _ in other.module.parameters()) or self.around.in_block(other.path):
-            return None
-        if len(self.flow.calls_of(other.path)) != 1 or self.around.has_other_names(other):
+        bare = not any(True for _ in other.module.parameters())
+        if not bare or self.around.in_block(other.path) or not self._is_single(other):
             return None
         readers = sum(source is node for each in self.flow.nodes for source, _ in each.next_functions)
         return other if readers == 1 else None
 
     def layers(self) -> None:
-        looked_into = any(
-            stack.added for stack in self.search.stacks
-        )  # next, as nothing was found between those blocks
+        # next, as nothing was found between those blocks
+        looked_into = any(stack.added for stack in self.search.stacks)
         for call in self.flow.calls:
             plain = isinstance(call.module, LAYERS) and not self.around.in_block(call.path)
             once = len(self.flow.calls_of(call.path)) == 1
@@ -627,17 +618,11 @@ def _first_that_goes(one: Iterator[Site], other: Iterator[Site]) -> Iterator[Sit
 
 def _could_be_activation(module: nn.Module, calls: list[ModuleCall]) -> bool:
     """A parameterless leaf of the user's own that changes values and keeps the shape: treated as an activation."""
-    if (
-        any(True for _ in module.children())
-        or any(True for _ in module.parameters())
-        or type(module).__module__.startswith("torch.")
-    ):
+    has_parts = any(True for _ in chain(module.children(), module.parameters()))
+    if has_parts or type(module).__module__.startswith("torch."):
         return False
     if len(calls) != 1 or calls[0].output is None or len(calls[0].inputs) != 1:
         return False
     given, output = calls[0].inputs[0], calls[0].output
-    return (
-        output.tensor.is_floating_point()
-        and output.tensor.shape == given.tensor.shape
-        and output.node is not given.node
-    )
+    same = output.tensor.is_floating_point() and output.tensor.shape == given.tensor.shape
+    return same and output.node is not given.node

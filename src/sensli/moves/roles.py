@@ -6,6 +6,7 @@ A new type of layer is one more class here, named in `TYPES`. Subclasses of a us
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -177,17 +178,17 @@ class ConvRole(MapRole):
         made: Tensor = function(x, weight, bias, self.module.stride, padding, self.module.dilation, groups)
         return made
 
+    def _windows(self, x: Tensor) -> tuple[Tensor, Windows]:
+        x, padding = self.pad(x)
+        return x, Windows(self.kernel, self.module.stride, padding, self.module.dilation)
+
     def column_gradient(self, a: Tensor, cotangent: Tensor) -> Tensor:
-        conv = self.module
-        a, padding = self.pad(a.to(cotangent.dtype))
-        sizes = a.shape[1], cotangent.shape[1]
-        # Only the weight's gradient is asked for; the empty weight carries its shape.
-        empty = a.new_empty(1).expand(*(sizes if self.transposed else reversed(sizes)), *self.kernel)
-        gradient: Tensor = torch.ops.aten.convolution_backward(
-            cotangent, a, empty, None, list(conv.stride), padding, list(conv.dilation), self.transposed,
-            list(conv.output_padding), 1, [False, True, False],
-        )[1]  # fmt: skip
-        return gradient if self.transposed else gradient.transpose(0, 1)
+        a, windows = self._windows(a.to(cotangent.dtype))
+        if self.transposed:
+            shape = (a.shape[1], cotangent.shape[1], *self.kernel)
+            return convolution_gradient(a, cotangent, shape, windows, self.module.output_padding)
+        shape = (cotangent.shape[1], a.shape[1], *self.kernel)
+        return convolution_gradient(a, cotangent, shape, windows).transpose(0, 1)
 
     def unfold(self, x: Tensor) -> Tensor:
         size, channels = math.prod(self.kernel), self.module.in_channels
@@ -195,13 +196,25 @@ class ConvRole(MapRole):
         return super().unfold(self._run(x, picking.repeat(channels, *[1] * (x.dim() - 1)), None, channels))
 
     def sides(self, x: Tensor, cotangent: Tensor) -> tuple[Rows, Rows]:
-        x, padding = self.pad(x)
-        windows = Windows(self.kernel, self.module.stride, padding, self.module.dilation)
+        x, windows = self._windows(x)
         return of_convolution(x, cotangent, windows, transposed=self.transposed)
 
     def geometry(self, size: tuple[int, ...]) -> Geometry:
         conv = self.module
         return Geometry(size, tuple(conv.stride), tuple(conv.dilation), conv.groups, conv.transposed)
+
+
+def convolution_gradient(
+    x: Tensor, cotangent: Tensor, shape: Sequence[int], windows: Windows, transposed: Sequence[int] | None = None
+) -> Tensor:
+    """The gradient of a convolution's weight, of this shape; ``transposed``: the output padding, if it is a transposed one."""
+    # Only the weight's gradient is asked for; the empty weight carries its shape.
+    empty, others = x.new_empty(1).expand(*shape), transposed or [0] * len(windows.kernel)
+    gradient: Tensor = torch.ops.aten.convolution_backward(
+        cotangent, x, empty, None, list(windows.stride), list(windows.padding), list(windows.dilation), transposed is not None,
+        list(others), windows.groups, [False, True, False],
+    )[1]  # fmt: skip
+    return gradient
 
 
 class TransposedConvRole(ConvRole):

@@ -159,15 +159,12 @@ class Gauge:
 
     factors: ClassVar[bool] = False  # whether it can catch the moments of the natural merit
     raw: ClassVar[bool] = False  # whether it wants what modules give before hooks of the user change it
-    enters: ClassVar[bool] = (
-        False  # whether `inside` puts something into the model, which moves what comes after it in a list
-    )
+    # whether `inside` puts something into the model, which moves what comes after it in a list
+    enters: ClassVar[bool] = False
 
     points: Sequence[tuple[Point, nn.Module]] = ()  # where an activation and its cotangent are caught
     weights: Sequence[nn.Parameter] = ()  # parameters put into the model for the time of the measurement
-    shape: tuple[int, ...] = field(
-        default=()
-    )  # of the activation, with its batch; the geometry of a convolution needs it
+    shape: tuple[int, ...] = ()  # of the activation, with its batch; the geometry of a convolution needs it
     natural: bool = False  # whether the moments of the natural merit are wanted, with the gradients as matrices
     # Whether the backward pass in progress is measured: the user's code may take others.
     counts: Callable[[], bool] = field(default=always, repr=False)
@@ -279,9 +276,8 @@ class Site(Plain):
     @property
     def place(self) -> str:
         """Where the growth would be, in a few words: ``"after features.1"``, ``"in features.3"``."""
-        return (
-            f"{self.side if self.cost.depth else 'in'} {self.path}"  # what makes nothing deeper is in the module itself
-        )
+        # what makes nothing deeper is in the module itself
+        return f"{self.side if self.cost.depth else 'in'} {self.path}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -569,9 +565,9 @@ def chosen(sites: Sequence[Site], where: Where) -> list[Site]:
 
 
 def _names(where: object) -> list[str]:
-    return (
-        [where] if isinstance(where, str) else list(where) if isinstance(where, (list, tuple, set, frozenset)) else []
-    )
+    if isinstance(where, str):
+        return [where]
+    return list(where) if isinstance(where, (list, tuple, set, frozenset)) else []
 
 
 def _keeps(name: str, site: Site) -> bool:
