@@ -27,7 +27,7 @@ from sensli.modules.flops import count_flops
 from sensli.modules.running import mapped, noting, tensors, untouched, without_autocast
 from sensli.modules.wrappers import bare, is_sharded, own_modules, own_parameters
 from sensli.moves.finding import find_sites
-from sensli.moves.sites import Site, Sites, Skipped, Where, chosen
+from sensli.moves.sites import Site, Sites, Skipped, Where, filter_sites
 from sensli.surgery.growth import check_joining
 from sensli.surgery.optimizers import Optimizers
 from sensli.surgery.record import factor_text, reason_of, rule_of
@@ -66,7 +66,7 @@ class RememberedSites:
                 self._seen = now
             self._failures = failures
         # Asked at every look: what a function says may depend on more than the model.
-        sites, found = chosen(self._found, self._where), self._found
+        sites, found = filter_sites(self._found, self._where), self._found
         return Sites(sites, found.skipped, notes=found.notes, model_name=type(network).__name__)
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -250,8 +251,8 @@ class Spotting:
     def __init__(self, model: nn.Module, sites: Sequence[Site]) -> None:
         self._model = model
         self._widths = [site.move for site in sites if isinstance(site.move, Width)]
-        # By width, and by its readers in their order: whether each unit was ever alive; None for a reader that was never called.
-        self._alive: list[list[Tensor | None]] = [[None] * len(width.filled_with("column")) for width in self._widths]
+        # By the number of a width and the place of a reader among its own: whether each unit was ever alive.
+        self._alive: dict[tuple[int, int], Tensor] = {}
 
     def watch(self, given: Any, *, dropout: bool = False) -> None:
         """Run an input through the model. Buffers and random numbers are the caller's to keep.
@@ -263,7 +264,7 @@ class Spotting:
             for number, width in enumerate(self._widths):
                 for place, axis in enumerate(width.filled_with("column")):
                     module = find_part(self._model, axis.module)[1]
-                    hook = self._hook(number, place, axis, width.units)
+                    hook = partial(self._see, (number, place), axis, width.units)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             with torch.no_grad(), eager(), nullcontext() if dropout else NoDropout():
                 run(self._model, to_device(given, device_of(self._model)))
@@ -274,23 +275,22 @@ class Spotting:
     def dead(self) -> list[tuple[int, ...]]:
         """The dead units of each width."""
         result: list[tuple[int, ...]] = []
-        for seen in self._alive:
-            masks = [mask for mask in seen if mask is not None]
-            if not masks or len(masks) < len(seen):  # what is read unseen may be alive
+        for number, width in enumerate(self._widths):
+            readers = len(width.filled_with("column"))
+            masks = [self._alive[number, place] for place in range(readers) if (number, place) in self._alive]
+            if not masks or len(masks) < readers:  # what is read unseen may be alive
                 result.append(())
             else:
                 result.append(tuple(torch.stack(masks).any(0).logical_not().nonzero().flatten().tolist()))
         return result
 
-    def _hook(self, number: int, place: int, axis: Axis, units: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x, role = first_tensor(args) if args else first_tensor(tuple(kwargs.values())), role_of(module)
-            if x is None or role is None:
-                return
-            entries = x.detach().movedim(role.channel, 0).flatten(1).ne(0).any(1)
-            own = entries.narrow(0, axis.start, axis.outer * units * axis.inner)
-            alive = own.unflatten(0, (axis.outer, units, axis.inner)).any(2).any(0).cpu()
-            known = self._alive[number][place]
-            self._alive[number][place] = alive if known is None else known | alive
-
-        return hook
+    def _see(
+        self, place: tuple[int, int], axis: Axis, units: int, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        x, role = first_tensor(args or tuple(kwargs.values())), role_of(module)
+        if x is None or role is None:
+            return
+        entries = x.detach().movedim(role.channel, 0).flatten(1).ne(0).any(1)
+        own = entries.narrow(0, axis.start, axis.outer * units * axis.inner)
+        alive = own.unflatten(0, (axis.outer, units, axis.inner)).any(2).any(0).cpu()
+        self._alive[place] = self._alive.get(place, torch.zeros_like(alive)) | alive

@@ -17,7 +17,7 @@ from sensli.moves.dead import NarrowKind, RecycleKind
 from sensli.moves.layers import LayerKind
 from sensli.moves.point import Ref
 from sensli.moves.search import Request, Search
-from sensli.moves.sites import Kind, Move, Site, Sites, Skipped, Where, check_where, chosen, remember
+from sensli.moves.sites import Kind, Move, Site, Sites, Skipped, Where, check_where, filter_sites, remember
 from sensli.moves.stacking import StackKind
 from sensli.moves.trace.flow import check_values, record
 from sensli.moves.trace.stacks import parent_of
@@ -127,7 +127,7 @@ def find_sites(
     found, skipped = _outside_of_averages(model, found, skipped)
     sites = [replace(site, _root=Ref.to("", model)) for site in found]
     remember(model, sites)
-    return Sites(chosen(sites, where), skipped, notes=notes, model_name=type(model).__name__)
+    return Sites(filter_sites(sites, where), skipped, notes=notes, model_name=type(model).__name__)
 
 
 def _outside_of_averages(

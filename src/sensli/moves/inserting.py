@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,9 @@ from sensli.modules.grown import Chain
 from sensli.modules.running import Slot, capable, whole
 from sensli.moves.point import Bind, ListPlace, Point, Ref, list_renames, put_into_list, take_from_list
 from sensli.moves.roles import units_made
-from sensli.moves.sites import Edit, New
+from sensli.moves.sites import Edit, New, Site
 from sensli.moves.stretching import Resize
 from sensli.text.records import Plain
-
-if TYPE_CHECKING:
-    from sensli.moves.sites import Site
 
 _GROWN_NAME = re.compile(r"grown\d+")
 

@@ -25,14 +25,7 @@ from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Cost, Gauge, Kind, Site
 from sensli.moves.trace.flow import ModuleCall, SeenTensor
 from sensli.moves.trace.graph import Channels, channels, is_score, nearest_parameters, operation, origin
-from sensli.moves.trace.stacks import (
-    ACTIVATIONS,
-    RELU,
-    TANH,
-    Activation,
-    functional,
-    never_negative,
-)
+from sensli.moves.trace.stacks import ACTIVATIONS, RELU, TANH, Activation, functional, never_negative
 from sensli.moves.trial import IdentityStandIn
 from sensli.text.commands import FORMS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -27,6 +27,13 @@ from sensli.text.records import Plain
 # need no trial.
 
 
+def attribute(holder: Any, names: Iterable[str], *otherwise: object) -> Any:
+    """The attribute that several names lead to, one after the other; ``otherwise``: what stands for one that is not there."""
+    for name in names:
+        holder = getattr(holder, name, *otherwise)
+    return holder
+
+
 @dataclass(frozen=True)
 class Fact(Plain):
     """An attribute that follows the number of blocks: of a module, or of an object that a module holds, such as a configuration."""
@@ -41,16 +48,10 @@ class Fact(Plain):
         """The objects that have the attribute, each once."""
         path, every, inner = self.module.partition(".*")
         if not every:
-            return [self._through(model.get_submodule(path))]
+            return [attribute(model.get_submodule(path), self.through, None)]
         parts = (_submodule(block, inner.removeprefix(".")) for block in model.get_submodule(path).children())
-        found = (self._through(part) for part in parts if part is not None)
+        found = (attribute(part, self.through, None) for part in parts if part is not None)
         return list({id(holder): holder for holder in found if hasattr(holder, self.name)}.values())
-
-    def _through(self, module: nn.Module) -> Any:
-        found: Any = module
-        for name in self.through:
-            found = getattr(found, name, None)
-        return found
 
     def follow(self, holder: Any, position: int, source: int | None) -> None:
         """One block more at a position, alike the block that stood at ``source``; None: it goes again."""

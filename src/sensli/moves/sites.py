@@ -555,7 +555,7 @@ def check_where(where: Where, model: nn.Module | None = None) -> None:
             checks.refuse("where", _WHAT, where, ValueError, hint)
 
 
-def chosen(sites: Sequence[Site], where: Where) -> list[Site]:
+def filter_sites(sites: Sequence[Site], where: Where) -> list[Site]:
     """The sites that ``where`` keeps."""
     if where is None:
         return list(sites)

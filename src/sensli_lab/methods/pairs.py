@@ -271,14 +271,14 @@ def as_double(x: Tensor) -> Tensor:
 
 def features(module: nn.Module, x: Tensor) -> Tensor:
     """Features last, everything else first: [n, features]."""
-    x = x if isinstance(module, nn.Linear) else x.movedim(1, -1)
-    return x.reshape(-1, x.shape[-1])
+    channel = map_of(module).channel
+    return x.movedim(channel, -1).reshape(-1, x.shape[channel])
 
 
 def _unfeatured(module: nn.Module, flat: Tensor, like: Tensor) -> Tensor:
-    if isinstance(module, nn.Linear):
-        return flat.reshape(like.shape)
-    return flat.reshape(like.shape[0], *like.shape[2:], like.shape[1]).movedim(-1, 1)
+    """The inverse of `features`."""
+    channel = map_of(module).channel
+    return flat.reshape(like.movedim(channel, -1).shape).movedim(-1, channel)
 
 
 def _carried(x: Tensor, read: Tensor, column: Axis, *, tokens: bool) -> Tensor:

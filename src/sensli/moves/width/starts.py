@@ -16,14 +16,13 @@ from sensli.modules.running import first_tensor, run, untouched, upcast, whole
 from sensli.modules.wrappers import eager
 from sensli.moves.point import Point
 from sensli.moves.roles import Geometry, MapRole, map_of, role_of
-from sensli.moves.sites import Ahead, Gauge
+from sensli.moves.sites import Ahead, Gauge, Site
 from sensli.moves.stretching import Copied
 from sensli.moves.width.gauge import MANY, ColumnGauge, ReaderGauge, calibrated, candidates, directions, is_cut, makings
 from sensli.moves.width.replica import Places, Replica, inputs_of
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, laid_out, units_of
 
 if TYPE_CHECKING:
-    from sensli.moves.sites import Site
     from sensli.moves.width.confirming import WidthRehearsal
 
 # ---- The protocol of a start: what new units begin with, and what measures their worth.

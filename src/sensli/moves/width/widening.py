@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,8 +23,8 @@ from sensli.modules.grown import fit_class, new_in
 from sensli.modules.running import put, sharded_like, whole
 from sensli.modules.wrappers import is_sharded, own_modules
 from sensli.moves.inserting import forget, recall, remember
-from sensli.moves.point import Ref
-from sensli.moves.sites import Edit
+from sensli.moves.point import Ref, attribute
+from sensli.moves.sites import Edit, Site
 from sensli.moves.stretching import (
     OWN,
     Copied,
@@ -39,9 +38,6 @@ from sensli.moves.stretching import (
 )
 from sensli.moves.width.starts import STARTS
 from sensli.moves.width.width import Axis, Entries, Width, family, filled, find_part
-
-if TYPE_CHECKING:
-    from sensli.moves.sites import Site
 
 # ---- How layers have become wider since something was measured for them: measured entries follow with zeros, which change
 # nothing.
@@ -266,9 +262,7 @@ def check_hooks(resized: Sequence[Resize], *, made: bool = False) -> None:
 def check_sizes(width: Width) -> None:
     """Raise if something that should count the units of a width, bound to its modules, is not there or is not a number."""
     for size in width.sizes:
-        value: Any = size.module.find_module()
-        for name in (*size.through, size.name):
-            value = getattr(value, name, "missing")
+        value = attribute(size.module.find_module(), (*size.through, size.name), "missing")
         if type(value) is not int and not (size.unsaid and value is None):
             where = ".".join(part for part in (size.module.path, *size.through, size.name) if part)
             raise UnknownSite(

@@ -6,20 +6,17 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from sensli.errors import UnknownSite, one_of
 from sensli.modules.running import whole
-from sensli.moves.point import Bind, Point, Ref
-from sensli.moves.sites import Cost, Edit, Gauge, New, plural
+from sensli.moves.point import Bind, Point, Ref, attribute
+from sensli.moves.sites import Cost, Edit, Gauge, New, Site, plural
 from sensli.moves.stretching import FRESH, Copied, Stretch
 from sensli.text.records import Plain
-
-if TYPE_CHECKING:
-    from sensli.moves.sites import Site
 
 # ---- What new units begin with, and by how much old ones move with them: a value for each axis of their width.
 
@@ -134,10 +131,7 @@ class Size(Plain):
 
     def holder(self, module: nn.Module) -> Any:
         """The object that has the attribute."""
-        found: Any = module
-        for name in self.through:
-            found = getattr(found, name)
-        return found
+        return attribute(module, self.through)
 
 
 @dataclass(frozen=True)
