@@ -259,8 +259,13 @@ class SlopesRole(Role):
 
 
 TYPES: tuple[type[Role], ...] = (LinearRole, TurnedLinearRole, ConvRole, TransposedConvRole, NormRole, SlopesRole)
-CONVOLUTIONS = (*ConvRole.kinds, *TransposedConvRole.kinds)
-LAYERS = (*LinearRole.kinds, *CONVOLUTIONS)  # torch's own layers with weights, between which others go
+
+
+def _kinds(of: type[Role]) -> tuple[type[nn.Module], ...]:
+    return tuple(kind for each in TYPES if issubclass(each, of) for kind in each.kinds)
+
+
+CONVOLUTIONS, LAYERS = _kinds(ConvRole), _kinds(MapRole)  # torch's own classes with weights, between which layers go
 
 
 def _type_of(module: nn.Module) -> type[Role] | None:
