@@ -166,6 +166,11 @@ class Resize:
         return isinstance(self.tensor, nn.Parameter)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether the change divides old entries between units and their copies."""
+        return any(isinstance(stretch, Copied) and stretch.shared for stretch in self.stretches)
+
+    @property
     def new_shape(self) -> tuple[int, ...]:
         shape = list(self.old_shape)
         for stretch in self.stretches:
@@ -285,11 +290,6 @@ class Copied(Stretch):
 def is_copied(resize: Resize) -> bool:
     """Whether the new entries of a tensor are copies of its old ones."""
     return any(isinstance(stretch, Copied) for stretch in resize.stretches)
-
-
-def is_shared(resize: Resize) -> bool:
-    """Whether the change divides old entries of a tensor between units and their copies."""
-    return any(isinstance(stretch, Copied) and stretch.shared for stretch in resize.stretches)
 
 
 def copied(resize: Resize, tensor: Tensor) -> Tensor:

@@ -25,17 +25,7 @@ from sensli.modules.wrappers import is_sharded, own_modules
 from sensli.moves.inserting import forget, recall, remember
 from sensli.moves.point import Ref, attribute
 from sensli.moves.sites import Edit, Site
-from sensli.moves.stretching import (
-    OWN,
-    Copied,
-    Exchange,
-    Resize,
-    Stretch,
-    given_back,
-    is_copied,
-    is_shared,
-    like_layout,
-)
+from sensli.moves.stretching import OWN, Copied, Exchange, Resize, Stretch, given_back, is_copied, like_layout
 from sensli.moves.width.starts import STARTS
 from sensli.moves.width.width import Axis, Entries, Width, family, filled, find_part
 
@@ -156,7 +146,7 @@ class Widening(Edit):
         note_widening(self._move)
         self._old = [each.tensor.data for each in self.resized]  # they get other memory now, so nobody changes these
         for each, old, value in zip(self.resized, self._old, self._new, strict=True):
-            if self._moves_old or is_shared(each):
+            if self._moves_old or each.is_shared:
                 each.lost[OWN] = (old,)
             put(each.tensor, value)
         if self._sharded:
