@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 
 from benchmarks.figure import Figure
-from sensli import Rates, Grower, load_checkpoint, save_checkpoint
+from sensli import Grower, Rates, load_checkpoint, save_checkpoint
 from sensli.growing import triggers
 
 EPOCHS = 24
