@@ -32,7 +32,7 @@ def test_each_prints_as_one_line():
     grower = Grower(
         model, optimizer, preset="paper", example=points(2), trigger=triggers.Every(1) & triggers.AtMost(3), tau=0.0
     )
-    assert repr(grower) == "Grower(Sequential with 46 parameters, trigger=(Every(1) & AtMost(3)), 0 growths in 0 calls)"
+    assert repr(grower) == "Grower(Sequential with 46 parameters, preset='paper': strategy='sensli', grow='layers', tau=0, trigger=(Every(1) & AtMost(3)), 0 growths in 0 calls)"
     growth = grower.step(batches(), loss_fn)
     assert repr(growth) == f"Growth({str(growth).removeprefix('growth ')})" and "\n" not in repr(growth)
     assert repr(grower).endswith("1 growth in 1 call)") and "66 parameters" in repr(grower)
