@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 
+from sensli import Grower
+
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.S)
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
@@ -34,8 +38,60 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
-def test_readme_has_examples_with_output() -> None:
-    assert len(BLOCKS) >= 2
+def test_readme_has_an_example_with_output() -> None:
+    assert BLOCKS
+
+
+def test_readme_tells_the_loss_without_growing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Grower, "step", lambda *_, **__: None)
+    exec(compile(BLOCKS[0][0], "README.md", "exec"), {})
+    printed = re.search(r"^loss ([\d.]+)", capsys.readouterr().out, re.M)
+    told = re.search(r"Without growing, .* end at a loss of ([\d.]+)", README)
+    assert printed is not None and told is not None
+    assert float(printed.group(1)) == pytest.approx(float(told.group(1)), rel=0.1)
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120 and len(README.split()) <= 900
+
+
+TASKS = {
+    "two spirals": "spirals",
+    "Fashion-MNIST": "fashion",
+    "CIFAR-10": "vgg",
+    "transformer": "text",
+    "student-teacher": "teacher",
+}
+ARMS = {"grown": "pays", "small": "small", "large": "large"}
+
+
+def test_every_number_of_the_results_is_that_of_the_stored_ones() -> None:
+    """One number for each cell, and a mark if and only if the interval excludes 1: ✔ below it, ✘ above."""
+    summary = json.loads((ROOT / "docs/compare/when/summary.json").read_text())
+    stored = {entry["task"]: entry["front_ratios"] for entry in summary if entry["budget"] == 1}
+    head, _, *rows = README[README.index("| task | grown |") :].split("\n\n")[0].splitlines()
+    names = [cell.strip() for cell in head.strip("|").split("|")][1:-1]
+    assert names == list(ARMS) and 3 <= len(rows) <= 5
+    worst = []
+    for row in rows:
+        task, *cells, sentence = (cell.strip() for cell in row.strip("|").split("|"))
+        for name, cell in zip(names, cells, strict=True):
+            value, low, high = re.findall(r"[\d.]+", stored[TASKS[task]][ARMS[name]]["end"])
+            mark = " ✔" * (float(high) < 1) + " ✘" * (float(low) > 1)
+            assert cell == value + mark, f"{task}, {name}"
+        assert sentence.count(".") == 1 and sentence.endswith(".")
+        worst.append(float(stored[TASKS[task]]["pays"]["most"].split()[0]))
+    told = re.search(r"reached up to ([\d.]+) on the first four tasks", README)
+    assert told is not None and float(told.group(1)) == max(worst[:4])
+
+
+def test_readme_cites_the_paper() -> None:
+    cited = (ROOT / "CITATION.cff").read_text()
+    for text in (README, cited):
+        assert "2311.15995" in text and "independent implementation" in text
+        assert all(name in text for name in ("Kreis", "Herberg", "Köhne", "Schiela", "Herzog"))
 
 
 # `test_examples.py` runs the others, and looks at what they print.
