@@ -175,12 +175,17 @@ def test_it_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is missing. Get it with: pip install 'sensli[docs]'")
     done = _build(ROOT, tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "site" / "api" / "index.html").read_text()
+    page = "".join(each.read_text() for each in (tmp_path / "site" / "api").rglob("index.html"))
     for name in ("find_sites", "Grower", "Plateau", "Look", "load_checkpoint", "GrowthCallback", "GrowingClassifier"):
         assert f'id="sensli.{name}"' in page or f".{name}" in page
     # nothing is loaded from another server
     front = (tmp_path / "site" / "index.html").read_text()
     assert "fonts.googleapis" not in front
+    # raw tables can be read but are not found
+    found = (tmp_path / "site" / "search" / "search_index.json").read_text()
+    assert '"compare/verdict/' in found and '"compare/when/' not in found and '"replication/' not in found
+    assert (tmp_path / "site" / "compare" / "when" / "index.html").exists()
+    assert not [path for path in (tmp_path / "site").rglob("*.py") if "__pycache__" not in path.parts]
 
 
 @pytest.mark.process

@@ -102,7 +102,7 @@ def test_the_table_of_triggers_has_geometric_means_over_paired_seeds() -> None:
 
 def test_the_tables_of_the_page_are_those_of_the_file() -> None:
     root = Path(__file__).parents[2]
-    page = (root / "docs/methods/triggers.md").read_text()
+    page = (root / "docs/results/triggers.md").read_text()
     for name, title in (("fashion", "Fashion-MNIST"), ("spirals", "spirals")):
         shown = json.loads((root / "benchmarks/when_front.json").read_text())[name]
         rows = {cells(line)[0]: cells(line)[1:] for line in when_front.table(shown).splitlines()[2:]}
