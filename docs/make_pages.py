@@ -62,7 +62,7 @@ def cli_page() -> str:
         if shown:
             text += "\n| argument | meaning |\n|---|---|\n"
             for action in shown:
-                text += f"| {argument(action).replace('|', chr(92) + '|')} | {meaning(parser, action)} |\n"
+                text += f"| {argument(action)} | {meaning(parser, action)} |\n"
         if parser.epilog:
             lines = re.sub(r"^examples?:\s*", "", parser.epilog.strip())
             text += "\n```sh\n" + "\n".join(line.strip() for line in lines.splitlines() if line.strip()) + "\n```\n"
