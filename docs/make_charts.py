@@ -1,6 +1,7 @@
 """Draw the charts of the documentation: run `python docs/make_charts.py` from the repository. Needs the extra `dev`.
 
-`does-it-pay.svg` and `triggers.svg` show docs/compare/when/summary.json; the others the tables of the pages that they head.
+`does-it-pay.svg` and `triggers.svg` show docs/compare/when/summary.json, `other-methods.svg` docs/compare/summary.json; the others
+the tables of the pages that they head.
 """
 
 from __future__ import annotations
@@ -25,6 +26,20 @@ TASKS = {
     "text": "transformer",
     "teacher": "student-teacher",
 }
+METHODS = {
+    "SENN": "senn",
+    "ours: units at fixed times": "units",
+    "GradMax": "gradmax",
+    "random units": "random-units",
+    "Firefly": "firefly",
+    "NeST": "nest",
+    "NORTH*": "north",
+    "TINY": "tiny",
+    "Splitting": "splitting",
+    "Net2Net": "net2net",
+    "NetMorph": "netmorph",
+    "variance transfer": "variance-transfer",
+}
 Points = dict[str, tuple[float, float, float]]  # a row -> its value, and the ends of its interval
 
 
@@ -32,10 +47,15 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in re.findall(r"-?\d+(?:\.\d+)?", text)]
 
 
+def results(summary: str) -> dict[str, Any]:
+    """By task and arm, what is stored about its relative cost."""
+    entries: list[Any] = json.loads((DOCS / "compare" / summary).read_text())
+    return {entry["task"]: entry["front_ratios"] for entry in entries if entry["budget"] == 1}
+
+
 def ratios(arm: str) -> Points:
     """For each task the relative cost at the end."""
-    entries: list[Any] = json.loads((DOCS / "compare" / "when" / "summary.json").read_text())
-    stored = {entry["task"]: entry["front_ratios"] for entry in entries if entry["budget"] == 1}
+    stored = results("when/summary.json")
     found: Points = {}
     for task, title in TASKS.items():
         value, low, high = numbers(stored[task][arm]["end"])
@@ -77,7 +97,7 @@ LOOKS = [(ORANGE, "o", 9.0), (PALE, "D", 6.0), (BLUE, "s", 7.0), (GRAY, "^", 7.0
 
 
 def save(name: str, arms: dict[str, Points], label: str, *, line: float, log: list[float] | None = None) -> None:
-    height = 1.1 + (0.6 if len(arms) > 1 else 0.34) * len(next(iter(arms.values())))
+    height = 1.1 + (0.6 if len(arms) > 2 else 0.34) * len(next(iter(arms.values())))
     figure, axes = pyplot.subplots(figsize=(8.4, height))
     dots(axes, arms, LOOKS)
     axes.axvline(line, color="#222222", linewidth=1)
@@ -111,6 +131,14 @@ def main() -> None:
         "fixed times": ratios("units"),
     }
     save("triggers.svg", arms, COST, line=1, log=[0.25, 0.5, 1, 2, 4])
+
+    stored = results("summary.json")
+    methods: dict[str, Points] = {"two spirals": {}, "student-teacher": {}}
+    for name, arm in METHODS.items():
+        for title, task in (("two spirals", "spirals"), ("student-teacher", "teacher")):
+            value, low, high = numbers(stored[task][arm]["end"])
+            methods[title][name] = value, low, high
+    save("other-methods.svg", methods, COST, line=1, log=[0.25, 0.5, 1, 2, 4, 8])
 
     head, *rows = table("results/merits.md", "| task | loss | frobenius | operator | natural | random")
     rules = ("frobenius", "natural", "random", "middle")
