@@ -34,6 +34,7 @@ BANNED = {
     r"\b(?:linear|weight|last|first|zeroed|second) maps?\b|\bmaps\b": "linear layer",
     r"\b(?:new|random) (?:rows|columns)\b|\b(?:rows|columns) of (?:the |a |new )*(?:units?|layers?)\b": "incoming, outgoing weights",
     r"\bplaces\b": "sites",
+    r"\b(?:fixed|two|first|right|this|that|any|its|each) moments?\b": "time",
     r"\blearnt\b|\bspelt\b": "learned",
     r"(?<!residual )\bstream\b": "residual stream",
     r"\b\w*(?:isation|ising|ised|ises?d)\b(?<!noised)(?<!raised)(?<!promised)(?<!revised)(?<!advised)(?<!comprised)"
