@@ -78,7 +78,7 @@ def look_cost() -> list[Figure]:
     images, source = _images()
     facts, network = FACTS["cifar10"], plan(planning.find("1"), TRAINS, RunOptions()).arms["CNN LI"].network
     step, model = _steps(images)
-    sites = find_sites(model, images.batch(torch.arange(1))[0], layer="relu", where="conv")
+    sites = find_sites(model, images.batch(torch.arange(1))[0], form="relu", where="conv")
     order = torch.randperm(len(images))
     one, three = (images.batches(BATCH, order[: count * BATCH]) for count in (1, 3))
     halves = images.batches(BATCH // 2, order[: 2 * BATCH])

@@ -3,7 +3,7 @@
 `python -m benchmarks.gromo` prints the test loss, the seconds and the lines that a user writes. It needs `pip install 'sensli[gromo]'`.
 
 Two spirals, 360 points, ReLU, 2 hidden layers of 5 units, Adam 0.01, 2,000 steps with all points; after each 100 steps 2 units more, 8
-times. gromo follows its preset for TINY, with the four amplitudes of its tutorial; ours is `Grower(grow="units")`, and `strategy="tiny"`.
+times. gromo follows its preset for TINY, with the four amplitudes of its tutorial; ours is `Grower(what="units")`, and `strategy="tiny"`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def with_ours(start: nn.Sequential, part: TaskPart, strategy: str = "sensli") ->
     model = start
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     grower = Grower(
-        model, optimizer, preset="paper", example=part.x[:2], trigger=At(MOMENTS), strategy=strategy, grow="units", units=UNITS,
-        tau=0.0 if strategy == "sensli" else 1.0, max_factor=None, unit="step",  # only ours has a threshold
+        model, optimizer, preset="paper", example=part.x[:2], trigger=At(MOMENTS), strategy=strategy, what="units", units=UNITS,
+        tau=0.0 if strategy == "sensli" else 1.0, max_factor=None, step_name="step",  # only ours has a threshold
     )  # fmt: skip
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -125,7 +125,7 @@ def main() -> int:
     rows: tuple[tuple[str, Make, Make], ...] = (
         ("gromo, TINY", with_gromo, with_gromo),
         ("ours, strategy='tiny'", with_our_tiny, with_ours),
-        ("ours, grow='units'", with_ours, with_ours),
+        ("ours, what='units'", with_ours, with_ours),
         ("not grown", not_grown, not_grown),
     )
     for name, make, written in rows:

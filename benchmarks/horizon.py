@@ -45,7 +45,7 @@ def study(task: Task, seed: int, moment: int) -> Run:
     for batch in itertools.islice(batches, moment * task.epoch):
         step(model, optimizer, batch)
     x, y = task.train
-    sites = find_sites(model, x[:1], grow="both")
+    sites = find_sites(model, x[:1], what="both")
     merits = measure(model, sites, [(x[:500], y[:500])], cross_entropy, ratio=False)
     candidates = [merit.site for merit in merits.ranked[:CANDIDATES]]
     drawn, budget = list(itertools.islice(batches, STEPS)), STEPS * task.flops(model)
@@ -53,7 +53,7 @@ def study(task: Task, seed: int, moment: int) -> Run:
     for site in (None, *candidates):
         fork, its = copy.deepcopy((model, optimizer))
         if site is not None:
-            grow(fork, site.on(fork), optimizer=its)
+            grow(fork, site.in_model(fork), optimizer=its)
         curve = _trained(task, fork, its, drawn, budget)
         for part in ("training", "held out"):
             run[part].append([losses[part] for losses in curve])

@@ -184,7 +184,7 @@ def _in_fresh_process(work: str) -> None:
             cross_entropy(model(x), y).backward()
             optimizer.step()
     elif work == "widths":
-        measure(model, find_sites(model, x[:1], grow="both"), [(x, y)] * 3, cross_entropy, norm="frobenius")
+        measure(model, find_sites(model, x[:1], what="both"), [(x, y)] * 3, cross_entropy, norm="frobenius")
     else:
         measure(model, find_sites(model, x[:1], where="conv"), [(x, y)] * 3, cross_entropy)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -45,8 +45,8 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> OneCycleLR:
 
 
 def make_grower(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-    trigger = triggers.Every(5) & triggers.AtMost(3)
-    options: dict[str, Any] = {"tau": 0.0, "select": "random", "rates": Rates(lr_scale=0.9)}
+    trigger = triggers.Every(5) & triggers.Limit(growths=3)
+    options: dict[str, Any] = {"tau": 0.0, "select": "random", "rates": Rates(lr_factor=0.9)}
     return Grower(
         model, optimizer, preset="paper", example=torch.zeros(2, 8), trigger=trigger, scheduler=scheduler, **options
     )

@@ -59,7 +59,7 @@ def _grown(start: str, seed: int, x: Tensor, y: Tensor) -> float:
     order = torch.Generator().manual_seed(seed)
     for epoch in range(EPOCHS):
         if epoch and epoch % EVERY == 0 and first.out_features < WIDEST:
-            sites = find_sites(model, x[:2], grow="units", units=MORE, start=start)
+            sites = find_sites(model, x[:2], what="units", units=MORE, init=start)
             batches = list(zip(x.split(1000), y.split(1000), strict=True))
             for merit in measure(model, sites, batches, cross_entropy, norm="frobenius", ratio=False):
                 grow(model, merit, optimizer=optimizer)

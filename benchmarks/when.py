@@ -62,9 +62,9 @@ class Training:
     def look(self, grower: Grower, data: Sequence[Batch], losses: Sequence[float]) -> None:
         """One call of the Grower, and what it costs."""
         samples = sum(len(x) for x, _ in data)
-        before, known = self.task.flops(self.model) * samples // self.task.batch, len(grower.history.record.looks)
+        before, known = self.task.flops(self.model) * samples // self.task.batch, len(grower.history.record.decisions)
         grower.step(data, cross_entropy, metric=sum(losses) / len(losses))
-        for look in grower.history.record.looks[known:]:
+        for look in grower.history.record.decisions[known:]:
             self.spent += before + (look.tried.flops if look.tried else 0)
             self.lost += look.tried.lost if look.tried else 0
 
@@ -78,10 +78,10 @@ def study(task: Task, seed: int) -> Run:
     for name, trial in itertools.product(TRIGGERS, (False, True)):
         training = Training(task, seed, copy.deepcopy(start))
         tried = Trial(TRIAL * task.epoch, batches=training.batches) if trial else None
-        trigger = TRIGGERS[name]() & triggers.AtMost(3)
+        trigger = TRIGGERS[name]() & triggers.Limit(growths=3)
         grower = Grower(
             training.model, training.optimizer, preset="paper",
-                example=x[:1], trigger=trigger, tau=0.0, grow="both", max_factor=None, trial=tried
+                example=x[:1], trigger=trigger, tau=0.0, what="both", max_factor=None, trial=tried
         )  # fmt: skip
         for losses in training.epochs(budget):
             worst = (1 + tried.candidates) * tried.steps * task.flops(training.model) if tried else 0

@@ -57,7 +57,7 @@ class Triggered(JobTraining):
         self._every = max(1, round(self.run.budget / small / CALLS))
 
     def _trigger(self) -> Trigger:
-        return self._asked & triggers.AtMost(MOST)
+        return self._asked & triggers.Limit(growths=MOST)
 
     def _look_is_due(self) -> bool:
         return self.run.steps >= (self.run.looks + 1) * self._every

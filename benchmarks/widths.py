@@ -42,7 +42,7 @@ def _bytes() -> tuple[nn.Module, torch.Tensor, torch.Tensor, object]:
 
 
 def _measuring(name: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: object) -> list[Figure]:
-    layers, both = find_sites(model, x[:2]), find_sites(model, x[:2], grow="both")
+    layers, both = find_sites(model, x[:2]), find_sites(model, x[:2], what="both")
     figures = []
     for count, rounds in ((8, 3), (1, 7)):  # what is done once for all batches weighs most with a single one
         data = [(x, y)] * count
@@ -67,7 +67,7 @@ def _stepping() -> list[Figure]:
     x, y = torch.randn(128, 256), torch.randint(0, 10, (128,))
     optimizer = torch.optim.AdamW(small.parameters())
     for _ in range(2):
-        for site in find_sites(small, x[:2], grow="units", units=128)[:1]:
+        for site in find_sites(small, x[:2], what="units", units=128)[:1]:
             grow(small, site, optimizer=optimizer)
     large = nn.Sequential(nn.Linear(256, 768), nn.ReLU(), nn.Linear(768, 512), nn.ReLU(), nn.Linear(512, 10))
     other = torch.optim.AdamW(large.parameters())

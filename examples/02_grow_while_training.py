@@ -14,7 +14,9 @@ batches = list(zip(x.split(64), y.split(64), strict=True))
 model = nn.Sequential(nn.Linear(2, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
-grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(20) & triggers.AtMost(2), scheduler=scheduler)
+grower = Grower(
+    model, optimizer, example=x[:1], trigger=triggers.Every(20) & triggers.Limit(growths=2), scheduler=scheduler
+)
 for _ in range(100):
     for inputs, targets in batches:
         optimizer.zero_grad()

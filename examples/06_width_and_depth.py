@@ -12,13 +12,13 @@ y = (torch.sin(3 * x[:, 0]) > x[:, 1]).long()
 batches = list(zip(x.split(64), y.split(64), strict=True))
 
 model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-sites = find_sites(model, x[:1], grow="both", units=2)
+sites = find_sites(model, x[:1], what="both", units=2)
 print(measure(model, sites, batches, cross_entropy).per("parameters"))
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-trigger = triggers.Every(15) & triggers.Budget(parameters=120)
+trigger = triggers.Every(15) & triggers.Limit(parameters=120)
 grower = Grower(
-    model, optimizer, example=x[:1], trigger=trigger, tau=0, grow="both", units=2, per="parameters", log=print
+    model, optimizer, example=x[:1], trigger=trigger, tau=0, what="both", units=2, per="parameters", log=print
 )
 for _ in range(90):
     for inputs, targets in batches:

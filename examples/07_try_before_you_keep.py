@@ -27,11 +27,11 @@ def step(model, optimizer, batch):
 
 
 grower = Grower(
-    model, optimizer, example=x[:1], trigger=triggers.Diminishing(), tau=0, grow="both", units=4,
+    model, optimizer, example=x[:1], trigger=triggers.Diminishing(), tau=0, what="both", units=4,
     trial=Trial(steps=80, step=step), log=print,
 )  # fmt: skip
 for _ in range(60):
     losses = [step(model, optimizer, batch) for batch in batches]
     grower.step(batches, cross_entropy, metric=sum(losses) / len(losses))
-tried = [look.tried for look in grower.history.record.looks if look.tried]
+tried = [look.tried for look in grower.history.record.decisions if look.tried]
 print(f"{sum(each.grew for each in tried)} of {len(tried)} trials ended with a growth, loss {losses[-1]:.3f}")

@@ -21,7 +21,7 @@ torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(2, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2))
 model = DistributedDataParallel(network)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(10) & triggers.AtMost(2), tau=0.1)
+grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(10) & triggers.Limit(growths=2), tau=0.1)
 for _ in range(30):
     for inputs, targets in batches:
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ compiled = torch.compile(model, backend="eager")  # leave backend= out for speed
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cpu")
-trigger = triggers.Every(5) & triggers.AtMost(2)
+trigger = triggers.Every(5) & triggers.Limit(growths=2)
 grower = Grower(model, optimizer, example=x[:1], trigger=trigger, tau=0.1, averaged=average, log=print)
 
 for _ in range(15):

@@ -92,7 +92,7 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
     write_page(page, _page(arms, [dict(zip(header, row, strict=True)) for row in rows], x, y))
     arms[1].history.save(history)
     if as_json:
-        looks = [look.to_dict() for look in arms[1].history.record.looks]
+        looks = [look.to_dict() for look in arms[1].history.record.decisions]
         print(strict_json({"results": results, "looks": looks, "page": str(page), "picture": str(picture)}, indent=1))
         return
     print("\n" + text_table(header, rows))
@@ -118,7 +118,7 @@ def _train(arm: Arm, x: Tensor, y: Tensor, reach: Reach, before: int, *, quiet: 
         arm.flops += 3 * forward
         grower.step([(x, y)], cross_entropy, metric=arm.losses[-1])
         if epoch in arm.looks:
-            look = grower.history.record.looks[-1]
+            look = grower.history.record.decisions[-1]
             # by the paper's rule a measurement costs one step of the network with a layer at every place
             arm.flops += 3 * (forward + sum(merit.flops for merit in look.merits))
             forward = count_flops(arm.model, x[:1])

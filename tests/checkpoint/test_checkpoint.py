@@ -75,8 +75,8 @@ class Run:
             options: dict[str, Any] = {
                 "tau": 0.0,
                 "select": "random",
-                "count": 2,
-                "rates": Rates(lr_scale=0.9, own_rate=own_rate),
+                "max_growths": 2,
+                "rates": Rates(lr_factor=0.9, new_lr_factor=own_rate),
             }
             return Grower(
                 model,
@@ -212,7 +212,7 @@ def test_what_a_wrapper_keeps_is_saved_too(tmp_path: Path) -> None:
     optimizer = optimizer_of(model)
     train(model, optimizer, 2)
     growths = [grow(model, find_sites(model, X[:2])[0], optimizer=optimizer)]
-    growths.append(grow(model, find_sites(model, X[:2], grow="units", units=2)[0], optimizer=optimizer))
+    growths.append(grow(model, find_sites(model, X[:2], what="units", units=2)[0], optimizer=optimizer))
     train(model, optimizer, 2)
     save_checkpoint(tmp_path / "a", model, optimizer=optimizer, history=History(growths))
     again = load_checkpoint(tmp_path / "a", make_model, optimizer_of)

@@ -59,7 +59,7 @@ def make_scheduler(optimizer: Any) -> Any:
 
 def make_grower(model: Any, optimizer: Any, scheduler: Any) -> Grower:
     trigger = triggers.Every(1) | triggers.Plateau(2)
-    options: dict[str, Any] = {"tau": 0.0, "rates": Rates(lr_scale=0.9, own_rate=0.5), "scheduler": scheduler}
+    options: dict[str, Any] = {"tau": 0.0, "rates": Rates(lr_factor=0.9, new_lr_factor=0.5), "scheduler": scheduler}
     return Grower(model, optimizer, preset="paper", example=X[:1], trigger=trigger, **options)
 
 
@@ -192,7 +192,7 @@ def check_history(data: Any) -> bool:
         assert History.from_json(history.to_json()) == history
         if history.record:
             write_page("page.html", page_data(history))
-            [str(look) for look in history.record.looks]
+            [str(look) for look in history.record.decisions]
         model = make_model()
         before = [(name, id(value)) for name, value in (*model.named_modules(), *model.named_parameters())]
         state = {

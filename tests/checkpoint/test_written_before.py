@@ -47,16 +47,16 @@ class Stacked(nn.Module):
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "layers": (mlp, {}),
-    "units": (mlp, {"grow": "units", "units": 2}),
+    "units": (mlp, {"what": "units", "units": 2}),
     "blocks": (Stacked, {}),
-    "both": (Stacked, {"grow": "both", "units": 2, "recycle": True}),
+    "both": (Stacked, {"what": "both", "units": 2, "recycle": True}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_history_loads_replays_and_becomes_a_page(name: str, tmp_path: Path) -> None:
     history = History.load(DATA / f"{name}.history.json")
-    assert len(history) == 2 and len(history.record.looks) == 2
+    assert len(history) == 2 and len(history.record.decisions) == 2
     grown = replay(CASES[name][0](), history)
     assert sum(p.numel() for p in grown.parameters()) > sum(p.numel() for p in CASES[name][0]().parameters())
     write_page(tmp_path / "page.html", page_data(history))

@@ -92,14 +92,14 @@ def test_demo_trains_prints_and_draws(
 
 
 def test_sites_lists_units_beside_layers(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sites", "mymodel:make", "--input", "1x3x8x8", "--grow", "both", "--units", "4"]) == 0
+    assert main(["sites", "mymodel:make", "--input", "1x3x8x8", "--what", "both", "--units", "4"]) == 0
     out = capsys.readouterr().out
     assert "+4 units in 0 (Conv2d 8 -> 12), read by 3" in out and "Conv2d(8, 8, 3) + ReLU after 1" in out
-    assert main(["sites", "mymodel:make", "--input", "1x3x8x8", "--grow", "units"]) == 0
+    assert main(["sites", "mymodel:make", "--input", "1x3x8x8", "--what", "units"]) == 0
     out = capsys.readouterr().out
     assert "+2 units in 0 (Conv2d 8 -> 10), read by 3" in out and "ReLU after 1" not in out
     assert "5: no more units: its output is what the model returns" in out
-    assert main(["sites", "mymodel:make", "--input", "1x3x8x8", "--grow", "units", "--json"]) == 0
+    assert main(["sites", "mymodel:make", "--input", "1x3x8x8", "--what", "units", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sites"][0]["kind"] == "units"
 
 

@@ -16,7 +16,7 @@ import programs
 import warm
 from sensli import History
 from sensli.cli.main import main
-from sensli.surgery.record import Look, Record
+from sensli.surgery.record import Decision, Record
 
 MODELS = """
 import sys
@@ -171,19 +171,19 @@ def lines() -> Iterator[list[str]]:
         ["sites"],
     )
     for options in (
-        ["--layer", "x"],
+        ["--form", "x"],
         ["--where", "x"],
         ["--count", "0"],
         ["--count", "x"],
         ["--length", "-1"],
-        ["--grow", "x"],
-        ["--grow", ""],
+        ["--what", "x"],
+        ["--what", ""],
         *(
-            ["--grow", "units", "--units", number]
+            ["--what", "units", "--units", number]
             for number in ("0", "-1", "x", "", "0.0", "1.0", "1.5", "nan", "inf", "1e400")
         ),
         ["--units", "8"],
-        ["--grow", "layers", "--units", "0.5"],
+        ["--what", "layers", "--units", "0.5"],
         ["--per", "x"],
         ["--per", "parameters"],
         ["--batch", "good.pt"],
@@ -269,7 +269,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cut.pt").write_bytes((folder / "good.pt").read_bytes()[:300])
     (folder / "binary.bin").write_bytes(bytes(range(256)))
     (folder / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    History(record=Record(looks=[Look(1, 1.0, "largest", "why")], calls=3)).save(folder / "history.json")
+    History(record=Record(decisions=[Decision(1, 1.0, "largest", "why")], calls=3)).save(folder / "history.json")
     return folder
 
 

@@ -32,10 +32,10 @@ def test_every_architecture(name: str) -> None:
     model, batch = build(name, torch.float64)
     there, example = copy.deepcopy(model).to(OTHER), example_of(batch)
     before = [torch.get_rng_state(), torch.sim.get_rng_state(0), torch.sim.get_rng_state(1)]
-    expected = find_sites(model, example, grow="both")
+    expected = find_sites(model, example, what="both")
     with torch.device("sim"):  # a default device changes nothing
-        sites = find_sites(there, example, grow="both")
-        assert [str(site) for site in find_sites(model, example, grow="both")] == [str(site) for site in expected]
+        sites = find_sites(there, example, what="both")
+        assert [str(site) for site in find_sites(model, example, what="both")] == [str(site) for site in expected]
     assert [str(site) for site in sites] == [str(site) for site in expected] and sites
 
     def merits(model: Any, sites: Any) -> dict[str, float]:

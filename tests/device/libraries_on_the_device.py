@@ -78,14 +78,14 @@ def test_lightning_grows_there(trial: Any) -> None:
     x = torch.randn(64, 2)
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=16)
     module = Module()
-    growth = GrowthCallback(triggers.At(1, 2), preset="paper", tau=0.0, grow="both", trial=trial)
+    growth = GrowthCallback(triggers.At(1, 2), preset="paper", tau=0.0, what="both", trial=trial)
     before = sum(p.numel() for p in module.parameters())
     trainer = pl.Trainer(
         max_epochs=3, strategy=SingleDeviceStrategy(SIM, accelerator=OnSim()), callbacks=[growth],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, loader)
-    looks = growth.history.record.looks
+    looks = growth.history.record.decisions
     assert len(looks) == 2 and all(look.merits or look.tried for look in looks)
     if trial is None:
         assert sum(p.numel() for p in module.parameters()) > before

@@ -169,7 +169,7 @@ def test_merits_are_those_of_the_cpu(make: Any, what: str, norm: str) -> None:
     there = copy.deepcopy(model).to(SIM)
 
     def merits(model: nn.Module) -> dict[str, float]:
-        sites = find_sites(model, x[:2], grow=what)  # on the CPU: an example and batches are moved
+        sites = find_sites(model, x[:2], what=what)  # on the CPU: an example and batches are moved
         return {str(merit.site): merit.value for merit in measure(model, sites, [(x, y)], cross_entropy, norm=norm)}
 
     expected, found = merits(model), merits(there)
@@ -179,8 +179,8 @@ def test_merits_are_those_of_the_cpu(make: Any, what: str, norm: str) -> None:
 @pytest.mark.parametrize("make, what", [(mlp, "layers"), (mlp, "units"), (cnn, "both"), (Transformer, "units")])
 def test_an_example_on_the_cpu_is_moved(make: Any, what: str) -> None:
     model, (x, _) = make().to(SIM), data(make)
-    expected = find_sites(model, x[:2].to(SIM), grow=what)
-    found = find_sites(model, x[:2], grow=what)
+    expected = find_sites(model, x[:2].to(SIM), what=what)
+    found = find_sites(model, x[:2], what=what)
     assert [str(site) for site in found] == [str(site) for site in expected] and found
     assert found.skipped == expected.skipped
 
@@ -206,7 +206,7 @@ def test_growths_train_and_go_back_on_the_device(name: str, options: Any, what: 
     model = mlp().to(SIM)
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
     trained(model, x, y, optimizer)
-    best = measure(model, find_sites(model, x[:2], grow=what), [(x, y)], cross_entropy).best
+    best = measure(model, find_sites(model, x[:2], what=what), [(x, y)], cross_entropy).best
     grow(model, best.site, optimizer=optimizer, check=x)
     trained(model, x, y, optimizer)
     assert {each.device for each in [*model.parameters(), *model.buffers()]} == {SIM}
@@ -221,7 +221,7 @@ def test_strategies_grow_what_they_grow_on_the_cpu(strategy: str) -> None:
 
     def grown(model: nn.Module) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options: Any = {"grow": "units", "strategy": strategy, "trigger": triggers.Every(1)}
+        options: Any = {"what": "units", "strategy": strategy, "trigger": triggers.Every(1)}
         grower = Grower(model, optimizer, preset="paper", example=x[:2], **options)
         assert grower.step([(x, y)], cross_entropy)
         return [each.detach().cpu() for each in model.parameters()]
@@ -237,7 +237,7 @@ def test_strategies_grow_what_they_grow_on_the_cpu(strategy: str) -> None:
 def test_a_look_gives_the_numbers_of_all_devices_back(make: Any, device: torch.device) -> None:
     x, y = data(make, device=device)
     model, before = make(0.2).to(device), states()
-    best = measure(model, find_sites(model, x[:2], grow="both"), [(x, y)], cross_entropy).best
+    best = measure(model, find_sites(model, x[:2], what="both"), [(x, y)], cross_entropy).best
     grow(model, best.site, check=x)
     assert same(before, states())
 
@@ -246,7 +246,7 @@ def test_a_look_gives_the_numbers_of_all_devices_back(make: Any, device: torch.d
 def test_a_step_with_a_probe_draws_what_it_draws_without(what: str) -> None:
     x, y = data(mlp, device=SIM)
     model = mlp(0.2).to(SIM)
-    sites, begin = find_sites(model, x[:2], grow=what), torch.sim.get_rng_state(0)
+    sites, begin = find_sites(model, x[:2], what=what), torch.sim.get_rng_state(0)
     cross_entropy(model(x), y).backward()
     end = states()
     torch.sim.set_rng_state(begin, 0)
@@ -258,13 +258,13 @@ def test_a_step_with_a_probe_draws_what_it_draws_without(what: str) -> None:
 def test_units_are_checked_with_the_same_masks() -> None:
     x, y = data(mlp, device=SIM)
     model = mlp(0.2).to(SIM)
-    grow(model, measure(model, find_sites(model, x[:2], grow="units"), [(x, y)], cross_entropy).best.site, check=x)
+    grow(model, measure(model, find_sites(model, x[:2], what="units"), [(x, y)], cross_entropy).best.site, check=x)
 
 
 def test_twins_of_blocks_that_draw_on_the_device_are_found() -> None:
     x, _ = data(Transformer)
-    sites = find_sites(Transformer(0.2).to(SIM), x[:2], layer="twin")
-    assert len(sites) == len(find_sites(Transformer(0.2), x[:2], layer="twin")) > 0
+    sites = find_sites(Transformer(0.2).to(SIM), x[:2], form="twin")
+    assert len(sites) == len(find_sites(Transformer(0.2), x[:2], form="twin")) > 0
 
 
 def test_a_trial_with_dropout_ends_as_on_the_cpu() -> None:
@@ -274,7 +274,7 @@ def test_a_trial_with_dropout_ends_as_on_the_cpu() -> None:
 
     def tried(model: nn.Module) -> list[Tensor]:
         torch.manual_seed(7)
-        options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both", "trial": Trial(steps=4)}
+        options: Any = {"trigger": triggers.Every(1), "tau": 0, "what": "both", "trial": Trial(steps=4)}
         grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="paper", example=x[:2], **options)
         grower.step([(x, y)], cross_entropy)
         return [each.detach().cpu() for each in model.parameters()]
@@ -299,7 +299,7 @@ def run_of(device: Any) -> tuple[Any, Any, Any]:
 
     def make_grower(model: Any, optimizer: Any, _: Any) -> Grower:
         example = torch.ones(2, 2)
-        return Grower(model, optimizer, preset="paper", example=example, trigger=triggers.Every(1), tau=0, grow="both")
+        return Grower(model, optimizer, preset="paper", example=example, trigger=triggers.Every(1), tau=0, what="both")
 
     return lambda: mlp(0.2).to(device), make_optimizer, make_grower
 
@@ -369,7 +369,7 @@ def test_a_default_device(make: Any) -> None:
         assert next(model.parameters()).device == SIM
         before = states()
         optimizer = torch.optim.AdamW(model.parameters())
-        options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both", "recycle": True}
+        options: Any = {"trigger": triggers.Every(1), "tau": 0, "what": "both", "recycle": True}
         grower = Grower(model, optimizer, preset="paper", example=x[:2], **options)
         assert grower.step([(x, y)], cross_entropy)
         trained(model, x, y, optimizer)
@@ -380,9 +380,9 @@ def test_a_default_device(make: Any) -> None:
 @pytest.mark.parametrize("make", [mlp, cnn])
 def test_a_model_on_the_cpu_beside_a_default_device(make: Any) -> None:
     model, (x, y) = make(), data(make)
-    expected = [str(site) for site in find_sites(model, x[:2], grow="both")]
+    expected = [str(site) for site in find_sites(model, x[:2], what="both")]
     with torch.device(SIM):
-        sites = find_sites(model, x[:2], grow="both")
+        sites = find_sites(model, x[:2], what="both")
         assert [str(site) for site in sites] == expected
         grow(model, measure(model, sites, [(x, y)], cross_entropy).best.site, check=x)
     assert {each.device.type for each in model.parameters()} == {"cpu"}
@@ -394,7 +394,7 @@ def test_what_comes_to_the_host_has_arrived() -> None:
 
 def test_a_model_on_the_cpu_with_batches_on_the_device() -> None:
     model, (x, y) = mlp(), data(mlp)
-    sites = find_sites(model, x[:2], grow="both")
+    sites = find_sites(model, x[:2], what="both")
     expected = [merit.value for merit in measure(model, sites, [(x, y)], cross_entropy)]
     assert [m.value for m in measure(model, sites, [(x.to(SIM), y.to(SIM))], cross_entropy)] == expected
 
@@ -421,9 +421,9 @@ def test_a_model_over_two_devices(first: Any, second: Any, norm: str) -> None:
     here = OverTwo("cpu", "cpu")
     torch.manual_seed(3)
     model = OverTwo(first, second)
-    sites = find_sites(model, x[:2].to(first), grow="both")
+    sites = find_sites(model, x[:2].to(first), what="both")
     # Where the model itself moves values, a new layer would be on the wrong side: that place is skipped.
-    expected = [site for site in find_sites(here, x[:2], grow="both") if site.side != "before"]
+    expected = [site for site in find_sites(here, x[:2], what="both") if site.side != "before"]
     assert [str(site) for site in sites] == [str(site) for site in expected]
     assert any("same device" in each.reason for each in sites.skipped if each.path == "two.0")
     found = measure(model, sites, [(x.to(first), y.to(second))], cross_entropy, norm=norm)
@@ -431,7 +431,7 @@ def test_a_model_over_two_devices(first: Any, second: Any, norm: str) -> None:
     assert {str(m.site): m.value for m in found} == pytest.approx({str(m.site): m.value for m in merits}, rel=1e-4)
     optimizer = torch.optim.AdamW(model.parameters())
     for merit in sorted(found, key=str)[:3]:
-        grow(model, find_sites(model, x[:2], grow="both", where=[merit.site.path])[0], optimizer=optimizer, check=x)
+        grow(model, find_sites(model, x[:2], what="both", where=[merit.site.path])[0], optimizer=optimizer, check=x)
         trained(model, x.to(first), y.to(second), optimizer)
 
 
@@ -439,7 +439,7 @@ def test_a_model_over_two_devices_draws_what_it_drew() -> None:
     x, y = data(mlp)
     model = OverTwo(SIM, OTHER, dropout=0.2)
     before = states()
-    options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both"}
+    options: Any = {"trigger": triggers.Every(1), "tau": 0, "what": "both"}
     grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="paper", example=x[:2], **options)
     assert grower.step([(x, y)], cross_entropy) and same(before, states())
 
@@ -448,7 +448,7 @@ def test_a_trial_inside_autocast() -> None:
     x, y = data(mlp, device=SIM)
     model = mlp(0.1).to(SIM)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both", "trial": Trial(steps=3), "recycle": True}
+    options: Any = {"trigger": triggers.Every(1), "tau": 0, "what": "both", "trial": Trial(steps=3), "recycle": True}
     with torch.autocast("sim", dtype=torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
         Grower(model, optimizer, preset="paper", example=x[:2], **options).step([(x, y)], cross_entropy)
@@ -459,7 +459,7 @@ def test_a_probe_with_a_scaler() -> None:
     x, y = data(mlp, device=SIM)
     model, scaler = mlp().to(SIM), torch.amp.GradScaler("sim")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Probe(model, find_sites(model, x[:2], grow="both"), scaler=scaler) as probe:
+    with Probe(model, find_sites(model, x[:2], what="both"), scaler=scaler) as probe:
         with torch.autocast("sim", dtype=torch.float16):
             loss = cross_entropy(model(x), y)
         scaler.scale(loss).backward()
@@ -490,7 +490,7 @@ class NoDouble(TorchDispatchMode):
 def test_nothing_needs_double_precision_on_the_device(make: Any, norm: str) -> None:
     (x, y), model = data(make, 64, SIM), make().to(SIM)
     optimizer = torch.optim.AdamW(model.parameters())
-    options: Any = {"trigger": triggers.Every(1), "tau": 0, "grow": "both", "norm": norm, "recycle": True}
+    options: Any = {"trigger": triggers.Every(1), "tau": 0, "what": "both", "norm": norm, "recycle": True}
     with NoDouble():
         with pytest.raises(RuntimeError, match="no float64"):
             x.double()
@@ -498,7 +498,7 @@ def test_nothing_needs_double_precision_on_the_device(make: Any, norm: str) -> N
         trained(model, x, y, optimizer)
         undo(model, optimizer=optimizer)
         for start in ("gradmax", "net2net"):
-            sites = find_sites(model, x[:2], grow="units", start=start)
+            sites = find_sites(model, x[:2], what="units", init=start)
             grow(model, measure(model, sites, [(x, y)], cross_entropy).best.site, optimizer=optimizer, check=x)
         trained(model, x, y, optimizer)
 
@@ -527,7 +527,7 @@ def test_no_strategy_needs_it(strategy: str) -> None:
 def test_the_host_waits_twice_per_batch_and_a_few_times_per_site(make: Any, what: str) -> None:
     x, y = data(make, device=SIM)
     model = make().to(SIM)
-    sites = find_sites(model, x[:2], grow=what)
+    sites = find_sites(model, x[:2], what=what)
 
     def counted(batches: int) -> tuple[int, int]:
         pairs = list(zip(x.chunk(batches), y.chunk(batches), strict=True))
@@ -544,5 +544,5 @@ def test_the_host_waits_twice_per_batch_and_a_few_times_per_site(make: Any, what
 def test_a_search_for_units_waits_a_few_times_per_module(make: Any) -> None:
     (x, _), model = data(make, device=SIM), make().to(SIM)
     sim_device.reset_counts()
-    find_sites(model, x[:2], grow="units")
+    find_sites(model, x[:2], what="units")
     assert sim_device.waits() <= 12 * len(list(model.modules()))

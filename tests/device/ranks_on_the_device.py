@@ -120,8 +120,8 @@ def work() -> dict[str, Any]:
     y = (x[:, 0] * x[:, 1] > 0).long()
     batches = list(zip(x.split(16), y.split(16), strict=True))
     model: Any = DistributedDataParallel(make().to(device))
-    natural = measure(model, find_sites(model, x[:2].cpu(), grow="both"), batches, cross_entropy, norm="natural")
-    sure = measure(model, find_sites(model, x[:2], grow="units"), batches, cross_entropy, confidence=0.9)
+    natural = measure(model, find_sites(model, x[:2].cpu(), what="both"), batches, cross_entropy, norm="natural")
+    sure = measure(model, find_sites(model, x[:2], what="units"), batches, cross_entropy, confidence=0.9)
 
     def grown(**options: Any) -> tuple[Any, Any, Grower]:
         model = DistributedDataParallel(make().to(device))
@@ -137,8 +137,8 @@ def work() -> dict[str, Any]:
 
     histories = {}
     for strategy in ("tiny", "splitting"):
-        histories[strategy] = len(grown(grow="units", strategy=strategy)[2].history)
-    model, optimizer, grower = grown(tau=0, grow="both", trial=Trial(steps=2), recycle=True)
+        histories[strategy] = len(grown(what="units", strategy=strategy)[2].history)
+    model, optimizer, grower = grown(tau=0, what="both", trial=Trial(steps=2), recycle=True)
     histories["sensli"] = len(grower.history)
     path = Path("checkpoint").absolute()
     save_checkpoint(path, model, optimizer=optimizer, grower=grower)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from models import fnn, labels, points
 from sensli import Grower, Trial, load_checkpoint, save_checkpoint, triggers
-from sensli.growing.triggers import Diminishing, Moment, Trigger
+from sensli.growing.triggers import Diminishing, Trigger, TriggerContext
 
 
 def firing(
@@ -28,7 +28,9 @@ def firing(
     """The calls at which it fires; after each the model grows, or a trial refuses, or nothing passes the threshold."""
     fired: list[int] = []
     for call, metric in enumerate(metrics, 1):
-        if trigger.fires(Moment(call, metric, len(fired), {"flops": flops(len(fired) if verdict == "grows" else 0)})):
+        if trigger.fires(
+            TriggerContext(call, metric, len(fired), {"flops": flops(len(fired) if verdict == "grows" else 0)})
+        ):
             fired.append(call)
             trigger.looked()
             if verdict == "grows":
@@ -96,13 +98,13 @@ def test_a_growth_begins_a_time_whose_flops_are_those_of_the_larger_model() -> N
     assert firing(Diminishing(window=3), losses, lambda growths: 100 if growths == 0 else 1000) == [7]
     # The loss falls by one at every call, but from the eighth on a call costs twenty times as much.
     trigger = Diminishing(window=3)
-    fired = [c for c in range(1, 9) if trigger.fires(Moment(c, 20.0 - c, 0, {"flops": 100 if c < 8 else 2000}))]
+    fired = [c for c in range(1, 9) if trigger.fires(TriggerContext(c, 20.0 - c, 0, {"flops": 100 if c < 8 else 2000}))]
     assert fired == [8]
 
 
 def test_it_needs_a_metric() -> None:
     with pytest.raises(ValueError, match=r"Diminishing needs a metric: call grower\.step"):
-        Diminishing().fires(Moment(1, None, 0, {"flops": 1}))
+        Diminishing().fires(TriggerContext(1, None, 0, {"flops": 1}))
 
 
 def test_it_resumes_from_its_state_to_the_bit() -> None:
@@ -140,7 +142,7 @@ def test_a_grower_looks_tries_backs_off_and_resumes(tmp_path: Path) -> None:
 
     def make_grower(model: Any, optimizer: Any, scheduler: Any = None) -> Grower:
         trial = Trial(1, metric=lambda model: sum(p.numel() for p in model.parameters()))  # not growing wins
-        trigger = triggers.Diminishing(window=2) & triggers.AtMost(3)
+        trigger = triggers.Diminishing(window=2) & triggers.Limit(growths=3)
         return Grower(model, optimizer, preset="paper", example=points(1), trigger=trigger, tau=0.0, trial=trial)
 
     model, data, file = fnn(), [(points(), labels())], tmp_path / "run.ckpt"
@@ -155,4 +157,4 @@ def test_a_grower_looks_tries_backs_off_and_resumes(tmp_path: Path) -> None:
     for _ in range(6):
         again.step(data, cross_entropy, metric=1.0)
     for one in (grower, again):
-        assert [look.call for look in one.history.record.looks] == [3, 7, 15] and not one.history
+        assert [look.call for look in one.history.record.decisions] == [3, 7, 15] and not one.history

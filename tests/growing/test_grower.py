@@ -11,7 +11,7 @@ import sensli.growing.following
 from models import Named, alive, batches, cnn, deep, fnn, images, loss_fn, points, residual, snapshot, untouched
 from sensli import Grower, History, Merits, Rates, find_sites, measure, replay
 from sensli.errors import HistoryError, MeasurementError, OptimizerError, SensliError
-from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
+from sensli.growing.triggers import At, Every, Limit, Plateau
 
 DATA = batches((8, 8, 4))
 
@@ -33,7 +33,7 @@ def test_algorithm_1_in_fewer_than_ten_lines():
     model = fnn()
     # --- what the user writes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    growing = Grower(model, optimizer, preset="paper", example=points(2), trigger=Every(2) & AtMost(2), tau=0.0)
+    growing = Grower(model, optimizer, preset="paper", example=points(2), trigger=Every(2) & Limit(growths=2), tau=0.0)
     for _ in range(6):
         for x, y in DATA:
             optimizer.zero_grad()
@@ -118,7 +118,7 @@ def test_the_k_best_go_in_at_once(count):
     model, x = deep(), points()
     merits = measure(model, find_sites(model, points(2)), DATA, loss_fn)
     before = model(x)
-    growing = grower(model, count=count, trigger=At(1))
+    growing = grower(model, max_growths=count, trigger=At(1))
     assert growing.step(DATA, loss_fn) is growing.history[0]
     assert [g.site for g in growing.history] == [m.site for m in merits.ranked[:count]]
     assert torch.equal(model(x), before)
@@ -127,17 +127,17 @@ def test_the_k_best_go_in_at_once(count):
 @pytest.mark.parametrize(
     "limit, grown",
     [  # 86 parameters, 136 FLOPs and 5 layers at first; 20, 32 and 1 more with each growth
-        (AtMost(3), 3),
-        (Budget(parameters=86 + 40), 2),
-        (Budget(parameters=86 + 39), 1),
-        (Budget(flops=136 + 70), 2),
-        (Budget(depth=7), 2),
-        (Budget(depth=5), 0),
+        (Limit(growths=3), 3),
+        (Limit(parameters=86 + 40), 2),
+        (Limit(parameters=86 + 39), 1),
+        (Limit(flops=136 + 70), 2),
+        (Limit(depth=7), 2),
+        (Limit(depth=5), 0),
     ],
     ids=repr,
 )
 def test_limits_hold_within_one_call_and_over_all(limit, grown):
-    growing = grower(deep(), trigger=Every(1) & limit, count=4)
+    growing = grower(deep(), trigger=Every(1) & limit, max_growths=4)
     growing.step(DATA, loss_fn)
     assert len(growing.history) == grown
     assert growing.step(DATA, loss_fn) is None and len(growing.history) == grown
@@ -147,7 +147,7 @@ def test_lr_scale_once_per_look_and_the_scheduler_follows():
     model = deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
-    growing = grower(model, optimizer, scheduler=scheduler, rates=Rates(lr_scale=0.5), count=2, trigger=At(2, 3))
+    growing = grower(model, optimizer, scheduler=scheduler, rates=Rates(lr_factor=0.5), max_growths=2, trigger=At(2, 3))
     rates = []
     for _ in range(4):
         optimizer.step()
@@ -161,7 +161,7 @@ def test_lr_scale_once_per_look_and_the_scheduler_follows():
 def test_where_layer_and_norm_reach_the_search():
     model = alive(nn.Sequential(cnn()[0], nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     data = batches((6, 6), images)
-    growing = grower(model, example=images(2), where="linear", layer="residual", norm="mean_square")
+    growing = grower(model, example=images(2), where="linear", form="residual", norm="mean_square")
     growth = growing.step(data, loss_fn)
     assert (growth.site.kind, growth.site.move.form, growing.last_merits.norm) == ("linear", "residual", "mean_square")
 
@@ -178,7 +178,7 @@ def fresh(make, seed=5):
     torch.manual_seed(seed)
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
-    trigger = (Every(3) | Plateau(2, threshold=0.05)) & AtMost(5)
+    trigger = (Every(3) | Plateau(2, threshold=0.05)) & Limit(growths=5)
     return model, optimizer, grower(model, optimizer, trigger=trigger, select="random", seed=4)
 
 
@@ -211,7 +211,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(make):
     other = torch.optim.Adam([named[name] for name in in_order], lr=0.03)
     for name, entry in moments.items():
         other.state[named[name]] = entry
-    trigger = (Every(3) | Plateau(2, threshold=0.05)) & AtMost(5)
+    trigger = (Every(3) | Plateau(2, threshold=0.05)) & Limit(growths=5)
     resumed = grower(again, other, trigger=trigger, select="random", seed=99)
     resumed.load_state_dict(state)
     assert resumed.calls == 5
@@ -277,7 +277,7 @@ def test_several_layers_go_in_together_or_not_at_all(monkeypatch):
     model = deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, optimizer)
-    growing = grower(model, optimizer, count=4, rates=Rates(lr_scale=0.5))
+    growing = grower(model, optimizer, max_growths=4, rates=Rates(lr_factor=0.5))
     real, calls = sensli.growing.following.grow, []
 
     def fails_third(*args, **options):
@@ -300,7 +300,7 @@ def test_dead_networks_are_left_alone_with_a_warning():
     growing = grower(model)
     with (
         untouched(model),
-        pytest.warns(UserWarning, match="epoch 1: nothing was inserted, because all 2 merits are zero"),
+        pytest.warns(UserWarning, match="epoch 1: nothing has grown, because all 2 merits are zero"),
     ):
         assert growing.step(DATA, loss_fn) is None
 
@@ -326,7 +326,7 @@ def test_confidence_is_for_the_largest_alone():
     growing = grower(model, confidence=0.9)
     growing.step(data, loss_fn)
     assert isinstance(growing.last_merits, Merits) and growing.last_merits.confidence == 0.9
-    for options in ({"select": "smallest"}, {"count": 2}):
+    for options in ({"select": "smallest"}, {"max_growths": 2}):
         with pytest.raises(ValueError, match="single largest"):
             grower(model, confidence=0.9, **options)
 
@@ -337,10 +337,10 @@ def test_confidence_is_for_the_largest_alone():
         ({"trigger": 5}, TypeError, "triggers.Every"),
         ({"tau": -1}, ValueError, "at least 0"),
         ({"tau": float("nan")}, ValueError, "at least 0"),
-        ({"count": 0}, ValueError, "whole number"),
+        ({"max_growths": 0}, ValueError, "whole number"),
         ({"select": "best"}, ValueError, "'largest', 'smallest', 'random'"),
         ({"norm": "nuclear"}, ValueError, "'auto', 'frobenius'"),
-        ({"layer": "magic"}, ValueError, "'relu', 'residual'"),
+        ({"form": "magic"}, ValueError, "'relu', 'residual'"),
         ({"where": "dense"}, ValueError, "'conv', 'linear', 'block'"),
         ({"confidence": 1.5}, ValueError, "between 0 and 1"),
     ],

@@ -27,9 +27,9 @@ from sensli.errors import OptimizerError, SensliError
 from sensli.growing import looking as searching_module
 from sensli.growing.looking import Blind, Sizes, Threshold
 from sensli.growing.looking import trained as trained_only
-from sensli.growing.triggers import At, Budget, Every, Moment, Pays, Plateau, Trigger
+from sensli.growing.triggers import At, Every, Limit, Pays, Plateau, Trigger, TriggerContext
 from sensli.integrations.callback import LookFacts
-from sensli.surgery.record import Look
+from sensli.surgery.record import Decision
 
 DATA = batches((8, 8, 4))
 
@@ -75,10 +75,10 @@ def whole_grower(**options: Any) -> Grower:
     model = deep()
     optimizer = trained(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-    given = {"count": 2, "rates": Rates(lr_scale=0.5), "scheduler": scheduler, "select": "random", **options}
+    given = {"max_growths": 2, "rates": Rates(lr_factor=0.5), "scheduler": scheduler, "select": "random", **options}
     growing = grower(model, optimizer, **given)
     growing.step(DATA, loss_fn, metric=1.0)
-    assert len(growing.history) == min(2, given["count"])
+    assert len(growing.history) == min(2, given["max_growths"])
     return growing
 
 
@@ -113,16 +113,16 @@ class Fails(Trigger):
         if self.where == where:
             raise ZeroDivisionError(where)
 
-    def fires(self, moment: Moment) -> bool:
+    def fires(self, context: TriggerContext) -> bool:
         self.at("fires")
         return True
 
     def looked(self) -> None:
         self.at("looked")
 
-    def allows(self, site: Any, moment: Moment) -> bool:
+    def allows(self, site: Any, context: TriggerContext) -> bool:
         self.at("allows")
-        if self.where == "second" and moment.growths > 2:
+        if self.where == "second" and context.growths > 2:
             raise ZeroDivisionError("second")
         return True
 
@@ -143,7 +143,12 @@ def test_a_trigger_that_raises_leaves_nothing_behind(where: str, average: bool) 
     averages = [AveragedModel(model)] if average else []
     trigger = Fails("")
     growing = grower(
-        model, trained(model), trigger=trigger, count=2, rates=Rates(lr_scale=0.5, own_rate=0.1), averaged=averages
+        model,
+        trained(model),
+        trigger=trigger,
+        max_growths=2,
+        rates=Rates(lr_factor=0.5, new_lr_factor=0.1),
+        averaged=averages,
     )
     growing.step(DATA, loss_fn, metric=1.0)
     trigger.where = where
@@ -179,7 +184,7 @@ class Same(nn.Module):
 def test_an_average_that_differs_leaves_nothing_behind(damage: str, first: bool) -> None:
     model = deep()
     good = AveragedModel(model)
-    growing = grower(model, trained(model), rates=Rates(lr_scale=0.5), averaged=[good])
+    growing = grower(model, trained(model), rates=Rates(lr_factor=0.5), averaged=[good])
     bad = broken_average(model, damage)
     growing._followers.averaged = [good, bad] if first else [bad, good]
     with nothing_changes(growing, good, bad), pytest.raises(SensliError):
@@ -195,23 +200,23 @@ def test_a_second_layer_that_fails_takes_the_first_with_it() -> None:
     optimizer = trained(model)
 
     class Steals(Trigger):
-        def fires(self, moment: Moment) -> bool:
+        def fires(self, context: TriggerContext) -> bool:
             return True
 
-        def allows(self, site: Any, moment: Moment) -> bool:
-            if moment.growths == 1:  # the second choice
+        def allows(self, site: Any, context: TriggerContext) -> bool:
+            if context.growths == 1:  # the second choice
                 site.point.anchor.__dict__["_module"] = lambda: None  # as if the module had been replaced
             return True
 
-    growing = grower(model, optimizer, trigger=Steals(), count=4, rates=Rates(lr_scale=0.5))
+    growing = grower(model, optimizer, trigger=Steals(), max_growths=4, rates=Rates(lr_factor=0.5))
     with nothing_changes(growing), pytest.raises(SensliError, match="not a site of this"):
         growing.step(DATA, loss_fn)
 
 
 def test_a_log_that_raises_is_a_warning_and_an_error_where_warnings_are() -> None:
-    told: list[Look] = []
+    told: list[Decision] = []
 
-    def log(look: Look) -> None:
+    def log(look: Decision) -> None:
         told.append(look)
         raise ZeroDivisionError
 
@@ -228,7 +233,7 @@ def test_a_log_that_raises_is_a_warning_and_an_error_where_warnings_are() -> Non
 def test_an_interrupt_leaves_nothing_behind() -> None:
     growing = whole_grower()
 
-    def log(look: Look) -> None:
+    def log(look: Decision) -> None:
         raise KeyboardInterrupt
 
     growing.options = replace(growing.options, log=log)
@@ -241,7 +246,7 @@ def test_every_form_goes_out_again(make: Any) -> None:
     model = make()
     average = AveragedModel(model)
     trigger = Fails("")
-    growing = grower(model, trained(model), trigger=trigger, count=3, averaged=average, max_factor=None)
+    growing = grower(model, trained(model), trigger=trigger, max_growths=3, averaged=average, max_factor=None)
     growing.step(DATA, loss_fn)
     trigger.where = "grown"
     with nothing_changes(growing, average), pytest.raises(ZeroDivisionError):
@@ -279,7 +284,7 @@ def test_a_damaged_state_changes_nothing_at_all() -> None:
         model,
         trained(model),
         trigger=Every(1) | Plateau(3) & At(5),
-        rates=Rates(lr_scale=0.5, own_rate=0.5),
+        rates=Rates(lr_factor=0.5, new_lr_factor=0.5),
     )
     for metric in (3.0, 2.0):
         growing.step(DATA, loss_fn, metric=metric)
@@ -465,7 +470,7 @@ def test_a_layer_larger_than_the_rest_is_taken_only_where_it_is_asked_for() -> N
         assert growing.step(DATA, loss_fn) is None
     assert growing.step(DATA, loss_fn) is None  # said once
     assert told[1] == (
-        "epoch 2: nothing inserted | every growth would bring the model to more than max_factor = 2 times its parameters; the smallest, "
+        "epoch 2: nothing grown | every growth would bring the model to more than max_factor = 2 times its parameters; the smallest, "
         "Linear(12, 12) + ReLU after 1, 74 -> 230 parameters, x3.1"
     )
     for factor in (4, None):
@@ -480,7 +485,7 @@ def test_the_smaller_layers_are_taken_and_the_larger_ones_named() -> None:
     growing = grower(model, trained(model))
     growth = growing.step(DATA, loss_fn)
     assert growth is not None and growth.site.path == "1"
-    assert growing.history.record.looks[0].reason.endswith("left out as larger than max_factor = 2 allows: 1")
+    assert growing.history.record.decisions[0].reason.endswith("left out as larger than max_factor = 2 allows: 1")
 
 
 @pytest.mark.parametrize("factor", [1, 0, -2, math.nan])
@@ -520,7 +525,7 @@ def test_it_stops_growing_on_a_solved_problem(scale: float, loss: Any) -> None:
     assert values[-1] < 1e-11 * values[0] and len(free.history) == 7  # for ever
     held, _ = solve(scale, loss)
     assert 1 <= len(held.history) < 7
-    reason = held.history.record.looks[-1].reason
+    reason = held.history.record.decisions[-1].reason
     assert reason.startswith("the problem is solved: a change of 1 in the weights of the best") and "floor of" in reason
     json.dumps(held.state_dict())
 
@@ -546,7 +551,7 @@ def test_it_stops_where_the_loss_is_zero_from_the_first_look() -> None:
     growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=0.0, example=x[:1])
     assert growing.step([(x, torch.ones(12, dtype=torch.long))], loss_fn) is None
     assert growing.last_merits is not None and growing.last_merits.loss == 0.0 < growing.last_merits.best.value
-    assert "the problem is solved" in growing.history.record.looks[0].reason
+    assert "the problem is solved" in growing.history.record.decisions[0].reason
 
 
 def late_look(error: float, scale: float, loss: Any = nn.functional.mse_loss, **options: Any) -> Grower:
@@ -568,7 +573,7 @@ def late_look(error: float, scale: float, loss: Any = nn.functional.mse_loss, **
 def test_it_stops_also_where_the_first_look_comes_late(scale: float) -> None:
     """Whatever the unit of the targets is; and a problem that is not solved is not taken for one because its unit is small."""
     solved = late_look(1e-11, scale)
-    assert not solved.history and "the problem is solved" in solved.history.record.looks[0].reason
+    assert not solved.history and "the problem is solved" in solved.history.record.decisions[0].reason
     assert len(late_look(1e-11, scale, floor=0.0).history) == 1
     assert len(late_look(0.5, scale).history) == len(late_look(1e-2, scale).history) == 1
 
@@ -617,7 +622,7 @@ def test_classes_are_learnt_at_the_rounding_level_of_their_loss_however_large_ac
         merits = held.last_merits
         assert merits is not None and merits.loss is not None and 0 < merits.loss < 5e-7
         assert math.sqrt(merits.best.value) > 1e-7 * held.state_dict()["largest_loss"]  # which alone does not tell
-        assert not held.history and "the classes are learnt" in held.history.record.looks[0].reason
+        assert not held.history and "the classes are learnt" in held.history.record.decisions[0].reason
         assert len(sure_look(target, loss, margin, floor=0.0).history) == 1
         assert len(sure_look(target, loss, margin * 0.7).history) == 1  # much above rounding
         assert len(sure_look(target, loss, margin * 0.2, floor=0.5).history) == 1  # most of the loss is not gone
@@ -674,7 +679,7 @@ def test_a_model_that_returns_its_own_loss_stops_at_a_loss_of_zero() -> None:
     model.shift = 28.0
     assert growing.step([{"x": x}]) is None
     assert growing.last_merits is not None and growing.last_merits.loss == 0.0 < growing.last_merits.best.value
-    assert "the problem is solved" in growing.history.record.looks[1].reason
+    assert "the problem is solved" in growing.history.record.decisions[1].reason
 
 
 def late_looks_on_ranks() -> None:
@@ -685,7 +690,7 @@ def late_looks_on_ranks() -> None:
         target = model(x) * (1 + 1e-12 * (rank + 1))
     growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert growing.step([(x, target)], nn.functional.mse_loss) is None
-    assert "the problem is solved" in growing.history.record.looks[0].reason
+    assert "the problem is solved" in growing.history.record.decisions[0].reason
     told: list[Any] = [None, None]
     dist.all_gather_object(told, growing.state_dict())
     assert told[0] == told[1] and told[0]["largest_loss"] > 1e-6
@@ -719,17 +724,17 @@ def test_the_scale_of_the_loss_comes_back_with_the_state() -> None:
 @pytest.mark.parametrize(
     ("trigger", "options", "growths", "counts"),
     [
-        (Every(1) & Budget(flops=10**6), {"tau": 1e9}, 0, 1),
-        (Every(1) & Budget(flops=10**6), {}, 1, 2),  # once more after the growth, for the log
+        (Every(1) & Limit(flops=10**6), {"tau": 1e9}, 0, 1),
+        (Every(1) & Limit(flops=10**6), {}, 1, 2),  # once more after the growth, for the log
         (
-            Every(1) & Budget(flops=10**6, parameters=10**6, depth=99),
-            {"count": 2},
+            Every(1) & Limit(flops=10**6, parameters=10**6, depth=99),
+            {"max_growths": 2},
             2,
             3,
         ),  # does the second one still fit?
         (Pays(1e9), {}, 0, 1),
-        (Pays(1e-9) & Budget(flops=10**6), {}, 1, 2),
-        (Every(1) & Budget(flops=10**6), {"trial": Trial(1), "tau": 1e9}, 0, 1),
+        (Pays(1e-9) & Limit(flops=10**6), {}, 1, 2),
+        (Every(1) & Limit(flops=10**6), {"trial": Trial(1), "tau": 1e9}, 0, 1),
         (Every(2), {}, 0, 0),
     ],
 )
@@ -759,7 +764,7 @@ def test_a_trigger_is_told_the_sizes_after_a_growth() -> None:
         for limit, growths in ((size + added[name], 1), (size + 2 * added[name], 2)):
             other = deep()
             growing = grower(
-                other, trained(other), trigger=Every(1) & Budget(**{name: limit}), count=2, max_factor=None
+                other, trained(other), trigger=Every(1) & Limit(**{name: limit}), max_growths=2, max_factor=None
             )
             growing.step(DATA, loss_fn)
             assert len(growing.history) == growths and Sizes(other, points(2))[name] == size + growths * added[name]
@@ -836,7 +841,7 @@ def test_a_search_that_failed_in_the_models_code_is_made_again(monkeypatch: pyte
 
     monkeypatch.setattr(searching_module, "find_sites", counted)
     model = nn.Sequential(nn.Linear(3, 4), _Failing(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-    growing = grower(model, trained(model), tau=1e9, grow="units")
+    growing = grower(model, trained(model), tau=1e9, what="units")
     monkeypatch.setattr(_Failing, "error", torch.OutOfMemoryError("no memory"))
     with pytest.raises(torch.OutOfMemoryError), nothing_changes(growing):  # not: nowhere to grow
         growing.step(DATA, loss_fn)
@@ -847,7 +852,7 @@ def test_a_search_that_failed_in_the_models_code_is_made_again(monkeypatch: pyte
     monkeypatch.setattr(_Failing, "error", None)
     assert len(growing.sites()) == len(growing.sites()) == 2 and len(searches) == 4
     # What fails in the same way again is how the model is, and what was found is kept.
-    growing = grower(model, trained(model), tau=1e9, grow="both")
+    growing = grower(model, trained(model), tau=1e9, what="both")
     monkeypatch.setattr(_Failing, "error", OSError("always"))
     for _ in range(4):
         assert len(growing.sites()) == 2
@@ -862,5 +867,5 @@ def test_what_callbacks_log_follows_undo_and_another_growth() -> None:
     growing.step(DATA, loss_fn)
     first = facts.of(growing, points(2))["sensli/flops"]
     undo(model, growing.history.pop(), optimizer=optimizer)
-    growing.history.append(insert(model, find_sites(model, points(2), grow="units", units=1)[0], optimizer=optimizer))
+    growing.history.append(insert(model, find_sites(model, points(2), what="units", units=1)[0], optimizer=optimizer))
     assert facts.of(growing, points(2))["sensli/flops"] == count_flops(model, points(2)) != first

@@ -40,8 +40,8 @@ def make_grower(model: nn.Module, optimizer: Any, scheduler: Any, **options: Any
     settings: dict[str, Any] = {
         "trigger": triggers.Every(2),
         "tau": 0.0,
-        "rates": Rates(lr_scale=0.9),
-        "grow": "units",
+        "rates": Rates(lr_factor=0.9),
+        "what": "units",
         **options,
     }
     return Grower(model, optimizer, preset="paper", example=X[:2], scheduler=scheduler, **settings)
@@ -113,8 +113,8 @@ def test_a_separate_rate_for_units_is_refused_at_once(what: str) -> None:
     """Not at the first look, after hours of training."""
     model = make_model()
     optimizer = make_optimizer(model)
-    with pytest.raises(ValueError, match=f"own_rate must be None with grow='{what}', got 0.1"):
-        make_grower(model, optimizer, make_scheduler(optimizer), grow=what, rates=Rates(own_rate=0.1))
+    with pytest.raises(ValueError, match=f"new_lr_factor must be None with what='{what}', got 0.1"):
+        make_grower(model, optimizer, make_scheduler(optimizer), what=what, rates=Rates(new_lr_factor=0.1))
 
 
 class Fails(triggers.Trigger):
@@ -122,7 +122,7 @@ class Fails(triggers.Trigger):
 
     failing = False
 
-    def fires(self, moment: triggers.Moment) -> bool:
+    def fires(self, context: triggers.TriggerContext) -> bool:
         return True
 
     def grown(self) -> None:
@@ -134,7 +134,7 @@ def test_a_step_that_fails_after_a_widening_is_put_back_to_the_bit() -> None:
     model = make_model()
     optimizer = make_optimizer(model)
     scheduler, average, trigger = make_scheduler(optimizer), AveragedModel(model), Fails()
-    grower = make_grower(model, optimizer, scheduler, averaged=average, trigger=trigger, count=2)
+    grower = make_grower(model, optimizer, scheduler, averaged=average, trigger=trigger, max_growths=2)
     for failing in (False, True, False):
         optimizer.zero_grad()
         cross_entropy(model(X), Y).backward()

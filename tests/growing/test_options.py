@@ -17,7 +17,7 @@ from sensli import Grower, Merits, Rates, Site, Sites, find_sites, measure, undo
 from sensli.growing.looking import Sensli
 from sensli.growing.options import OF_STRATEGIES, Options, StrategyOptions
 from sensli.growing.strategy import STRATEGIES, Strategy, class_of
-from sensli.growing.triggers import At, Budget, Every, Moment
+from sensli.growing.triggers import At, Every, Limit, TriggerContext
 from sensli.merits.merits import BY_MERIT, SELECTIONS, Merit
 from sensli.text.commands import GROW
 from sensli_lab.paper.settings import DataSettings, Network, Optimizer, Settings
@@ -50,11 +50,11 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
         return True
 
     given: dict[str, Any] = {
-        "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "count": 2, "layer": "relu", "where": where,
-        "grow": "both", "units": 3, "start": "random", "per": "flops",
-        "confidence": None, "tolerance": 0.0, "rates": Rates(lr_scale=0.9, group=0), "max_factor": 3.0, "floor": 0.0, "seed": 4,
-        "log": print, "recycle": True, "strategy": "sensli", "kernel_size": 5, "init": "fresh",
-        "unit": "step", "trial": None, "preset": "paper",
+        "trigger": At(3), "tau": 0.5, "norm": "operator", "select": "smallest", "max_growths": 2, "form": "relu", "where": where,
+        "what": "both", "units": 3, "init": ("fresh", "random"), "per": "flops",
+        "confidence": None, "tolerance": 0.0, "rates": Rates(lr_factor=0.9, group=0), "max_factor": 3.0, "floor": 0.0, "seed": 4,
+        "log": print, "recycle": True, "strategy": "sensli", "kernel_size": 5,
+        "step_name": "step", "trial": None, "preset": "paper",
     }  # fmt: skip
     model = deep()
     made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)
@@ -66,10 +66,10 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
 
 def test_they_are_frozen_and_hold_plain_numbers() -> None:
     options = Options(
-        trigger=Every(1), tau=torch.tensor(0.5), count=np.int64(2), rates=Rates(np.float32(0.5)),
+        trigger=Every(1), tau=torch.tensor(0.5), max_growths=np.int64(2), rates=Rates(np.float32(0.5)),
         max_factor=torch.tensor(3), seed=np.uint8(1)
     )  # type: ignore[arg-type]  # fmt: skip
-    numbers = (options.tau, options.count, options.rates.lr_scale, options.max_factor, options.seed)
+    numbers = (options.tau, options.max_growths, options.rates.lr_factor, options.max_factor, options.seed)
     assert numbers == (0.5, 2, 0.5, 3.0, 1) and [type(number) for number in numbers] == [float, int, float, float, int]
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.tau = 1.0  # type: ignore[misc]
@@ -88,7 +88,7 @@ def test_a_callback_holds_them(library: str) -> None:
     with pytest.raises(TypeError, match=r"^taus= is not an option of GrowthCallback\. Its options are .*, tau, "):
         make(trigger, taus=0.5)
     with pytest.raises(ValueError, match="single largest"):
-        make(trigger, confidence=0.9, count=2)
+        make(trigger, confidence=0.9, max_growths=2)
 
 
 # --- one registry of selections ---
@@ -116,9 +116,9 @@ def test_the_largest_merit_decides_whether_a_control_grows(select: str) -> None:
     small = copy.deepcopy(model)
     merits = measure(model, find_sites(model, points(2)), DATA, loss_fn)
     ratios = sorted(merit.ratio or 0.0 for merit in merits)
-    growing = grower(model, select=select, count=3, tau=(ratios[-3] + ratios[-2]) / 2)  # two of them pass
+    growing = grower(model, select=select, max_growths=3, tau=(ratios[-3] + ratios[-2]) / 2)  # two of them pass
     assert growing.step(DATA, loss_fn) is not None and len(growing.history) == 2
-    assert f"the largest merit, {ratios[-1]:.2g} x" in growing.history.record.looks[0].reason
+    assert f"the largest merit, {ratios[-1]:.2g} x" in growing.history.record.decisions[0].reason
     assert grower(small, select=select, tau=ratios[-1] * 1.01).step(DATA, loss_fn) is None
 
 
@@ -127,7 +127,7 @@ def test_several_layers_are_spaced_as_the_selection_says() -> None:
         model = deep()
         sites = find_sites(model, points(2))
         assert len(sites) == 4
-        growing = grower(model, select=select, count=2)
+        growing = grower(model, select=select, max_growths=2)
         growing.step(DATA, loss_fn)
         assert {str(growth.site) for growth in growing.history} == {str(sites[place]) for place in expected}
 
@@ -145,7 +145,7 @@ def test_a_function_is_not_taken_for_the_selection_of_the_same_name() -> None:
 
     growing = grower(deep(), select=smallest)
     assert growing.step(DATA, loss_fn) is not None
-    reason, second = growing.history.record.looks[0].reason, growing.last_merits.ranked[1]  # type: ignore[union-attr]
+    reason, second = growing.history.record.decisions[0].reason, growing.last_merits.ranked[1]  # type: ignore[union-attr]
     assert f"and {second.ratio:.2g} x the mean" in reason and "largest" not in reason
 
 
@@ -172,7 +172,7 @@ def test_between_blocks_the_default_takes_the_middle_and_says_so() -> None:
     growth = growing.step(DATA, loss_fn)
     assert growth is not None and growth.site == middle.site
     assert lines[0].endswith(" | the middle of 5 places between blocks")
-    look = growing.history.record.looks[0]
+    look = growing.history.record.decisions[0]
     assert look.select == "auto" and look.rule == "the middle of 5 places between blocks"
     assert look.reason == (
         "it is the middle of 5 places between blocks, where no merit is known to tell the better one, and the largest merit there, "
@@ -183,16 +183,16 @@ def test_between_blocks_the_default_takes_the_middle_and_says_so() -> None:
     assert grower(inflated(), tau=merits.best.ratio * 1.01).step(DATA, loss_fn) is None
     plain = grower(inflated(), select="largest")
     grown = plain.step(DATA, loss_fn)
-    assert grown is not None and grown.site == merits.best.site and plain.history.record.looks[0].rule == ""
+    assert grown is not None and grown.site == merits.best.site and plain.history.record.decisions[0].rule == ""
 
 
 def test_several_blocks_are_spaced_evenly_by_default() -> None:
     model = inflated()
     sites = find_sites(model, points(2))
-    growing = grower(model, count=2)
+    growing = grower(model, max_growths=2)
     growing.step(DATA, loss_fn)
     assert [str(growth.site) for growth in growing.history] == [str(sites[1]), str(sites[3])]
-    assert growing.history.record.looks[0].rule == "one of 5 places between blocks, evenly spaced"
+    assert growing.history.record.decisions[0].rule == "one of 5 places between blocks, evenly spaced"
 
 
 def test_places_stay_in_their_stack_after_a_growth() -> None:
@@ -202,21 +202,23 @@ def test_places_stay_in_their_stack_after_a_growth() -> None:
         assert growing.step(DATA, loss_fn) is not None
         assert {site.stack for site in growing.sites()} == {growing.sites()[0].stack} != {None}
         assert len(growing.sites()) == 4 + call
-    assert [look.rule.split()[3] for look in growing.history.record.looks] == ["3", "4", "5"]
+    assert [look.rule.split()[3] for look in growing.history.record.decisions] == ["3", "4", "5"]
 
 
 @pytest.mark.parametrize("what", ["units", "both"])
 def test_a_separate_rate_for_units_is_refused_before_any_training(what: str) -> None:
     model = deep()
-    with pytest.raises(ValueError, match=f"own_rate must be None with grow='{what}', got 0.5: new units are part of"):
+    with pytest.raises(
+        ValueError, match=f"new_lr_factor must be None with what='{what}', got 0.5: new units are part of"
+    ):
         Grower(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             preset="paper",
             example=points(2),
             trigger=At(3),
-            grow=what,
-            rates=Rates(own_rate=0.5),
+            what=what,
+            rates=Rates(new_lr_factor=0.5),
         )
 
 
@@ -225,8 +227,8 @@ def test_a_separate_rate_for_units_is_refused_before_any_training(what: str) -> 
 
 def test_warnings_of_a_look_name_the_line_that_called_step() -> None:
     model: Any = fnn()
-    small = grower(model, torch.optim.SGD(model.parameters()), max_factor=1.0001, unit="step")
-    with pytest.warns(UserWarning, match="step 1: nothing was inserted, because every growth") as caught:
+    small = grower(model, torch.optim.SGD(model.parameters()), max_factor=1.0001, step_name="step")
+    with pytest.warns(UserWarning, match="step 1: nothing has grown, because every growth") as caught:
         small.step(DATA, loss_fn)
     assert caught[0].filename == __file__
     model = fnn()
@@ -234,7 +236,7 @@ def test_warnings_of_a_look_name_the_line_that_called_step() -> None:
         model[0].bias.fill_(-100)
         model[2].bias.fill_(-100)
     dead = grower(model, torch.optim.SGD(model.parameters()))
-    with pytest.warns(UserWarning, match="nothing was inserted, because all 2 merits are zero") as caught:
+    with pytest.warns(UserWarning, match="nothing has grown, because all 2 merits are zero") as caught:
         dead.step(DATA, loss_fn)
     assert caught[0].filename == __file__
 
@@ -242,9 +244,9 @@ def test_warnings_of_a_look_name_the_line_that_called_step() -> None:
 def test_a_look_without_room_says_how_large_the_model_is() -> None:
     model = deep()
     size = sum(parameter.numel() for parameter in model.parameters())
-    growing = grower(model, trigger=Every(1) & Budget(parameters=size + 1))
+    growing = grower(model, trigger=Every(1) & Limit(parameters=size + 1))
     assert growing.step(DATA, loss_fn) is None
-    look = growing.history.record.looks[0]
+    look = growing.history.record.decisions[0]
     assert look.reason.startswith("the trigger's limits leave no room") and look.parameters == size
 
 
@@ -263,7 +265,7 @@ class Backwards(Strategy):
     def score(self, model: Any, sites: Any, batches: Any, loss_fn: Any) -> Merits:
         return measure(model, sites, batches, loss_fn, ratio=False)
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         self.asked += 1
         return [merit.site for merit in reversed(merits)]
 
@@ -286,7 +288,7 @@ def test_a_strategy_says_where_what_it_is_worth_and_what_is_taken() -> None:
     growing = grower(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy, tau=1.0)
     growth = growing.step(DATA, loss_fn)
     assert growth is not None and growth.site == last and len(growing.last_merits or ()) == 2
-    assert growing.history.record.looks[0].reason == "Backwards chose 1 of 2 sites"
+    assert growing.history.record.decisions[0].reason == "Backwards chose 1 of 2 sites"
     assert growing.state_dict()["asked"] == 1
 
     strategy.fails = True  # after the layer went in
@@ -305,8 +307,8 @@ def test_every_registered_strategy_is_made_by_its_name(name: str) -> None:
 
 # an option of those that say how to grow -> a value that is not its default
 GIVEN: dict[str, Any] = {
-    "tau": 0.5, "norm": "operator", "select": "largest", "layer": "relu", "where": "linear", "kernel_size": 5, "init": "fresh", "units": 3,
-    "start": "random", "per": "flops", "confidence": 0.9, "tolerance": 0.5, "floor": 0.0,
+    "tau": 0.5, "norm": "operator", "select": "largest", "form": "relu", "where": "linear", "kernel_size": 5, "units": 3,
+    "init": "fresh", "per": "flops", "confidence": 0.9, "tolerance": 0.5, "floor": 0.0,
 }  # fmt: skip
 
 
@@ -328,7 +330,7 @@ def test_an_option_that_the_strategy_does_not_use_is_refused_with_those_that_it_
     for option, value in GIVEN.items():
         level = {"confidence": 0.9} if option == "tolerance" and "confidence" in kind.takes else {}
         grow = "both" if "both" in kind.grows else kind.grows[0]
-        given = {"strategy": name, "grow": grow, option: value, **level}
+        given = {"strategy": name, "what": grow, option: value, **level}
         if option in kind.takes:
             assert getattr(Options(trigger=At(1), **given), option) == value
         elif option == "tolerance":
@@ -350,27 +352,42 @@ def test_what_a_strategy_says_that_it_takes_is_what_it_reads(name: str) -> None:
 
 
 def test_what_is_about_layers_or_units_is_refused_where_these_do_not_grow() -> None:
-    for option, grow, other in (("units", "layers", "units"), ("start", "layers", "units"), ("layer", "units", "layers"),
-                                ("kernel_size", "units", "layers"), ("init", "units", "layers")):  # fmt: skip
+    for option, grow, other in (("units", "layers", "units"), ("form", "units", "layers"),
+                                ("kernel_size", "units", "layers")):  # fmt: skip
         with pytest.raises(
-            ValueError, match=f"^{option} must be left out with grow='{grow}', got .*: it is about {other}\\. Leave"
+            ValueError, match=f"^{option} must be left out with what='{grow}', got .*: it is about {other}\\. Leave"
         ):
-            grower(deep(), grow=grow, **{option: GIVEN[option]})
-        assert getattr(grower(deep(), grow="both", **{option: GIVEN[option]}).options, option) == GIVEN[option]
+            grower(deep(), what=grow, **{option: GIVEN[option]})
+        assert getattr(grower(deep(), what="both", **{option: GIVEN[option]}).options, option) == GIVEN[option]
+
+
+def test_an_initialization_is_of_what_grows() -> None:
+    for init, what, other in (
+        ("random", "layers", "units"),
+        ("fresh", "units", "layers"),
+        (("copy", "random"), "units", "layers"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^init must be about what grows with what='{what}', got .*: it is about {other}"
+        ):
+            grower(deep(), what=what, init=init)
+    assert grower(deep(), what="both", init=("fresh", "random")).options.init == ("fresh", "random")
+    found = find_sites(deep(), points(2), what="both", init=["random", "fresh"])
+    assert {site.move.start for site in found if site.kind == "units"} == {"random"}
 
 
 def test_a_strategy_grows_what_it_says() -> None:
     for name in STRATEGIES:
         grows = class_of(name).grows
-        assert Options(trigger=At(1), strategy=name).grow == grows[0]
+        assert Options(trigger=At(1), strategy=name).what == grows[0]
         for grow in GROW:
             if grow in grows:
-                assert Options(trigger=At(1), strategy=name, grow=grow).grow == grow
+                assert Options(trigger=At(1), strategy=name, what=grow).what == grow
             else:
                 with pytest.raises(
-                    ValueError, match=f"^grow must be '{grows[0]}' with strategy='{name}', got '{grow}': it"
+                    ValueError, match=f"^what must be '{grows[0]}' with strategy='{name}', got '{grow}': it"
                 ):
-                    Options(trigger=At(1), strategy=name, grow=grow)
+                    Options(trigger=At(1), strategy=name, what=grow)
 
 
 @pytest.mark.parametrize("name", ["gradmax", "random-units", "morphnet", "convsenn"])
@@ -379,10 +396,16 @@ def test_what_only_new_layers_can_have_is_refused_with_a_strategy_that_adds_unit
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     grows = class_of(name).grows[0]
     with pytest.raises(
-        ValueError, match=f"^own_rate must be None with strategy='{name}', which grows {grows}, got 0.5: "
+        ValueError, match=f"^new_lr_factor must be None with strategy='{name}', which grows {grows}, got 0.5: "
     ):
         Grower(
-            model, optimizer, preset="paper", example=points(2), trigger=At(3), strategy=name, rates=Rates(own_rate=0.5)
+            model,
+            optimizer,
+            preset="paper",
+            example=points(2),
+            trigger=At(3),
+            strategy=name,
+            rates=Rates(new_lr_factor=0.5),
         )
     with pytest.raises(
         ValueError, match=f"^freeze_rest must be False with strategy='{name}', which grows {grows}, got T"
@@ -398,9 +421,9 @@ def test_what_only_new_layers_can_have_is_refused_with_a_strategy_that_adds_unit
         )
     if grows == "units":
         with pytest.raises(
-            ValueError, match=r"^depth in Budget\(depth=3\) must be left out where only units grow, got 3"
+            ValueError, match=r"^depth in Limit\(depth=3\) must be left out where only units grow, got 3"
         ):
-            Grower(model, optimizer, preset="paper", example=points(2), trigger=At(3) & Budget(depth=3), strategy=name)
+            Grower(model, optimizer, preset="paper", example=points(2), trigger=At(3) & Limit(depth=3), strategy=name)
     Grower(
         model,
         optimizer,
@@ -408,7 +431,7 @@ def test_what_only_new_layers_can_have_is_refused_with_a_strategy_that_adds_unit
         example=points(2),
         trigger=At(3),
         strategy="autogrow",
-        rates=Rates(own_rate=0.5, freeze_rest=True),
+        rates=Rates(new_lr_factor=0.5, freeze_rest=True),
     )
 
 
@@ -430,8 +453,8 @@ def test_a_callback_refuses_them_when_it_is_made(library: str) -> None:
     make = importlib.import_module(f"sensli.integrations.{library}").GrowthCallback
     with pytest.raises(ValueError, match=r"^tau must be left out with strategy='net2net', got 0\.0: "):
         make(Every(2), strategy="net2net", tau=0.0)
-    with pytest.raises(ValueError, match=r"^depth in Budget\(depth=3\) must be left out"):
-        make(Budget(depth=3), grow="units")
+    with pytest.raises(ValueError, match=r"^depth in Limit\(depth=3\) must be left out"):
+        make(Limit(depth=3), what="units")
 
 
 def test_a_strategy_that_is_not_registered_is_refused_with_those_that_are() -> None:
@@ -472,7 +495,7 @@ def test_all_that_has_grown_trains_after_growths_that_freeze_the_rest() -> None:
         example=points(2),
         trigger=At(1, 2),
         tau=0.0,
-        count=2,
+        max_growths=2,
         rates=Rates(freeze_rest=True),
         max_factor=None,
     )
@@ -487,7 +510,7 @@ def test_all_that_has_grown_trains_after_growths_that_freeze_the_rest() -> None:
     for _ in range(4):
         undo(model, optimizer=optimizer)
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == {"0.bias"}
-    with pytest.raises(ValueError, match="freeze_rest must be False with grow='both', got True"):
+    with pytest.raises(ValueError, match="freeze_rest must be False with what='both', got True"):
         Grower(
             model,
             optimizer,
@@ -495,5 +518,5 @@ def test_all_that_has_grown_trains_after_growths_that_freeze_the_rest() -> None:
             example=points(2),
             trigger=At(1),
             rates=Rates(freeze_rest=True),
-            grow="both",
+            what="both",
         )

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from models import fnn, labels, points
 from sensli import Grower, Probe, count_flops, find_sites, measure, triggers
-from sensli.growing.triggers import At, AtMost, Diminishing, Every, Moment, Pays, payoff
+from sensli.growing.triggers import At, Diminishing, Every, Limit, Pays, TriggerContext, payoff
 from sensli_lab.methods.controls import RandomUnits
 
 
@@ -32,7 +32,7 @@ def by_hand(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 @pytest.mark.parametrize("grow", ["layers", "units", "both"])
 def test_a_share_is_the_merit_of_the_gradient_of_all_weights(grow: str) -> None:
     model, x, y = data()
-    sites = find_sites(model, x[:1], grow=grow)
+    sites = find_sites(model, x[:1], what=grow)
     whole, merits = by_hand(model, x, y), measure(model, sites, [(x[:40], y[:40]), (x[40:], y[40:])], cross_entropy)
     assert [merit.share for merit in merits] == pytest.approx([merit.value / whole for merit in merits], rel=1e-10)
     assert merits[0].to_dict()["share"] == merits[0].share
@@ -44,12 +44,12 @@ def test_a_share_is_the_merit_of_the_gradient_of_all_weights(grow: str) -> None:
 
 def test_what_pays_is_let_through_and_nothing_else() -> None:
     model, x, y = data()
-    merits = measure(model, find_sites(model, x[:1], grow="units", units=2), [(x, y)], cross_entropy)
+    merits = measure(model, find_sites(model, x[:1], what="units", units=2), [(x, y)], cross_entropy)
     before = count_flops(model, x[:1])
     found = {}
     for merit in merits:
         wider = copy.deepcopy(model)
-        grower = Grower(wider, preset="paper", example=x[:1], trigger=triggers.Every(1), grow="units", units=2, tau=0.0, max_factor=None,
+        grower = Grower(wider, preset="paper", example=x[:1], trigger=triggers.Every(1), what="units", units=2, tau=0.0, max_factor=None,
                         select=lambda merits, place=str(merit.site): next(m for m in merits if str(m.site) == place))  # fmt: skip
         grower.step([(x, y)], cross_entropy)
         found[str(merit.site)] = merit.value / by_hand(model, x, y) / (count_flops(wider, x[:1]) / before - 1)
@@ -61,7 +61,7 @@ def test_what_pays_is_let_through_and_nothing_else() -> None:
             preset="paper",
             example=x[:1],
             trigger=Pays(factor),
-            grow="units",
+            what="units",
             units=2,
             tau=0.0,
             max_factor=None,
@@ -71,7 +71,7 @@ def test_what_pays_is_let_through_and_nothing_else() -> None:
         if growth is not None:
             assert found[str(growth.site)] == largest
         else:
-            reason = grower.history.record.looks[0].reason
+            reason = grower.history.record.decisions[0].reason
             assert re.search(
                 r"would add [\d.]+% to the gradient and [\d.]+% to the FLOPs: a payoff of [\d.]+, below", reason
             )
@@ -80,7 +80,7 @@ def test_what_pays_is_let_through_and_nothing_else() -> None:
 def calls(trigger: triggers.Trigger, until: int, grown: tuple[int, ...] = ()) -> list[int]:
     fired = []
     for call in range(1, until + 1):
-        if trigger.fires(Moment(call)):
+        if trigger.fires(TriggerContext(call)):
             fired.append(call)
             trigger.looked()
             if call in grown:
@@ -98,11 +98,17 @@ def test_a_limit_binds_only_the_side_that_fired() -> None:
     """What returns diminish for need not pay: the other side lets it through."""
     model, x, y = data()
     grower = Grower(
-        model, preset="paper", example=x[:1], trigger=Pays(1e9) | At(3), grow="units", tau=0.0, max_factor=None
+        model, preset="paper", example=x[:1], trigger=Pays(1e9) | At(3), what="units", tau=0.0, max_factor=None
     )
     assert [grower.step([(x, y)], cross_entropy) is not None for _ in range(4)] == [False, False, True, False]
     grower = Grower(
-        model, preset="paper", example=x[:1], trigger=Pays(1e-9) & AtMost(2), grow="units", tau=0.0, max_factor=None
+        model,
+        preset="paper",
+        example=x[:1],
+        trigger=Pays(1e-9) & Limit(growths=2),
+        what="units",
+        tau=0.0,
+        max_factor=None,
     )
     assert [grower.step([(x, y)], cross_entropy) is not None for _ in range(4)] == [True, True, False, False]
 
@@ -113,7 +119,8 @@ def test_it_resumes_where_it_was_and_refuses_other_states() -> None:
     fired = calls(first, 9)
     second.load_state_dict(first.state_dict())
     assert (
-        fired + [call for call in range(10, 21) if second.fires(Moment(call)) and second.looked() is None] == expected
+        fired + [call for call in range(10, 21) if second.fires(TriggerContext(call)) and second.looked() is None]
+        == expected
     )
     for wrong in ({}, {"waited": 1}, {"waited": -1, "vain": 0}, {"waited": 1.0, "vain": 0}, {"waited": 0, "vain": 64}):
         with pytest.raises(ValueError, match=r"Pays\(2\) needs two counts, waited and vain, got"):

@@ -32,42 +32,42 @@ def grower(**options: Any) -> Grower:
 
 def test_the_default_is_what_we_recommend() -> None:
     options = grower().options
-    assert (options.grow, options.tau, repr(options.trigger)) == (
+    assert (options.what, options.tau, repr(options.trigger)) == (
         "units",
         0.0,
         repr(triggers.Pays() | triggers.Diminishing()),
     )
-    assert "preset='auto': strategy='sensli', grow='units', tau=0, trigger=(Pays(2) | Diminishing(" in repr(grower())
+    assert "preset='auto': strategy='sensli', what='units', tau=0, trigger=(Pays(2) | Diminishing(" in repr(grower())
 
 
 def test_the_paper_is_algorithm_1() -> None:
     options = grower(preset="paper", trigger=triggers.Every(2)).options
-    assert (options.grow, options.tau, options.select, options.norm) == ("layers", 1.0, "auto", "auto")
+    assert (options.what, options.tau, options.select, options.norm) == ("layers", 1.0, "auto", "auto")
     with pytest.raises(ValueError, match=r"trigger must be one of sensli\.triggers with preset='paper' .*, got None"):
         grower(preset="paper")
 
 
 def test_what_is_given_overrides_a_preset() -> None:
-    options = grower(grow="both", tau=0.5, trigger=triggers.Every(3), units=2).options
-    assert (options.grow, options.tau, options.units, repr(options.trigger)) == ("both", 0.5, 2, "Every(3)")
-    assert grower(grow=None).options.grow == "units"
+    options = grower(what="both", tau=0.5, trigger=triggers.Every(3), units=2).options
+    assert (options.what, options.tau, options.units, repr(options.trigger)) == ("both", 0.5, 2, "Every(3)")
+    assert grower(what=None).options.what == "units"
 
 
 def test_other_strategies_get_the_trigger_alone() -> None:
     assert repr(grower(strategy="net2net").options.trigger).startswith("Diminishing")
-    assert grower(strategy="gradmax").options.grow == "units"
+    assert grower(strategy="gradmax").options.what == "units"
 
 
 def test_callbacks_take_the_same_preset() -> None:
     made, own = GrowingCallback(), grower().options
     assert repr(made.options.trigger) == repr(own.trigger)
-    assert (made.options.preset, made.options.grow, made.options.tau) == ("auto", own.grow, own.tau)
+    assert (made.options.preset, made.options.what, made.options.tau) == ("auto", own.what, own.tau)
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"lr_scale": 0.5}, r"lr_scale belongs to the learning rates: give rates=Rates\(lr_scale=\.\.\.\)"),
+        ({"lr_factor": 0.5}, r"lr_factor belongs to the learning rates: give rates=Rates\(lr_factor=\.\.\.\)"),
         ({"selct": "last"}, "Grower has no argument 'selct'. Did you mean 'select'?"),
         ({"xyz": 1}, "Grower has no argument 'xyz'. There are confidence, "),
     ],
@@ -76,7 +76,7 @@ def test_callbacks_take_the_same_preset() -> None:
 def test_an_argument_that_is_unknown_is_told(given: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         grower(**given)
-    assert grower(rates=Rates(lr_scale=0.5)).options.rates.lr_scale == 0.5
+    assert grower(rates=Rates(lr_factor=0.5)).options.rates.lr_factor == 0.5
 
 
 # --- the example is the first batch ---
@@ -146,7 +146,7 @@ def test_the_losses_of_checks_stand_for_the_metric() -> None:
         for _ in range(8):
             growing.step(DATA, loss_fn)
     record = growing.history.record
-    assert [call for call, _ in record.metrics] == [look.call for look in record.looks]
+    assert [call for call, _ in record.metrics] == [look.call for look in record.decisions]
     assert all(isinstance(value, float) for _, value in record.metrics)
     with pytest.raises(ValueError, match="Diminishing needs a metric"):  # where it was asked for
         grower(trigger=triggers.Diminishing()).step(DATA, loss_fn)
@@ -183,9 +183,9 @@ def test_the_first_line_of_the_log_says_what_the_preset_came_to() -> None:
     growing = grower(trigger=triggers.Every(1), log=lambda look: lines.extend(str(look).split("\n")))
     growing.step(DATA, loss_fn)
     growing.step(DATA, loss_fn)
-    assert lines[0] == "preset='auto': strategy='sensli', grow='units', tau=0, trigger=Every(1)"
+    assert lines[0] == "preset='auto': strategy='sensli', what='units', tau=0, trigger=Every(1)"
     assert not any("preset" in line for line in lines[1:]) and lines[1].startswith("epoch 1: ")
-    assert History.from_dict(growing.history.to_dict()).record.looks[0].preset == lines[0]
+    assert History.from_dict(growing.history.to_dict()).record.decisions[0].preset == lines[0]
 
 
 def test_five_checks_in_a_row_without_a_growth_give_one_hint() -> None:
@@ -205,7 +205,7 @@ def test_five_checks_in_a_row_without_a_growth_give_one_hint() -> None:
 def test_the_hint_names_what_holds_growth_back() -> None:
     for options, words in (
         ({"trigger": triggers.Every(1) & triggers.Pays(1e9)}, "large enough"),
-        ({"trigger": triggers.Every(1) & triggers.Budget(parameters=1)}, ""),
+        ({"trigger": triggers.Every(1) & triggers.Limit(parameters=1)}, ""),
     ):
         growing = grower(**options)
         with warnings.catch_warnings(record=True) as caught:

@@ -60,7 +60,7 @@ def recycled(grower: Grower) -> list[tuple[int, ...]]:
 def test_a_look_recycles_and_then_grows_without_changing_the_function() -> None:
     looks: list[Any] = []
     model = with_dead()
-    growing, optimizer = grower(model, trigger=triggers.Every(2) & triggers.AtMost(2), log=looks.append)
+    growing, optimizer = grower(model, trigger=triggers.Every(2) & triggers.Limit(growths=2), log=looks.append)
     train(model, optimizer)
     assert growing.step(DATA, cross_entropy) is None and not recycled(growing)  # no look, no change
     expected = model(X)
@@ -68,7 +68,7 @@ def test_a_look_recycles_and_then_grows_without_changing_the_function() -> None:
     assert torch.equal(model(X), expected)
     assert growth is not None and growth.parameters and growth is growing.history[1]
     assert recycled(growing) == [tuple(DEAD)] and growing.history[0].details == {"epoch": 2}
-    assert looks[-1].reason.endswith("; dead units recycled: 2") and looks[-1].inserted == (2,)
+    assert looks[-1].reason.endswith("; dead units recycled: 2") and looks[-1].growths == (2,)
     train(model, optimizer)
     assert model[-1].weight[:, DEAD].abs().min() > 0
     # What is recycled does not count: one more layer is allowed, and no third.

@@ -121,7 +121,7 @@ def forked(training: Training, site: Site | None, steps: int) -> tuple[Training,
     """The slow way: a deep copy of everything, grown there and trained for equal FLOPs; ends with the same batches."""
     fork = copy.deepcopy(training)
     if site is not None:
-        growth = grow(fork.model, site.on(fork.model), optimizer=fork.optimizer, scheduler=fork.scheduler)
+        growth = grow(fork.model, site.in_model(fork.model), optimizer=fork.optimizer, scheduler=fork.scheduler)
         follow(fork.average, growth, fork.model)
     taken = steps * int(count_flops(training.model, X[:2])) // int(count_flops(fork.model, X[:2]))
     batches = (DATA * 9)[:steps][-taken:]
@@ -135,10 +135,10 @@ def size(model: nn.Module) -> int:
 
 
 CASES = [
-    ("by loss", torch.optim.AdamW, {}, {"grow": "both", "units": 2}),
-    ("largest", torch.optim.SGD, {"momentum": 0.9}, {"layer": "residual"}),
-    ("largest", torch.optim.NAdam, {}, {"grow": "units", "units": 2}),
-    ("smallest", torch.optim.NAdam, {}, {"grow": "units", "units": 2}),
+    ("by loss", torch.optim.AdamW, {}, {"what": "both", "units": 2}),
+    ("largest", torch.optim.SGD, {"momentum": 0.9}, {"form": "residual"}),
+    ("largest", torch.optim.NAdam, {}, {"what": "units", "units": 2}),
+    ("smallest", torch.optim.NAdam, {}, {"what": "units", "units": 2}),
     ("largest", torch.optim.RAdam, {}, {"where": "block"}),
 ]
 
@@ -163,7 +163,7 @@ def test_the_winner_is_to_the_bit_what_a_copy_of_everything_becomes(
     trial = Trial(9, candidates=2, step=step, metric=metric, mode="max" if winner == "largest" else "min")
     grower = training.grower(trial, **growing)
     growth = grower.step(DATA, cross_entropy)
-    tried = grower.history.record.looks[0].tried
+    tried = grower.history.record.decisions[0].tried
     assert tried is not None and tried.grew == (growth is not None) and len(tried.arms) == 3
     assert [arm.steps for arm in tried.arms] == [len(losses) for _, losses, _ in ends]
     common = min(arm.steps for arm in tried.arms) // 2
@@ -217,7 +217,7 @@ def test_batches_are_drawn_as_training_draws_them_and_taken_again_when_they_end(
 
 def test_larger_networks_take_fewer_steps_and_the_look_says_what_all_of_them_cost() -> None:
     training, lines = Training(), list[Any]()
-    grower = training.grower(Trial(30, candidates=2), log=lines.append, grow="both", units=6)
+    grower = training.grower(Trial(30, candidates=2), log=lines.append, what="both", units=6)
     before = int(count_flops(training.model, X[:2]))
     grower.step(DATA, cross_entropy)
     tried = lines[0].tried
@@ -230,7 +230,7 @@ def test_larger_networks_take_fewer_steps_and_the_look_says_what_all_of_them_cos
     assert tried.flops == sum(arm.flops for arm in tried.arms)
     assert tried.lost == tried.flops - tried.arms[tried.winner].flops
     assert "won the trial of 3 networks: mean loss" in str(lines[0]) and "% of them lost" in str(lines[0])
-    assert History.from_json(grower.history.to_json()).record.looks == lines
+    assert History.from_json(grower.history.to_json()).record.decisions == lines
     damaged = grower.history.to_dict()
     damaged["record"]["looks"][0]["tried"]["winner"] = 3
     with pytest.raises(HistoryError, match="the winner of 3 networks is 3"):
@@ -250,7 +250,7 @@ def test_a_writer_gets_the_flops() -> None:
     training, writer = Training(), Writer()
     grower = training.grower(Trial(2), log=writer)
     grower.step(DATA, cross_entropy)
-    tried = grower.history.record.looks[0].tried
+    tried = grower.history.record.decisions[0].tried
     assert tried is not None
     assert (writer.scalars["sensli/trial FLOPs"], writer.scalars["sensli/lost FLOPs"]) == (tried.flops, tried.lost)
 
@@ -267,7 +267,7 @@ def test_a_network_that_diverges_loses_and_an_equal_one_does_not_win(losses: Any
 
     grower = training.grower(Trial(2, candidates=2, step=pretended), where=lambda site: site.path in ("2", "7"))
     grower.step(DATA, cross_entropy)
-    tried = grower.history.record.looks[0].tried
+    tried = grower.history.record.decisions[0].tried
     assert tried is not None and tried.winner == winner and len(sizes) == 3
     assert [arm.score is None for arm in tried.arms] == [not math.isfinite(loss) for loss in losses]
 
@@ -304,7 +304,11 @@ class Counter:
 
 @pytest.mark.parametrize(
     "growing",
-    [{"grow": "both", "units": 2}, {"where": "block", "rates": Rates(lr_scale=0.5)}, {"rates": Rates(own_rate=0.5)}],
+    [
+        {"what": "both", "units": 2},
+        {"where": "block", "rates": Rates(lr_factor=0.5)},
+        {"rates": Rates(new_lr_factor=0.5)},
+    ],
 )
 @pytest.mark.parametrize("at", [1, 8])
 def test_an_exception_inside_of_the_users_step_leaves_all_as_it_was(at: int, growing: Any) -> None:
@@ -320,7 +324,7 @@ def test_an_exception_inside_of_the_users_step_leaves_all_as_it_was(at: int, gro
 
 def test_what_fails_after_the_trial_takes_the_winners_steps_back_too() -> None:
     class Late(triggers.Trigger):
-        def fires(self, moment: triggers.Moment) -> bool:
+        def fires(self, context: triggers.TriggerContext) -> bool:
             return True
 
         def judged(self, grew: bool) -> None:
@@ -343,7 +347,7 @@ def test_what_fails_after_the_trial_takes_the_winners_steps_back_too() -> None:
         assert_equal(training.identity(), before)
         assert torch.equal(drawn, loader.generator.get_state()) and counter.count == 0
         grower.step(DATA, cross_entropy)
-        tried = grower.history.record.looks[0].tried
+        tried = grower.history.record.decisions[0].tried
         assert tried is not None and counter.count == tried.arms[tried.winner].steps  # the winner's alone
         counter.count = 0
 
@@ -376,10 +380,10 @@ def test_triggers_are_told_and_their_limits_hold_in_the_trial() -> None:
         def __init__(self) -> None:
             self.verdicts = list[bool]()
 
-        def fires(self, moment: triggers.Moment) -> bool:
+        def fires(self, context: triggers.TriggerContext) -> bool:
             return True
 
-        def allows(self, site: Site, moment: triggers.Moment) -> bool:
+        def allows(self, site: Site, context: triggers.TriggerContext) -> bool:
             return site.path == "7"
 
         def judged(self, grew: bool) -> None:
@@ -388,21 +392,21 @@ def test_triggers_are_told_and_their_limits_hold_in_the_trial() -> None:
     told = Told()
     for mode in ("max", "min"):
         training = Training()
-        grower = training.grower(Trial(1, metric=size, mode=mode), trigger=(told & triggers.AtMost(1)) | told)
+        grower = training.grower(Trial(1, metric=size, mode=mode), trigger=(told & triggers.Limit(growths=1)) | told)
         grower.step(DATA, cross_entropy)
-        tried = grower.history.record.looks[0].tried
+        tried = grower.history.record.decisions[0].tried
         assert (
             tried is not None and len(tried.arms) == 2 and all(arm.name.endswith("after 7") for arm in tried.arms[1:])
         )
     assert told.verdicts == [True, True, False, False]
     nothing = training.grower(Trial(1), tau=1e9)
-    assert nothing.step(DATA, cross_entropy) is None and nothing.history.record.looks[0].tried is None
+    assert nothing.step(DATA, cross_entropy) is None and nothing.history.record.decisions[0].tried is None
 
 
 def test_count_and_a_step_for_a_callback_do_not_go_with_a_trial() -> None:
     training = Training()
-    with pytest.raises(ValueError, match="count must be 1 with trial=, got 2"):
-        training.grower(Trial(3), count=2)
+    with pytest.raises(ValueError, match="max_growths must be 1 with trial=, got 2"):
+        training.grower(Trial(3), max_growths=2)
     from sensli.integrations.callback import GrowingCallback
 
     assert GrowingCallback(triggers.Every(1), trial=Trial(3)).options.trial is not None

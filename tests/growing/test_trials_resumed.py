@@ -56,7 +56,7 @@ def run(name, kill=0):
     def make_grower(model, optimizer, scheduler):
         size = lambda model: sum(p.numel() for p in model.parameters())
         trial = Trial(5, candidates=2, batches=loader, step=tried, metric=size, mode="max")
-        return Grower(model, optimizer, example=X[:1], trigger=triggers.Every(2), tau=0.0, grow="both", units=2, trial=trial)
+        return Grower(model, optimizer, example=X[:1], trigger=triggers.Every(2), tau=0.0, what="both", units=2, trial=trial)
 
     if file.exists():
         found = load_checkpoint(file, make_model, make_optimizer, make_grower=make_grower)
@@ -71,7 +71,7 @@ def run(name, kill=0):
             train(model, optimizer, batch)
         grower.step(loader, cross_entropy)
         save_checkpoint(file, model, optimizer=optimizer, grower=grower)
-    looks = [look.to_dict() for look in grower.history.record.looks]
+    looks = [look.to_dict() for look in grower.history.record.decisions]
     torch.save([dict(model.state_dict()), optimizer.state_dict(), torch.get_rng_state(), looks], f"{name}.pt")
 
 for kill in (8, 14):  # in the second network of the first trial, and inside of the second trial
@@ -122,14 +122,14 @@ def trained(model: nn.Module, batches: list[Any], mode: str) -> tuple[Grower, li
 
     trial = Trial(6, candidates=2, step=step, metric=metric, mode="max")
     grower = Grower(
-        model, optimizer, preset="paper", example=batches[0][0][:1], trigger=triggers.Every(1), tau=0.0, grow="both", units=2, trial=trial
+        model, optimizer, preset="paper", example=batches[0][0][:1], trigger=triggers.Every(1), tau=0.0, what="both", units=2, trial=trial
     )  # fmt: skip
     scores = []
     for _ in range(2):
         for batch in batches:
             step(model, optimizer, batch)
         grower.step(batches, cross_entropy)
-        tried = grower.history.record.looks[-1].tried
+        tried = grower.history.record.decisions[-1].tried
         assert tried is not None
         scores += [arm.score or 0.0 for arm in tried.arms] + [tried.winner, tried.flops]
     return grower, scores

@@ -4,7 +4,7 @@ import pytest
 
 from models import fnn, points
 from sensli import find_sites
-from sensli.growing.triggers import At, AtMost, Budget, Every, Moment, Plateau, Trigger
+from sensli.growing.triggers import At, Every, Limit, Plateau, Trigger, TriggerContext
 
 
 def firing(trigger, metrics=None, calls=12, growths=None, sizes=None, grows=True):
@@ -13,7 +13,7 @@ def firing(trigger, metrics=None, calls=12, growths=None, sizes=None, grows=True
     for call in range(1, calls + 1):
         metric = None if metrics is None else metrics[call - 1]
         count = len(fired) if growths is None else growths[call - 1]
-        if trigger.fires(Moment(call, metric, count, {} if sizes is None else sizes[call - 1])):
+        if trigger.fires(TriggerContext(call, metric, count, {} if sizes is None else sizes[call - 1])):
             fired.append(call)
             trigger.looked()
             if grows:
@@ -31,10 +31,10 @@ def firing(trigger, metrics=None, calls=12, growths=None, sizes=None, grows=True
         (Every(5), [5, 10]),
         (Every(5) | At(1), [1, 5, 10]),
         (Every(2) & Every(3), [6, 12]),
-        (Every(2) & AtMost(2), [2, 4]),
-        (Every(4) & AtMost(2) | At(11), [4, 8, 11]),
-        ((Every(4) | At(3)) & AtMost(2), [3, 4]),
-        (AtMost(3), [1, 2, 3]),
+        (Every(2) & Limit(growths=2), [2, 4]),
+        (Every(4) & Limit(growths=2) | At(11), [4, 8, 11]),
+        ((Every(4) | At(3)) & Limit(growths=2), [3, 4]),
+        (Limit(growths=3), [1, 2, 3]),
     ],
     ids=repr,
 )
@@ -65,7 +65,7 @@ NAN = float("nan")
         (Plateau(4) & Every(3), [3] * 13, [6, 12]),
         (Plateau(2) & Every(4), [5, 5, 5, 4, 4, 4, 4, 4], [8]),
         ((Plateau(3) | At(1)) & Every(3), [3] * 13, [6, 9, 12]),
-        (Plateau(2) & AtMost(1), [3] * 9, [3]),
+        (Plateau(2) & Limit(growths=1), [3] * 9, [3]),
         (Plateau(3) | At(2), [3] * 9, [2, 5, 8]),
     ],
     ids=repr,
@@ -95,10 +95,16 @@ def test_a_part_counts_on_until_the_whole_fires(trigger, fires):
 
 
 @pytest.mark.parametrize(
-    "combine", [lambda: Every(2) and AtMost(2), lambda: Every(2) or AtMost(2), lambda: not Every(2), lambda: bool(At(1) & At(2))]
-)  # fmt: skip
+    "combine",
+    [
+        lambda: Every(2) and Limit(growths=2),
+        lambda: Every(2) or Limit(growths=2),
+        lambda: not Every(2),
+        lambda: bool(At(1) & At(2)),
+    ],
+)
 def test_triggers_have_no_truth_value(combine):
-    with pytest.raises(TypeError, match=r"Every\(2\) & AtMost\(2\)"):
+    with pytest.raises(TypeError, match=r"Every\(2\) & Limit\(growths=2\)"):
         combine()
 
 
@@ -123,7 +129,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state):
 
 def test_plateau_without_a_metric_says_how_to_give_one():
     with pytest.raises(ValueError, match="metric=validation_loss"):
-        firing(Plateau(2) & AtMost(1), None, 1)
+        firing(Plateau(2) & Limit(growths=1), None, 1)
 
 
 def site():
@@ -144,51 +150,51 @@ def site():
     ],
 )
 def test_budget(limits, sizes, fires, allows):
-    budget, moment = Budget(**limits), Moment(1, sizes=sizes)
-    assert (budget.fires(moment), budget.allows(site(), moment)) == (fires, allows)
+    budget, context = Limit(**limits), TriggerContext(1, sizes=sizes)
+    assert (budget.fires(context), budget.allows(site(), context)) == (fires, allows)
 
 
 def test_limits_bind_the_side_they_were_combined_with():
-    moment = Moment(4, growths=2, sizes={"parameters": 95})
-    both = Every(2) & Budget(parameters=100)
-    assert both.fires(moment) and not both.allows(site(), moment)
-    either = Every(2) & Budget(parameters=100) | At(4)
-    assert either.fires(moment) and either.allows(site(), moment)  # At(4) has no budget
-    late = Every(2) & Budget(parameters=100) | At(5)
-    assert late.fires(moment) and not late.allows(site(), moment)
-    assert not (Every(1) & AtMost(2)).allows(site(), moment)
+    context = TriggerContext(4, growths=2, sizes={"parameters": 95})
+    both = Every(2) & Limit(parameters=100)
+    assert both.fires(context) and not both.allows(site(), context)
+    either = Every(2) & Limit(parameters=100) | At(4)
+    assert either.fires(context) and either.allows(site(), context)  # At(4) has no budget
+    late = Every(2) & Limit(parameters=100) | At(5)
+    assert late.fires(context) and not late.allows(site(), context)
+    assert not (Every(1) & Limit(growths=2)).allows(site(), context)
 
 
 def test_a_trigger_goes_on_from_its_state():
     metrics = [5, 4, 4, 4, 3, 3, 3, 3]
     whole = firing(Plateau(3) | Plateau(2, mode="max"), metrics, 8, growths=[0] * 8)
     first, second = Plateau(3) | Plateau(2, mode="max"), Plateau(3) | Plateau(2, mode="max")
-    split = [first.fires(Moment(c, m)) for c, m in enumerate(metrics[:3], 1)]
+    split = [first.fires(TriggerContext(c, m)) for c, m in enumerate(metrics[:3], 1)]
     second.load_state_dict(first.state_dict())
-    split += [second.fires(Moment(c, m)) for c, m in enumerate(metrics[3:], 4)]
+    split += [second.fires(TriggerContext(c, m)) for c, m in enumerate(metrics[3:], 4)]
     reference = Plateau(3) | Plateau(2, mode="max")
-    assert split == [reference.fires(Moment(c, m)) for c, m in enumerate(metrics, 1)]
+    assert split == [reference.fires(TriggerContext(c, m)) for c, m in enumerate(metrics, 1)]
     assert whole
 
 
 def test_a_trigger_of_ones_own_combines_too():
     class Odd(Trigger):
-        def fires(self, moment):
-            return moment.call % 2 == 1
+        def fires(self, context):
+            return context.call % 2 == 1
 
-    assert firing(Odd() & AtMost(2)) == [1, 3]
+    assert firing(Odd() & Limit(growths=2)) == [1, 3]
 
 
 def test_a_trigger_of_ones_own_without_its_question_is_told():
-    with pytest.raises(NotImplementedError, match=r"Mute must define fires\(self, moment\)"):
-        type("Mute", (Trigger,), {})().fires(Moment(1))
+    with pytest.raises(NotImplementedError, match=r"Mute must define fires\(self, context\)"):
+        type("Mute", (Trigger,), {})().fires(TriggerContext(1))
 
 
 @pytest.mark.parametrize(
     "make",
     [
         lambda: At(), lambda: At(0), lambda: At(1.5), lambda: Every(0), lambda: Every("3"), lambda: Plateau(0),
-        lambda: Plateau(2, mode="best"), lambda: AtMost(0), lambda: Budget(), lambda: Budget(depth=0),
+        lambda: Plateau(2, mode="best"), lambda: Limit(growths=0), lambda: Limit(), lambda: Limit(depth=0),
     ],
 )  # fmt: skip
 def test_senseless_triggers_are_refused(make):
@@ -199,4 +205,7 @@ def test_senseless_triggers_are_refused(make):
 def test_only_triggers_combine():
     with pytest.raises(TypeError, match="another trigger"):
         Every(3) & 5
-    assert repr(Every(3) & AtMost(2) | Budget(parameters=5000)) == "((Every(3) & AtMost(2)) | Budget(parameters=5,000))"
+    assert (
+        repr(Every(3) & Limit(growths=2) | Limit(parameters=5000))
+        == "((Every(3) & Limit(growths=2)) | Limit(parameters=5,000))"
+    )

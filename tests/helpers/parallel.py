@@ -81,10 +81,10 @@ class Wayward(triggers.Trigger):
             raise ZeroDivisionError(where)
         return dist.get_rank() == 1 and self.where == f"{where} differs"
 
-    def fires(self, moment: triggers.Moment) -> bool:
+    def fires(self, moment: triggers.TriggerContext) -> bool:
         return not self._at("fires")
 
-    def allows(self, site: Any, moment: triggers.Moment) -> bool:
+    def allows(self, site: Any, moment: triggers.TriggerContext) -> bool:
         late = moment.growths > 0
         return not self._at("allows second" if late else "allows")
 
@@ -125,7 +125,7 @@ def steps_that_fail(wrap: Any = DistributedDataParallel, make: Any = make_model)
     ) -> None:  # fmt: skip
         wayward = Wayward()
         settings: dict[str, Any] = {
-            "example": batches[0][0][:1], "tau": 0.0, "count": 2, "rates": Rates(lr_scale=0.5), "scheduler": scheduler,
+            "example": batches[0][0][:1], "tau": 0.0, "max_growths": 2, "rates": Rates(lr_factor=0.5), "scheduler": scheduler,
             "max_factor": None, **options,
         }  # fmt: skip
         grower = Grower(model, optimizer, preset="paper", trigger=wayward, **settings)
@@ -152,7 +152,7 @@ def steps_that_fail(wrap: Any = DistributedDataParallel, make: Any = make_model)
     case("tau is 0.0 on rank 0 and 1.0 on rank 1", tau=float(rank))
     case("lr_scale is 0.5 on rank 0 and 0.7 on rank 1", rates=Rates(0.7 if one else 0.5))
     case(f"{failed}BadExample", "does not run through", example=batches[0][0][:1, :2] if one else batches[0][0][:1])
-    case("Ranks disagree", where=lambda site: not (one and site.path == "1"), layer="residual")
+    case("Ranks disagree", where=lambda site: not (one and site.path == "1"), form="residual")
     case(f"{failed}WrongType: metric must be", "metric must be", metric="low" if one else 1.0)
     case("metric= is given on rank 0 and not given on rank 1", metric=None if one else 1.0)
     case(f"{failed}WrongType: batches must be", "batches must be", given=None if one else batches)
@@ -163,9 +163,9 @@ def steps_that_fail(wrap: Any = DistributedDataParallel, make: Any = make_model)
         f"{failed}TypeError: select must return",
         "select must return",
         select=lambda merits: "the best" if one else merits[0],
-        count=1,
+        max_growths=1,
     )
-    case("choice 1 is", select=lambda merits: merits[rank], count=1)
+    case("choice 1 is", select=lambda merits: merits[rank], max_growths=1)
     case("choice 1 is", select="random", seed=7 + 2 * rank)
     good = torch.optim.swa_utils.AveragedModel(make())
     bad = torch.optim.swa_utils.AveragedModel(make())
@@ -173,7 +173,7 @@ def steps_that_fail(wrap: Any = DistributedDataParallel, make: Any = make_model)
         bad.module = Loose(bad.module)
     case(f"{failed}HistoryError", "does not fit", averaged=[good, bad])
     other = torch.optim.SGD(network.parameters(), lr=0.1)
-    case("Ranks disagree", scheduler=None if one else scheduler, rates=Rates(own_rate=None if one else 0.5))
+    case("Ranks disagree", scheduler=None if one else scheduler, rates=Rates(new_lr_factor=None if one else 0.5))
     assert other is not None
 
     # checkpoints

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from sensli import Grower, History, triggers
 from sensli.surgery.outline import outline
-from sensli.surgery.record import Look, Record, SiteMerit
+from sensli.surgery.record import Decision, Record, SiteMerit
 
 X = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
 
@@ -83,9 +83,11 @@ def deep(blocks: int = 24, growths: int = 20, kind: str = "Block", **names: Any)
             "tau": 1.0,
             "select": "largest",
             "reason": "its merit is the largest",
-            "unit": record.unit,
+            "step_name": record.step_name,
         }
-        record.looks.append(Look(**facts, merits=tuple(merits), inserted=(number,), chosen=(3,), parameters=4000))
+        record.decisions.append(
+            Decision(**facts, merits=tuple(merits), growths=(number,), chosen=(3,), parameters=4000)
+        )
         record.draw(call, outline(_model(stack)))
     return History(record=record)
 

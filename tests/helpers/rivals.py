@@ -52,7 +52,7 @@ def data(shape: tuple[int, ...] = (4,), classes: int = 3, count: int = 2) -> lis
 
 
 def seen(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[Pair]:
-    return look(model, find_sites(model, batches[0][0], grow="units", units=2), batches, F.cross_entropy)
+    return look(model, find_sites(model, batches[0][0], what="units", units=2), batches, F.cross_entropy)
 
 
 def mean_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -62,7 +62,7 @@ def mean_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def grown(model: nn.Module, site: Any) -> nn.Module:
     other = copy.deepcopy(model)
-    edit = site.on(other).move.plan(other, site.on(other))
+    edit = site.in_model(other).move.plan(other, site.in_model(other))
     edit.build()
     edit.apply()
     return other

@@ -22,14 +22,14 @@ NEAR = 1e-10  # relative, in float64
 
 
 class Widths:
-    """One model and all its widths, with ``grow="both"`` also its layers."""
+    """One model and all its widths, with ``what="both"`` also its layers."""
 
     def __init__(self, recipe: Recipe, grow: str = "units") -> None:
         self.recipe = recipe
         self.model, self.x, self.y = recipe.build()
         self.loss = loss_of(recipe, self.model, self.x)
         with untouched(self.model):
-            self.sites: Sites = find_sites(self.model, self.x, grow=grow, units=2)
+            self.sites: Sites = find_sites(self.model, self.x, what=grow, units=2)
         self.before = {train: outputs(self.model, self.x, train) for train in (False, True)}
         # Where noise or dropout takes part, a wider network draws other numbers.
         quiet = not any(word in repr(recipe) for word in ("drop", "noise"))

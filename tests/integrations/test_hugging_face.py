@@ -98,7 +98,7 @@ def test_a_trigger_that_watches_a_metric_needs_its_name_from_the_start() -> None
     with pytest.raises(
         ValueError, match=r"^monitor must be .* \(for example 'eval_loss'\) with trigger=\(Pays\(2\) \| Diminish"
     ):
-        GrowthCallback(triggers.Pays() | triggers.Diminishing(), preset="paper", grow="units", tau=0)
+        GrowthCallback(triggers.Pays() | triggers.Diminishing(), preset="paper", what="units", tau=0)
 
 
 # --- averages ---
@@ -135,7 +135,7 @@ def test_averages_follow(kind: str, what: str, tmp_path: Path) -> None:
     if kind == "given":
         given["averaged"] = averaging.average = AveragedModel(model.transformer, avg_fn=get_ema_avg_fn(0.5))
         averaging.on_step_end = lambda *args, model, **_: averaging.average.update_parameters(model.transformer)  # type: ignore[method-assign]
-    trainer = make(tmp_path, grow(1, 2, grow=what, **given), model=model, num_train_epochs=3, save_strategy="epoch")
+    trainer = make(tmp_path, grow(1, 2, what=what, **given), model=model, num_train_epochs=3, save_strategy="epoch")
     trainer.add_callback(averaging)
     trainer.train()
     source, mean = (model.transformer, averaging.average.module) if given else (model, averaging.average)
@@ -147,7 +147,7 @@ def test_averages_follow(kind: str, what: str, tmp_path: Path) -> None:
     # A resumed training grows the small model and its average alike, before the weights are loaded.
     model, averaging = make_model(**EXACT).double(), Averaging("kept")
     averaging.average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
-    trainer = make(tmp_path, grow(1, 2, grow=what), model=model, num_train_epochs=3)
+    trainer = make(tmp_path, grow(1, 2, what=what), model=model, num_train_epochs=3)
     trainer.add_callback(averaging)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert [n for n, _ in averaging.average.module.named_parameters()] == [n for n, _ in model.named_parameters()]
@@ -182,7 +182,7 @@ class OwnLoss(Trainer):  # type: ignore[misc, unused-ignore]
 
 
 def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
-    callback = grow(2, 3, rates=Rates(lr_scale=0.9))
+    callback = grow(2, 3, rates=Rates(lr_factor=0.9))
     model = make_model(**EXACT).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = make(
@@ -198,7 +198,7 @@ def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
     ids = torch.stack([row["input_ids"] for row in rows()])
     grower = Grower(
         plain, optimizer, preset="paper",
-            example={"input_ids": ids[:8]}, trigger=triggers.At(2, 3), tau=0.0, rates=Rates(lr_scale=0.9), scheduler=scheduler
+            example={"input_ids": ids[:8]}, trigger=triggers.At(2, 3), tau=0.0, rates=Rates(lr_factor=0.9), scheduler=scheduler
     )  # fmt: skip
     plain.train()
     for _ in range(4):
@@ -329,7 +329,7 @@ def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
     def settings() -> dict[str, Any]:
         return {"num_train_epochs": 3, "logging_strategy": "no", **(options() if callable(options) else options)}
 
-    growing: dict[str, Any] = {"batches": 2, "rates": Rates(lr_scale=0.8, own_rate=0.5 if step == 8 else None)}
+    growing: dict[str, Any] = {"batches": 2, "rates": Rates(lr_factor=0.8, new_lr_factor=0.5 if step == 8 else None)}
     whole = make(tmp_path, first := grow(2, 3, **growing), **settings())
     whole.train()
     resumed = make(tmp_path / "again", second := grow(2, 3, **growing), **settings())
@@ -340,7 +340,7 @@ def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
 
 
 def test_units_grow_in_a_training_and_a_resumed_one(tmp_path: Path) -> None:
-    growing: dict[str, Any] = {"grow": "units", "units": 4, "start": "random", "per": "flops", "batches": 2}
+    growing: dict[str, Any] = {"what": "units", "units": 4, "init": "random", "per": "flops", "batches": 2}
     settings = {"num_train_epochs": 3, "logging_strategy": "no"}
     whole = make(tmp_path, first := grow(1, 2, **growing), **settings)
     whole.train()
@@ -371,7 +371,7 @@ def test_the_best_model_comes_back_with_its_layers_and_everything_is_logged(tmp_
     logs = trainer.state.log_history
     looks = [entry for entry in logs if "sensli/merit" in entry]
     assert [entry["epoch"] for entry in looks] == [2.0, 3.0, 4.0]
-    assert (callback.history.record.metric, callback.history.record.unit) == ("eval_loss", "epoch")
+    assert (callback.history.record.metric, callback.history.record.step_name) == ("eval_loss", "epoch")
     counted = [entry["sensli/parameters"] for entry in logs if "sensli/parameters" in entry]
     assert counted[:3] == sizes[1:] and counted[0] < counted[1]
     assert all(entry["sensli/flops"] > 0 and entry["sensli/ratio"] > 0 for entry in looks)
@@ -460,10 +460,10 @@ def several(folder: str, processes: int) -> Any:
     assert_same(whole.model.state_dict(), resumed.model.state_dict())
     merits = [entry["sensli/merit"] for entry in whole.state.log_history if "sensli/merit" in entry]
     names = [growth.name for growth in callback.history]
-    trying = trainer("tried", tries := tried(1, grow="layers", batches=None))
+    trying = trainer("tried", tries := tried(1, what="layers", batches=None))
     trying.args.num_train_epochs, trying.args.save_strategy = 2, "no"
     trying.train()
-    arms = [arm for look in tries.history.record.looks if look.tried for arm in look.tried.arms]
+    arms = [arm for look in tries.history.record.decisions if look.tried for arm in look.tried.arms]
     return {
         "model": dict(whole.model.state_dict()),
         "tried": dict(trying.model.state_dict()),
@@ -598,7 +598,7 @@ def test_a_trainer_widens_resumes_to_the_bit_and_saves_what_its_configuration_de
     def chosen(site: Any) -> bool:
         return bool(site.move.blocks if which == "all blocks" else site.move.heads)
 
-    growing: dict[str, Any] = {"grow": "units", "where": chosen, "batches": 2}
+    growing: dict[str, Any] = {"what": "units", "where": chosen, "batches": 2}
     whole = make(tmp_path, first := grow(2, 3, **growing), num_train_epochs=3)
     whole.train()
     resumed = make(tmp_path / "again", second := grow(2, 3, **growing), num_train_epochs=3)
@@ -617,8 +617,8 @@ def test_a_trainer_widens_resumes_to_the_bit_and_saves_what_its_configuration_de
 
 def tried(*at: int, steps: int = 3, **options: Any) -> GrowthCallback:
     # Rows that do not depend on the data: those of the Trainer's loop and of one's own are then the same.
-    units = {} if options.get("grow") == "layers" else {"units": 4, "start": "random"}
-    return grow(*at, **{"grow": "both", "batches": 2, "trial": Trial(steps, candidates=2), **units, **options})
+    units = {} if options.get("grow") == "layers" else {"units": 4, "init": "random"}
+    return grow(*at, **{"what": "both", "batches": 2, "trial": Trial(steps, candidates=2), **units, **options})
 
 
 def test_a_trial_makes_the_updates_of_the_trainer(tmp_path: Path) -> None:
@@ -648,8 +648,8 @@ def test_a_trial_makes_the_updates_of_the_trainer(tmp_path: Path) -> None:
 
     grower = Grower(
         plain, optimizer, preset="paper",
-            example={"input_ids": ids[:8]}, trigger=triggers.At(2), tau=0.0, scheduler=scheduler, grow="both", units=4,
-        start="random", trial=Trial(3, candidates=2, step=step, batches=ids.split(16)),
+            example={"input_ids": ids[:8]}, trigger=triggers.At(2), tau=0.0, scheduler=scheduler, what="both", units=4,
+        init="random", trial=Trial(3, candidates=2, step=step, batches=ids.split(16)),
     )  # fmt: skip
     plain.train()
     for _ in range(3):
@@ -657,7 +657,7 @@ def test_a_trial_makes_the_updates_of_the_trainer(tmp_path: Path) -> None:
             step(plain, optimizer, batch)
             scheduler.step()
         grower.step([({"input_ids": x}, x) for x in ids.split(8)], lambda out, x: 3 * shifted(out.logits, x))
-    mine, theirs = (each.history.record.looks[0].tried for each in (callback, grower))
+    mine, theirs = (each.history.record.decisions[0].tried for each in (callback, grower))
     assert mine is not None and theirs is not None and len(mine.arms) == 3
     assert [(arm.name, arm.steps, arm.flops) for arm in mine.arms] == [
         (arm.name, arm.steps, arm.flops) for arm in theirs.arms
@@ -691,12 +691,12 @@ def test_a_training_with_trials_resumes_to_the_bit_also_if_it_was_killed_within_
     for folder, step in (("killed", 4), ("whole", 8)):  # before the trial, and with the outcome of it
         resumed = make(tmp_path / f"again{step}", second := tried(2), **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / folder / f"checkpoint-{step}"))
-        assert [look.tried for look in second.history.record.looks] == [
-            look.tried for look in first.history.record.looks
+        assert [look.tried for look in second.history.record.decisions] == [
+            look.tried for look in first.history.record.decisions
         ]
         assert_same(whole.model.state_dict(), resumed.model.state_dict())
         assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
-    tried_ones = first.history.record.looks[0].tried
+    tried_ones = first.history.record.decisions[0].tried
     assert tried_ones is not None and len({arm.score for arm in tried_ones.arms}) == 3
 
 

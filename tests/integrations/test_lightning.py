@@ -89,7 +89,7 @@ def fit(folder: Path, epochs: int, *callbacks: Any, ckpt_path: Any = None, **opt
 
 
 def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
-    callback = GrowthCallback(triggers.At(2, 3), preset="paper", tau=0.0, rates=Rates(lr_scale=0.9))
+    callback = GrowthCallback(triggers.At(2, 3), preset="paper", tau=0.0, rates=Rates(lr_factor=0.9))
     module, _ = fit(tmp_path, 5, callback, limit_val_batches=0, dropout=0.0)
     assert len(callback.history) == 2
 
@@ -104,7 +104,7 @@ def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
         example=x[:1],
         trigger=triggers.At(2, 3),
         tau=0.0,
-        rates=Rates(lr_scale=0.9),
+        rates=Rates(lr_factor=0.9),
         scheduler=scheduler,
     )
     torch.manual_seed(7)
@@ -126,7 +126,7 @@ def test_it_grows_as_a_loop_of_ones_own_would(tmp_path: Path) -> None:
     ("own", "kind"),
     [
         ({}, Module),
-        ({"rates": Rates(own_rate=0.5)}, Module),
+        ({"rates": Rates(new_lr_factor=0.5)}, Module),
         ({"rates": Rates(freeze_rest=True)}, Module),
         ({}, PerParameter),
     ],
@@ -194,17 +194,17 @@ def test_units_grow_where_the_step_calls_parts_of_the_module(tmp_path: Path) -> 
     }
     merits = []
     for kind in (Module, Direct):
-        callback = GrowthCallback(triggers.At(1), preset="paper", tau=0.0, grow="units", units=2)
+        callback = GrowthCallback(triggers.At(1), preset="paper", tau=0.0, what="units", units=2)
         trainer = pl.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **settings)
         trainer.fit(kind(0.0), data())
-        merits.append([merit.value for merit in callback.history.record.looks[0].merits])
+        merits.append([merit.value for merit in callback.history.record.decisions[0].merits])
         assert callback.history[0].site.kind == "units"
     assert merits[0] == pytest.approx(merits[1], rel=1e-9)
 
 
 @pytest.mark.parametrize("what", ["units", "both"])
 def test_units_grow_in_a_fit_and_a_resumed_one(what: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"tau": 0.0, "grow": what, "units": 3, "start": "random", "per": "parameters"}
+    options: dict[str, Any] = {"tau": 0.0, "what": what, "units": 3, "init": "random", "per": "parameters"}
     first = GrowthCallback(triggers.Every(2), preset="paper", **options)
     whole, _ = fit(tmp_path / "a", 7, first, dropout=0.0)
     assert len(first.history) == 3 and first.history[0].site.kind == "units"
@@ -220,10 +220,12 @@ def test_units_grow_in_a_fit_and_a_resumed_one(what: str, tmp_path: Path) -> Non
 def test_metrics_reach_the_logger_and_the_monitored_one_the_trigger(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     plateau = triggers.Plateau(patience=1, threshold=10.0)  # nothing ever is an improvement
-    callback = GrowthCallback(plateau & triggers.AtMost(1), preset="paper", monitor="val_loss", tau=0.0, batches=2)
+    callback = GrowthCallback(
+        plateau & triggers.Limit(growths=1), preset="paper", monitor="val_loss", tau=0.0, batches=2
+    )
     _, trainer = fit(tmp_path, 3, callback, logger=logger, log_every_n_steps=1)
     assert len(callback.history) == 1
-    assert (callback.history.record.metric, callback.history.record.unit) == ("val_loss", "epoch")
+    assert (callback.history.record.metric, callback.history.record.step_name) == ("val_loss", "epoch")
     assert callback.grower is not None and callback.grower.last_merits is not None
     assert callback.grower.last_merits.batches == 2
     logged = trainer.logged_metrics
@@ -245,9 +247,9 @@ def test_a_trigger_that_watches_a_metric_needs_its_name_from_the_start() -> None
         with pytest.raises(
             ValueError, match=r"^monitor must be the name of a metric \(for example 'val_loss'\) with trigger="
         ):
-            GrowthCallback(trigger, preset="paper", grow="units", tau=0)
+            GrowthCallback(trigger, preset="paper", what="units", tau=0)
         GrowthCallback(trigger, preset="paper", monitor="val_loss")
-    GrowthCallback(triggers.Pays() & triggers.AtMost(2), preset="paper")
+    GrowthCallback(triggers.Pays() & triggers.Limit(growths=2), preset="paper")
 
 
 def test_a_look_leaves_the_random_numbers_of_the_training_alone(tmp_path: Path) -> None:
@@ -340,7 +342,7 @@ def test_processes_that_hand_their_weights_back_are_refused_before_training(tmp_
 
 def tried(*epochs: int, steps: int = 6, **options: Any) -> GrowthCallback:
     # Rows that do not depend on the data: those of one process and of two are then the same.
-    given = {"tau": 0.0, "grow": "both", "units": 2, "start": "random", "trial": Trial(steps, candidates=2), **options}
+    given = {"tau": 0.0, "what": "both", "units": 2, "init": "random", "trial": Trial(steps, candidates=2), **options}
     return GrowthCallback(triggers.At(*epochs), preset="paper", **given)
 
 
@@ -384,15 +386,15 @@ def test_a_trial_takes_the_steps_of_the_trainer(tmp_path: Path) -> None:
         return loss.item()
 
     grower = Grower(
-        plain.layers, optimizer, preset="paper", example=data().dataset[:1][0], trigger=triggers.At(2), tau=0.0, grow="both", units=2,
-        start="random", scheduler=scheduler, trial=Trial(6, candidates=2, step=step),
+        plain.layers, optimizer, preset="paper", example=data().dataset[:1][0], trigger=triggers.At(2), tau=0.0, what="both", units=2,
+        init="random", scheduler=scheduler, trial=Trial(6, candidates=2, step=step),
     )  # fmt: skip
     joined = list(DataLoader(data().dataset, batch_size=32))
     for _ in range(4):
         for batch in joined:
             step(plain.layers, optimizer, batch)
         grower.step(joined, cross_entropy)
-    mine, theirs = (each.history.record.looks[0].tried for each in (callback, grower))
+    mine, theirs = (each.history.record.decisions[0].tried for each in (callback, grower))
     assert mine is not None and theirs is not None
     assert [(arm.steps, arm.flops) for arm in mine.arms] == [(arm.steps, arm.flops) for arm in theirs.arms]
     assert mine.winner == theirs.winner
@@ -410,7 +412,9 @@ def test_a_fit_with_trials_resumes_to_the_bit(tmp_path: Path) -> None:
     _, trainer = fit(tmp_path / "b", 2, tried(1, 4), shuffle=True)
     trainer.save_checkpoint(tmp_path / "at2.ckpt")
     resumed, _ = fit(tmp_path / "c", 5, second := tried(1, 4), ckpt_path=tmp_path / "at2.ckpt", shuffle=True, seed=8)
-    assert [look.tried for look in first.history.record.looks] == [look.tried for look in second.history.record.looks]
+    assert [look.tried for look in first.history.record.decisions] == [
+        look.tried for look in second.history.record.decisions
+    ]
     assert list(resumed.state_dict()) == list(whole.state_dict())
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
@@ -464,7 +468,7 @@ def tried_on(processes: int, by_size: bool) -> dict[str, Any]:
     )  # fmt: skip
     dealt = DistributedSampler(samples, processes, rank, shuffle=False)
     trainer.fit(module, DataLoader(samples, batch_size=16 // processes, sampler=dealt))
-    looks = [look.tried for look in callback.history.record.looks if look.tried is not None]
+    looks = [look.tried for look in callback.history.record.decisions if look.tried is not None]
     assert trainer.world_size == processes and len(looks) == 2
     return {
         "model": dict(module.state_dict()),

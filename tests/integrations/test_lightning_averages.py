@@ -89,7 +89,7 @@ def fit(module: Any, folder: Path, epochs: int, *callbacks: Any, ckpt_path: Any 
 
 
 def growing(*epochs: int, **options: Any) -> GrowthCallback:
-    units = {"start": "random", "units": 2} if options.get("grow") in ("units", "both") else {}
+    units = {"init": "random", "units": 2} if options.get("grow") in ("units", "both") else {}
     return GrowthCallback(triggers.At(*epochs), preset="paper", **{"tau": 0.0, **units, **options})
 
 
@@ -131,11 +131,11 @@ class ByName(pl.Callback):  # type: ignore[misc, name-defined, unused-ignore]
 
 
 WHAT: dict[str, dict[str, Any]] = {
-    "layers": {"layer": "residual"},
-    "units": {"grow": "units"},
-    "both": {"grow": "both", "count": 2},
+    "layers": {"form": "residual"},
+    "units": {"what": "units"},
+    "both": {"what": "both", "count": 2},
     "a trial": {
-        "grow": "both",
+        "what": "both",
         "trial": Trial(2, candidates=2, metric=lambda model: -sum(p.numel() for p in model.parameters())),
     },
 }
@@ -162,7 +162,7 @@ def test_the_average_of_lightning_follows(what: str, first: bool, tmp_path: Path
 @pytest.mark.parametrize("what", ["layers", "units"])
 def test_stochastic_weight_averaging_follows(what: str, tmp_path: Path) -> None:
     """It keeps a plain copy of the module, exchanges the scheduler and runs an epoch more, in which nothing grows."""
-    module, growth = Module(), growing(1, 3, 4, 6, 7, rates=Rates(lr_scale=0.5), **WHAT[what])
+    module, growth = Module(), growing(1, 3, 4, 6, 7, rates=Rates(lr_factor=0.5), **WHAT[what])
     averaging = StochasticWeightAveraging(
         swa_lrs=0.01, swa_epoch_start=3, annealing_epochs=1, annealing_strategy="linear"
     )
@@ -217,7 +217,7 @@ def test_averages_in_the_hands_of_the_module_follow(given: bool, tmp_path: Path)
 
     module, own = Holding(), Own()
     module.hidden = [AveragedModel(module.head)]
-    growth = growing(1, 2, grow="both", count=2, **({"averaged": module.ema} if given else {}))
+    growth = growing(1, 2, what="both", max_growths=2, **({"averaged": module.ema} if given else {}))
     fit(module, tmp_path, 3, growth, own)
     assert len(growth.history) >= 3
     names = [(name, parameter.shape) for name, parameter in module.backbone.named_parameters()]
@@ -319,7 +319,7 @@ class Unfreezing(Module):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 
-@pytest.mark.parametrize("own", [{}, {"rates": Rates(own_rate=0.5)}], ids=str)
+@pytest.mark.parametrize("own", [{}, {"rates": Rates(new_lr_factor=0.5)}], ids=str)
 @pytest.mark.parametrize("first", [False, True], ids=["finetuning first", "growth first"])
 def test_a_backbone_that_is_unfrozen_resumes(own: dict[str, Any], first: bool, tmp_path: Path) -> None:
     """It remembers the groups of the optimizer by names, from which they are made again."""

@@ -117,8 +117,8 @@ def test_all_networks_have_the_grown_shape_and_the_history_leads_to_it(grown: Gr
 def test_the_record_has_the_real_epochs_and_the_page_shows_it(grown: GrowingRegressor, tmp_path: Path) -> None:
     record = grown.history_.record
     epochs = [growth.details["epoch"] for growth in grown.history_]
-    kept = [look for look in record.looks if look.inserted]
-    taken_out = [look for look in record.looks if not look.inserted]
+    kept = [look for look in record.decisions if look.growths]
+    taken_out = [look for look in record.decisions if not look.growths]
     assert sorted(set(epochs)) == [look.call for look in kept]
     assert all(1 < epoch < grown.n_iter_ == record.calls for epoch in epochs)
     assert taken_out and all("took it out again at epoch" in look.reason for look in taken_out)  # the last tries

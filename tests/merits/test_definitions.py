@@ -36,7 +36,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def grown(model: nn.Module, site: Any) -> tuple[str, dict[str, Tensor]]:
     """The name of the growth in a copy that has really grown there, and the gradients of this copy."""
     again = copy.deepcopy(model)
-    growth = grow(again, site.on(again))
+    growth = grow(again, site.in_model(again))
     return growth.name, gradients(again)
 
 
@@ -54,7 +54,7 @@ def same(value: float | None, expected: Tensor | float) -> None:
 def test_a_layer_is_worth_the_gradient_of_its_weight_without_the_bias(form: str) -> None:
     """Without the parameter of a parametric activation either."""
     model = plain(nn.ReLU if form == "relu" else nn.Tanh)
-    for merit in measure(model, find_sites(model, X[:2], layer=form), BATCHES, cross_entropy):
+    for merit in measure(model, find_sites(model, X[:2], form=form), BATCHES, cross_entropy):
         parts = of_layer(*grown(model, merit.site))
         (weight,) = (value for name, value in parts.items() if name.endswith("weight"))
         (bias,) = (value for name, value in parts.items() if name.endswith("bias"))
@@ -64,7 +64,7 @@ def test_a_layer_is_worth_the_gradient_of_its_weight_without_the_bias(form: str)
 
 def test_a_residual_layer_is_worth_the_gradient_of_its_second_map_which_is_zero() -> None:
     model = plain(nn.Tanh)
-    for merit in measure(model, find_sites(model, X[:2], layer="residual"), BATCHES, cross_entropy):
+    for merit in measure(model, find_sites(model, X[:2], form="residual"), BATCHES, cross_entropy):
         parts = of_layer(*grown(model, merit.site))
         same(merit.value, parts["second.weight"].square().sum())
         assert not parts["first.weight"].any() and not parts["first.bias"].any()
@@ -83,7 +83,7 @@ def test_a_twin_is_worth_the_gradient_of_its_maps_that_are_zero_without_their_bi
     model = nn.Sequential(nn.Linear(3, 4), Block(), Block(), Block(), nn.Linear(4, 2)).double()
     for merit in measure(model, find_sites(model, X[:2]), BATCHES, cross_entropy):
         again = copy.deepcopy(model)
-        name = grow(again, merit.site.on(again)).name
+        name = grow(again, merit.site.in_model(again)).name
         twin = again.get_submodule(name)
         zero = {key for key, value in twin.named_parameters() if not value.any()}
         maps = [key for key in zero if not key.endswith("bias")]
@@ -97,9 +97,9 @@ def test_a_twin_is_worth_the_gradient_of_its_maps_that_are_zero_without_their_bi
 def test_units_are_worth_the_gradient_of_what_is_zero_at_first(start: str) -> None:
     """The columns that read them; with "gradmax" the rows that make them, with the biases of these rows; copies have no zeros."""
     model = plain(nn.Tanh)
-    for merit in measure(model, find_sites(model, X[:2], grow="units", units=2, start=start), BATCHES, cross_entropy):
+    for merit in measure(model, find_sites(model, X[:2], what="units", units=2, init=start), BATCHES, cross_entropy):
         again = copy.deepcopy(model)
-        growth = grow(again, merit.site.on(again))
+        growth = grow(again, merit.site.in_model(again))
         found = gradients(again)
         maker = int(growth.name)
         old = model[maker].out_features  # type: ignore[index,union-attr]
@@ -156,7 +156,7 @@ def test_auto_is_the_operator_norm_where_all_sites_are_convolutions() -> None:
         assert [m.value for m in found] == [
             m.value for m in measure(model, sites(), [(x, Y)], cross_entropy, norm=norm)
         ]
-    both = find_sites(model, x[:2], grow="both", units=1)
+    both = find_sites(model, x[:2], what="both", units=1)
     assert measure(model, [s for s in both if s.kind in ("conv", "units")], [(x, Y)], cross_entropy).norm == "frobenius"
 
 

@@ -34,14 +34,14 @@ CASES = {
     "relu functional": (Functional, points, {}),
     "relu list and dict": (Listed, points, {}),
     "residual linear": (lambda: fnn(nn.Tanh), points, {}),
-    "residual stack": (residual, points, {"layer": "residual"}),
-    "residual after prelu": (lambda: Named(lambda: nn.PReLU()), points, {"layer": "residual"}),
-    "parametric linear": (lambda: fnn(nn.GELU), points, {"layer": "parametric"}),
+    "residual stack": (residual, points, {"form": "residual"}),
+    "residual after prelu": (lambda: Named(lambda: nn.PReLU()), points, {"form": "residual"}),
+    "parametric linear": (lambda: fnn(nn.GELU), points, {"form": "parametric"}),
     **{
         f"{layer} conv{dims}d groups={groups}": (
             lambda dims=dims, activation=activation, groups=groups: cnn(dims, activation, groups),
             lambda n=5, dims=dims: images(n, dims),
-            {"layer": layer},
+            {"form": layer},
         )
         for dims in (1, 2, 3)
         for layer, activation in (("relu", nn.ReLU), ("residual", nn.SiLU), ("parametric", nn.Tanh))

@@ -20,7 +20,7 @@ from sensli.moves.point import Ref
 
 def measured(model=None):
     model = deep(3) if model is None else model
-    return measure(model, find_sites(model, points(2), grow="both"), batches(), loss_fn)
+    return measure(model, find_sites(model, points(2), what="both"), batches(), loss_fn)
 
 
 def test_each_prints_as_one_line():
@@ -30,9 +30,18 @@ def test_each_prints_as_one_line():
     assert repr(best) == f"Merit({best})" and "\n" not in repr(merits)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     grower = Grower(
-        model, optimizer, preset="paper", example=points(2), trigger=triggers.Every(1) & triggers.AtMost(3), tau=0.0
+        model,
+        optimizer,
+        preset="paper",
+        example=points(2),
+        trigger=triggers.Every(1) & triggers.Limit(growths=3),
+        tau=0.0,
     )
-    assert repr(grower) == "Grower(Sequential with 46 parameters, preset='paper': strategy='sensli', grow='layers', tau=0, trigger=(Every(1) & AtMost(3)), 0 growths in 0 calls)"
+    assert (
+        repr(grower)
+        == "Grower(Sequential with 46 parameters, preset='paper': strategy='sensli', what='layers', tau=0, "
+        "trigger=(Every(1) & Limit(growths=3)), 0 growths in 0 calls)"
+    )
     growth = grower.step(batches(), loss_fn)
     assert repr(growth) == f"Growth({str(growth).removeprefix('growth ')})" and "\n" not in repr(growth)
     assert repr(grower).endswith("1 growth in 1 call)") and "66 parameters" in repr(grower)

@@ -165,12 +165,12 @@ def test_equals_loops_over_samples_and_positions_in_the_extended_network(name):
 @pytest.mark.parametrize("name", ["plain", "conv"])
 def test_new_units_equal_loops_in_the_widened_network(name):
     model, x, y = case(name, samples=64)
-    sites = find_sites(model, x[:1], grow="units", units=2)
+    sites = find_sites(model, x[:1], what="units", units=2)
     found = measure(model, sites, batches(x, y, 40, 24), loss_fn, norm="natural", ratio=False)
     for merit in found:
         (axis,) = [axis for axis in merit.site.move.axes if axis.fill == "column"]
         wide, old, inner = copy.deepcopy(model), merit.site.move.units, axis.inner
-        again = next(s for s in find_sites(wide, x[:1], grow="units", units=2) if str(s) == str(merit.site))
+        again = next(s for s in find_sites(wide, x[:1], what="units", units=2) if str(s) == str(merit.site))
         entries = merit.site.move._entries
         grow(wide, type(again)(again.point, type(again.move)(**{**again.move.__dict__, "_entries": entries})))
         reader = wide.get_submodule(axis.module.path)
@@ -183,7 +183,7 @@ def test_new_units_equal_loops_in_the_widened_network(name):
 
 def test_a_gradient_that_is_not_of_a_map_is_refused_before_anything_runs():
     model, x, y = case("plain")
-    sites = find_sites(model, x[:1], grow="units", start="gradmax")
+    sites = find_sites(model, x[:1], what="units", init="gradmax")
     with pytest.raises(MeasurementError, match=r"norm='natural' is not known for .*units? in 0 .*Use another norm"):
         measure(model, sites, [(x, y)], lambda *_: pytest.fail("ran"), norm="natural")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -379,7 +379,7 @@ def test_a_grower_takes_it_and_says_so():
     grower = Grower(model, preset="paper", example=x[:1], trigger=triggers.At(1), norm="natural", tau=0.0)
     growth = grower.step([(x[:100], y[:100]), (x[100:], y[100:])], loss_fn)
     assert growth is not None
-    assert grower.history.record.looks[0].norm == "natural"
+    assert grower.history.record.decisions[0].norm == "natural"
 
 
 def test_confidence_stops_early_with_it():

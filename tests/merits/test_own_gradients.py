@@ -190,9 +190,7 @@ def expected(model: nn.Module, site: Site, loss: Loss, x: Tensor) -> float:
     return float(gradient.square().sum())
 
 
-UNITS = {
-    start: {"grow": "units", "units": 2, "start": start} for start in ("sensitive", "random", "net2net", "gradmax")
-}
+UNITS = {start: {"what": "units", "units": 2, "init": start} for start in ("sensitive", "random", "net2net", "gradmax")}
 OPTIONS: dict[str, dict[str, Any]] = {"layers": {}, "units": UNITS["sensitive"]}
 
 
@@ -343,7 +341,7 @@ def test_a_probe_counts_what_is_added_to_the_gradients(name: str, kind: str) -> 
 def test_a_gradient_of_a_gradient_in_the_users_own_step_is_refused_and_the_step_is_the_same() -> None:
     model, x = network(), data()
     plainly = copy.deepcopy(model)
-    with Probe(model, find_sites(model, x[:2], grow="units")) as probe:
+    with Probe(model, find_sites(model, x[:2], what="units")) as probe:
         penalty(model, model(x), x).backward()
     penalty(plainly, plainly(x), x).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plainly.parameters(), strict=True))
@@ -383,7 +381,7 @@ def test_checkpoints_run_once_more_and_belong_to_their_pass(reentrant: bool, kin
 
 
 def test_gradmax_is_refused_inside_of_a_checkpoint() -> None:
-    sites = find_sites(Checkpointed(False), data(2), grow="units", start="gradmax")
+    sites = find_sites(Checkpointed(False), data(2), what="units", init="gradmax")
     assert not sites and "a checkpoint" in sites.explain()
 
 
@@ -455,13 +453,13 @@ def test_forces_are_refused_only_where_the_loss_depends_on_them() -> None:
     assert [m.value for m in found] == pytest.approx([m.value for m in plainly], rel=1e-12)
     with pytest.raises(MeasurementError, match="depends on a gradient that your code takes itself"):
         measure(model, sites, [(x, x)], lambda out, x: out[1].square().mean())
-    units = find_sites(model, x[:2], grow="units")
+    units = find_sites(model, x[:2], what="units")
     assert len(units) == 0 and "new units cannot be measured" in units.explain()
 
 
 def test_units_that_the_loss_reads_by_a_part_of_the_model_are_refused() -> None:
     model, x = network(), data()
-    sites = find_sites(model, x[:2], grow="units")
+    sites = find_sites(model, x[:2], what="units")
     with pytest.raises(MeasurementError, match="'4' was called outside of a pass of the model"):
         measure(model, sites, [(x, x)], lambda out, x: out.mean() + model[3:](x @ x.T[:, :6]).mean())
 
@@ -470,7 +468,7 @@ def test_a_loss_that_fails_on_few_samples_leaves_nothing_in_memory() -> None:
     """The look at a few samples ends early; its graph must not wait for a backward pass that never comes."""
     layers = nn.Linear(4, 17), nn.ReLU(), nn.Linear(17, 17), nn.ReLU(), nn.Linear(17, 1)
     model, x = nn.Sequential(*layers).double(), data(64)
-    sites = find_sites(model, x[:2], grow="units")
+    sites = find_sites(model, x[:2], what="units")
 
     def loss(out: Tensor, target: Tensor) -> Tensor:
         if len(out) < len(x):

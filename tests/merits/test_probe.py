@@ -15,7 +15,7 @@ MODELS = {
     "named": (Named, points, {}),
     "tanh": (lambda: fnn(nn.Tanh), points, {}),
     "cnn": (cnn, images, {}),
-    "parametric": (lambda: fnn(nn.GELU), points, {"layer": "parametric"}),
+    "parametric": (lambda: fnn(nn.GELU), points, {"form": "parametric"}),
 }
 
 
@@ -140,8 +140,8 @@ def test_making_a_probe_touches_nothing():
 def test_a_probe_of_a_model_that_has_changed_since_is_refused(kind: str) -> None:
     """In somebody's own training step: before a hook is set, and not as an error in the backward pass."""
     model = deep()
-    growth = grow(model, find_sites(model, points(2), grow="units", units=2)[0])
-    probe = Probe(model, find_sites(model, points(2), grow=kind))
+    growth = grow(model, find_sites(model, points(2), what="units", units=2)[0])
+    probe = Probe(model, find_sites(model, points(2), what=kind))
     undo(model, growth)
     with pytest.raises(MeasurementError, match="has grown or shrunk since this probe was made"), probe:
         pass

@@ -113,7 +113,7 @@ def test_a_user_s_model_on_a_batch(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_layers_and_units_in_one_table_ranked_by_cost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["sites", "mymodel.py:make", "--batch", "batch.pt", "--grow", "both", "--units", "2"]
+    command = ["sites", "mymodel.py:make", "--batch", "batch.pt", "--what", "both", "--units", "2"]
     assert main([*command, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     kinds = {entry["site"]: entry["kind"] for entry in plain["sites"]}
@@ -134,7 +134,7 @@ def test_layers_and_units_in_one_table_ranked_by_cost(folder: Path, capsys: pyte
 def test_merits_per_cost() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    sites = find_sites(model, torch.randn(1, 3), grow="both", units=1)
+    sites = find_sites(model, torch.randn(1, 3), what="both", units=1)
     measured = measure(model, sites, [(torch.randn(16, 3), torch.randint(0, 2, (16,)))], nn.functional.cross_entropy)
     by_cost = measured.per("parameters")
     assert list(by_cost) == list(measured) and measured.compared is None

@@ -94,7 +94,7 @@ def test_the_fused_kernels_of_an_encoder_do_not_read_wider_weights(wider: int) -
         return [*fast, model(x), model(x, src_key_padding_mask=padding)[padding.logical_not()]]
 
     before = outputs()
-    site = next(site for site in find_sites(model, x, grow="units") if site.path == f"layers.{wider}.self_attn")
+    site = next(site for site in find_sites(model, x, what="units") if site.path == f"layers.{wider}.self_attn")
     growth = grow(model, site, check=(x, None))
     assert type(model.layers[wider].self_attn) is WideAttention
     torch.testing.assert_close(outputs(), before, rtol=1e-12, atol=1e-12)

@@ -81,7 +81,7 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "count_flops": lambda model: count_flops(model, X[:2]),
     "Grower.step": step,
     "Grower.step, random": lambda model: step(model, select="random"),
-    "Grower.step, budget": lambda model: step(model, trigger=triggers.Every(1) & triggers.Budget(flops=10**9)),
+    "Grower.step, budget": lambda model: step(model, trigger=triggers.Every(1) & triggers.Limit(flops=10**9)),
 }
 
 
@@ -102,7 +102,7 @@ def test_twins_leave_every_random_state_as_it_was(init: str) -> None:
     model = blocks()
     x = torch.randn(4, 3, 6)
     with untouched():
-        sites = find_sites(model, x, layer="twin", init=init)
+        sites = find_sites(model, x, form="twin", init=init)
         Probe(model, sites)
         measure(
             model,

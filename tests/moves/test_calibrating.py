@@ -16,7 +16,7 @@ from sensli.moves.width.replica import inputs_of
 def chosen(model: nn.Module, x: Tensor, y: Tensor, **options: object) -> dict[str, dict[str, Tensor]]:
     """The new rows and biases that were measured, by the layer that gets them."""
     found = {}
-    for merit in measure(model, find_sites(model, x, grow="units", **options), [(x, y)], F.cross_entropy):
+    for merit in measure(model, find_sites(model, x, what="units", **options), [(x, y)], F.cross_entropy):
         move = merit.site.move
         pairs = zip(move.axes, move._entries.values, strict=True)
         found[merit.site.path] = {axis.name: value for axis, value in pairs if axis.fill == "row"}
@@ -72,7 +72,7 @@ def test_a_width_that_was_never_measured_gets_random_rows_that_fit_the_checked_b
     with torch.no_grad():
         model[0].weight.mul_(torch.linspace(1, 30, 6)[:, None])
     there = model[0](x)
-    grow(model, find_sites(model, x[:1], grow="units", units=4)[0], check=(x, None))
+    grow(model, find_sites(model, x[:1], what="units", units=4)[0], check=(x, None))
     made = model[0](x)[:, 6:]
     torch.testing.assert_close(made.square().mean(0), wanted(there, True).expand(4))
     assert made.mean(0).abs().max() < 1e-12
@@ -117,7 +117,7 @@ def test_the_unit_that_the_data_ask_for_is_found() -> None:
     x, wanted = torch.randn(1000, 10), F.normalize(torch.randn(10), dim=0)
     y = (x @ wanted).relu()[:, None]
     model = nn.Sequential(nn.Linear(10, 2), nn.ReLU(), nn.Linear(2, 1))
-    site = find_sites(model, x[:2], grow="units", units=1)[0]
+    site = find_sites(model, x[:2], what="units", units=1)[0]
     merit = measure(model, [site], [(x, y)], F.mse_loss)[0]
     grow(model, merit)
     assert F.cosine_similarity(model[0].weight[2], wanted, dim=0) > 0.9
@@ -173,7 +173,7 @@ class OfMany(nn.Module):
 def test_a_model_that_does_not_run_with_few_samples_is_measured_nevertheless() -> None:
     torch.manual_seed(0)
     model, x, y = OfMany(), torch.randn(48, 4), torch.arange(48) % 3
-    sites = find_sites(model, x, grow="units", units=2)
+    sites = find_sites(model, x, what="units", units=2)
     model.seen.clear()
     model.least = 40
     merits = measure(model, sites, [(x, y)], F.cross_entropy)
@@ -187,6 +187,6 @@ def test_a_layer_whose_units_are_all_dead_gets_units_that_are_not() -> None:
     with torch.no_grad():
         model[0].bias.fill_(-100.0)
     x, y = torch.randn(64, 5), torch.arange(64) % 2
-    merit = measure(model, find_sites(model, x, grow="units", units=2), [(x, y)], F.cross_entropy).best
+    merit = measure(model, find_sites(model, x, what="units", units=2), [(x, y)], F.cross_entropy).best
     grow(model, merit)
     assert (model[:2](x) > 0).any(0).tolist() == [False, False, False, True, True]

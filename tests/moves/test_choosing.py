@@ -74,7 +74,7 @@ def test_a_name_that_is_unknown_or_ambiguous_lists_what_there_is():
     model = Functional()
     with pytest.raises(UnknownSite, match=r"no sites of this Functional are known yet\. Call find_sites"):
         insert(model, "before fc2")
-    find_sites(model, points(), grow="both")
+    find_sites(model, points(), what="both")
     before = snapshot(model)
     with pytest.raises(UnknownSite, match=r"got 'after fc9'\. It found: .*'before fc2', 'in fc2'"):
         insert(model, "after fc9")
@@ -87,7 +87,7 @@ def test_a_name_that_is_unknown_or_ambiguous_lists_what_there_is():
 
 def test_what_is_remembered_of_a_model_goes_with_it():
     model = cnn()
-    find_sites(model, images(2), grow="both")
+    find_sites(model, images(2), what="both")
     gone = weakref.ref(model)
     del model
     gc.collect()

@@ -164,7 +164,7 @@ def check_exact(model: nn.Module, sites: Any, run: Callable[[nn.Module], Tensor]
 def test_a_merit_of_heads_is_the_gradient_in_the_network_that_really_has_them(name: str, training: bool) -> None:
     model, x, y = made(name)
     model.train(training)
-    sites = find_sites(model, x, grow="units")
+    sites = find_sites(model, x, what="units")
     _, maker, text = WRITTEN[name]
     assert [site.path for site in sites] == [f"attention.{block}.{maker}" for block in range(2)]
     assert all(str(site).startswith(f"{text} in ") and site.kind == "units" for site in sites)
@@ -175,7 +175,7 @@ def test_a_merit_of_heads_is_the_gradient_in_the_network_that_really_has_them(na
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_heads_cost_is_what_they_add(name: str) -> None:
     model, x, _ = made(name)
-    sites = find_sites(model, x, grow="units", units=2)
+    sites = find_sites(model, x, what="units", units=2)
     assert len(sites) == 2
     for site in sites:
         wider, _ = widened(model, site)
@@ -201,7 +201,7 @@ def test_random_attention_keeps_its_function(
     shared = 1 if fused not in ("", "q,kv") else shared
     model = Blocks(lambda: Attention(12, heads * shared, dim, fused, shared), 1).double()
     x, y = torch.randn(3, 4, 12, dtype=torch.float64), torch.arange(3)
-    sites = find_sites(model, x, grow="units", units=more)
+    sites = find_sites(model, x, what="units", units=more)
     assert [(site.move.units, site.move.heads) for site in sites] == [(heads, shared)]
     merits = measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius")
     check_exact(model, sites, lambda m: F.cross_entropy(m(x), y), merits)
@@ -221,7 +221,7 @@ def test_heads_grow_train_are_taken_back_and_replayed(name: str) -> None:
     optimizer.zero_grad()
     kept, output = {key: value.clone() for key, value in model.state_dict().items()}, model(x)
     history = History()
-    growth = grow(model, find_sites(model, x, grow="units", units=2)[1], optimizer=optimizer)
+    growth = grow(model, find_sites(model, x, what="units", units=2)[1], optimizer=optimizer)
     history.append(growth)
     assert torch.allclose(model(x), output, rtol=1e-12, atol=1e-12)
     other = replay(made(name)[0], History.from_json(history.to_json()))
@@ -230,7 +230,7 @@ def test_heads_grow_train_are_taken_back_and_replayed(name: str) -> None:
     undo(model, growth, optimizer=optimizer)
     assert all(torch.equal(value, kept[key]) for key, value in model.state_dict().items())
     assert whole_numbers(model) == numbers and before.keys() == kept.keys()
-    grow(model, find_sites(model, x, grow="units")[0], optimizer=optimizer)
+    grow(model, find_sites(model, x, what="units")[0], optimizer=optimizer)
     for _ in range(3):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -252,11 +252,11 @@ def whole_numbers(model: nn.Module) -> dict[str, int]:
 
 def test_only_what_counts_heads_follows() -> None:
     model, x, _ = made("configured")
-    grow(model, find_sites(model, x, grow="units")[0])
+    grow(model, find_sites(model, x, what="units")[0])
     assert vars(model.attention[0].config) == {"n_head": 4, "layers": 3, "split": 16}
     assert model.attention[0].shift == 3 and model.attention[1].config.n_head == 3
     model, x, _ = made("as many heads as entries")
-    grow(model, find_sites(model, x, grow="units")[0])
+    grow(model, find_sites(model, x, what="units")[0])
     assert (model.attention[0].heads, model.attention[0].dim_head) == (5, 4)
 
 
@@ -264,7 +264,7 @@ def test_only_what_counts_heads_follows() -> None:
 def test_units_of_attention_are_heads(units: Any, more: int) -> None:
     torch.manual_seed(0)
     model = Blocks(lambda: Attention(heads=4))
-    site = find_sites(model, torch.randn(2, 5, 12), grow="units", units=units)[0]
+    site = find_sites(model, torch.randn(2, 5, 12), what="units", units=units)[0]
     heads = "head" if more == 1 else "heads"
     assert str(site) == (f"+{more} {heads} in attention.0.q (Linear 4 -> {4 + more} heads), read by attention.0.out")
     assert f"attention.0.k.weight: (16, 12) -> ({16 + 4 * more}, 12)" in site.describe(model)
@@ -341,14 +341,14 @@ def test_attention_that_cannot_have_more_heads_says_why(make: Any, path: str, re
     torch.manual_seed(0)
     model, x = Blocks(make), torch.randn(2, 5, 12)
     numbers = whole_numbers(model)
-    sites = find_sites(model, x, grow="units")
+    sites = find_sites(model, x, what="units")
     assert not [site for site in sites if site.path.startswith("attention")]
     assert reason in dict(sites.skipped)[path] and whole_numbers(model) == numbers
 
 
 def test_a_number_that_is_gone_is_told_before_anything_changes() -> None:
     model, x, _ = made("configured")
-    site = find_sites(model, x, grow="units")[0]
+    site = find_sites(model, x, what="units")[0]
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model.attention[0].config.n_head = "three"
     with pytest.raises(UnknownSite, match=r"attention.0.config.n_head is 'three', which does not count the units"):
@@ -365,7 +365,7 @@ def test_a_number_that_is_gone_is_told_before_anything_changes() -> None:
 
 def test_a_growth_that_fails_halfway_leaves_the_model_as_it_was() -> None:
     model, x, _ = made("configured")
-    site = find_sites(model, x, grow="units")[0]
+    site = find_sites(model, x, what="units")[0]
     model.attention[0].config = Numbers(3, 12)
     before, numbers, output = (
         {key: value.clone() for key, value in model.state_dict().items()},
@@ -382,7 +382,7 @@ def test_a_growth_that_fails_halfway_leaves_the_model_as_it_was() -> None:
 def test_an_average_follows_new_heads() -> None:
     model, x, _ = made("configured")
     average = AveragedModel(model)
-    growth = grow(model, find_sites(model, x, grow="units")[0])
+    growth = grow(model, find_sites(model, x, what="units")[0])
     follow(average, growth, model)
     assert average.module.attention[0].config.n_head == 4 == model.attention[0].config.n_head
     average.update_parameters(model)
@@ -391,7 +391,7 @@ def test_an_average_follows_new_heads() -> None:
 
 def test_a_share_of_sites_goes_to_json_and_back() -> None:
     model, x, _ = made("configured")
-    site = find_sites(model, x, grow="units")[0]
+    site = find_sites(model, x, what="units")[0]
     back = type(site).from_dict(json.loads(json.dumps(site.to_dict())))
     assert back.by_path() == site.by_path() and str(back) == str(site)
 
@@ -437,7 +437,7 @@ HUGGING_FACE = {
 def test_heads_and_hidden_units_of_hugging_face_models_are_exact(name: str, training: bool) -> None:
     model, batch = hugging_face(name)
     model.train(training)
-    sites = find_sites(model, batch, grow="units")
+    sites = find_sites(model, batch, what="units")
     assert {site.path for site in sites} >= set(HUGGING_FACE[name][:2])
     merits = measure(model, sites, [(batch, None)], lambda output, _: output.loss, norm="frobenius")
     check_exact(model, sites, lambda m: m(**batch).loss, merits)
@@ -451,7 +451,7 @@ def test_what_a_configuration_states_once_is_widened_everywhere_saved_and_loaded
     model.save_pretrained(tmp_path / "before")  # which completes the configuration
     config = model.config.to_dict()
     heads, units, number = HUGGING_FACE[name]
-    sites = {site.path: site for site in find_sites(model, batch, grow="units", units=2)}
+    sites = {site.path: site for site in find_sites(model, batch, what="units", units=2)}
     assert " and in 1 block like it (" in str(sites[units])
     chosen = [sites[units], *([sites[heads]] if name == "llama" else [])]  # whose configuration has the size of a head
     growths = [grow(model, site) for site in chosen]
@@ -482,7 +482,7 @@ class Own(nn.Module):
 
 def test_blocks_of_a_model_that_no_library_saves_may_differ() -> None:
     model = Own(SimpleNamespace(hidden=8))
-    sites = find_sites(model, torch.randn(2, 6), grow="units")
+    sites = find_sites(model, torch.randn(2, 6), what="units")
     assert [site.path for site in sites] == ["up.0", "up.1"]
     grow(model, sites[0])
     assert model.config.hidden == 8
@@ -514,7 +514,7 @@ def test_whatever_is_offered_in_other_architectures_is_exact_and_what_is_configu
     def loss(output: Any, _: Any = None) -> Tensor:
         return sum(each.double().sin().mean() for each in tensors(output) if each.dim() > 1)  # type: ignore[return-value]
 
-    sites = find_sites(model, batch, grow="units")
+    sites = find_sites(model, batch, what="units")
     configured = [site for site in sites if site.move.blocks]
     assert len(sites) > 0
     check_exact(
@@ -531,7 +531,7 @@ def test_whatever_is_offered_in_other_architectures_is_exact_and_what_is_configu
 @pytest.mark.library
 def test_a_site_of_all_blocks_is_stale_once_there_is_another_block() -> None:
     model, batch = hugging_face("llama")
-    sites = find_sites(model, batch, grow="both")
+    sites = find_sites(model, batch, what="both")
     block = next(site for site in sites if site.kind == "block")
     units = next(site for site in sites if "like it" in str(site))
     growth = grow(model, block)
@@ -547,7 +547,7 @@ def test_a_site_of_all_blocks_is_stale_once_there_is_another_block() -> None:
 @pytest.mark.library
 def test_a_configuration_that_its_library_would_refuse_states_nothing() -> None:
     model, batch = hugging_face("llama")  # 6 heads are no divisor of its hidden size, which LlamaConfig wants
-    sites = [site for site in find_sites(model, batch, grow="units") if site.move.heads]
+    sites = [site for site in find_sites(model, batch, what="units") if site.move.heads]
     assert [site.path for site in sites] == [f"model.layers.{block}.self_attn.q_proj" for block in range(2)]
 
 
@@ -558,7 +558,7 @@ def test_heads_of_one_block_are_replayed_where_no_configuration_states_them(name
     model.eval()
     config = model.config.to_dict()
     history = History()
-    site = next(site for site in find_sites(model, batch, grow="units") if site.path == HUGGING_FACE[name][0])
+    site = next(site for site in find_sites(model, batch, what="units") if site.path == HUGGING_FACE[name][0])
     history.append(grow(model, site))
     assert model.config.to_dict() == config  # it is that of all blocks
     other = replay(hugging_face(name)[0], History.from_json(history.to_json())).eval()
@@ -575,7 +575,7 @@ def test_generating_with_the_cache_is_generating_without_it(name: str) -> None:
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     before = model.generate(**prompt, **options)
     for _ in range(2):
-        sites = find_sites(model, batch, grow="units")
+        sites = find_sites(model, batch, what="units")
         assert any(site.move.heads for site in sites)
         for site in sites:
             grow(model, site)

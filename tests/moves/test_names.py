@@ -34,7 +34,7 @@ def test_layers_of_one_place_are_siblings(make, layer, which):
     model, fresh, x = make().eval(), make(), images(2) if make in (cnn, Pooled) else points(4)
     before, growths = snapshot(model), []
     for _ in range(3):
-        growths.append(insert(model, find_sites(model, x, layer=layer)[which], check=x))
+        growths.append(insert(model, find_sites(model, x, form=layer)[which], check=x))
     place = growths[0].name.removesuffix("grown1")
     assert [growth.name for growth in growths] == [f"{place}grown{number}" for number in (1, 2, 3)]
     assert not any(growth.renames for growth in growths[1:])

@@ -64,7 +64,7 @@ def test_a_number_that_cannot_be_given_anew_is_never_shared(
 ) -> None:
     torch.manual_seed(0)
     model, x = around([Block(number) for number in order]), torch.randn(3, 8)
-    refused = find_sites(model, x, layer="twin")
+    refused = find_sites(model, x, form="twin")
     assert not refused and all("its own number (layer_idx)" in reason for _, reason in refused.skipped)
     sites = find_sites(model, x)
     assert sites and all(site.move.form != "twin" for site in sites)
@@ -88,7 +88,7 @@ def test_a_list_in_which_a_layer_stands_around_a_block_is_numbered_too() -> None
     torch.manual_seed(0)
     model = Listed([Block(number) for number in range(3)])
     x = torch.randn(3, 8)
-    beside = insert(model, find_sites(model, x, layer="residual")[1], check=x)
+    beside = insert(model, find_sites(model, x, form="residual")[1], check=x)
     twins = [site for site in find_sites(model, x) if site.move.form == "twin"]
     assert twins and all(site.point.place is not None for site in twins)
     growth = insert(model, twins[-1], check=x)
@@ -109,7 +109,7 @@ def test_what_only_looks_like_a_number_is_left_alone() -> None:
 
     torch.manual_seed(0)
     model, x = Listed([Tables()]), torch.randn(3, 8)
-    insert(model, find_sites(model, x, layer="twin")[0], check=x)
+    insert(model, find_sites(model, x, form="twin")[0], check=x)
     assert [part.padding_idx for part in model.modules() if isinstance(part, nn.Embedding)] == [2, 2]
 
 
@@ -276,7 +276,7 @@ def test_a_dict_with_other_keys_is_not_renumbered() -> None:
     model, x = Dicted(Arguments(), keys="block").double(), torch.randn(4, 8, dtype=torch.float64)
     sites = find_sites(model, x)
     assert sites and {site.kind for site in sites} == {"linear"}
-    assert "has its own number (layer_id)" in find_sites(model, x, layer="twin").explain()
+    assert "has its own number (layer_id)" in find_sites(model, x, form="twin").explain()
 
 
 class Skipped(nn.Module):

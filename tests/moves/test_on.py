@@ -56,9 +56,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, 
     "in a list": (Listed, points, {}),
     "twin": (residual, points, {}),
     "twin in a list": (Stack, points, {}),
-    "width": (fnn, points, {"grow": "units", "units": 2}),
-    "channels": (lambda: cnn(norm=True), lambda: images(6), {"grow": "units", "units": 2}),
-    "heads": (Attention, lambda: torch.randn(6, 4, 3, dtype=torch.float64), {"grow": "units", "units": 1}),
+    "width": (fnn, points, {"what": "units", "units": 2}),
+    "channels": (lambda: cnn(norm=True), lambda: images(6), {"what": "units", "units": 2}),
+    "heads": (Attention, lambda: torch.randn(6, 4, 3, dtype=torch.float64), {"what": "units", "units": 1}),
 }
 
 
@@ -86,15 +86,15 @@ def test_growing_a_copy_there_gives_the_model_that_growing_the_model_gives(name:
         grown, again = copy.deepcopy(model), built(make)
         again.load_state_dict(model.state_dict())
         with untouched(model):
-            growths = [grow(other, site.on(other)) for other in (grown, again)]
+            growths = [grow(other, site.in_model(other)) for other in (grown, again)]
         assert_equal(grown, again)
-        assert str(site.on(model)) == str(site) == str(growths[0].site)
+        assert str(site.in_model(model)) == str(site) == str(growths[0].site)
         with pytest.raises(UnknownSite):
             grow(built(make), site)  # only the site of the other model is one of it
         own = copy.deepcopy(model)
-        sensitive = site.on(own)
-        assert sensitive.on(model) == site  # and back
-        grow(own, sensitive.on(model).on(own))
+        sensitive = site.in_model(own)
+        assert sensitive.in_model(model) == site  # and back
+        grow(own, sensitive.in_model(model).in_model(own))
         assert_equal(own, grown)
 
 
@@ -103,21 +103,21 @@ def test_sites_of_one_measurement_follow_a_model_that_has_grown_elsewhere_since(
     first, second = find_sites(model, x)[0], find_sites(model, x)[-1]
     grow(model, first)  # the other block has another number now
     copied = copy.deepcopy(model)
-    grow(copied, second.on(copied))
+    grow(copied, second.in_model(copied))
     grow(model, second)
     assert_equal(model, copied)
     with pytest.raises(UnknownSite, match=r"but other has no module 'blocks\.2'"):
-        second.on(built(Stack))
+        second.in_model(built(Stack))
 
 
 def test_dead_units_of_a_copy_are_recycled_as_in_the_model() -> None:
     model, x = built(fnn), points()
     with torch.no_grad():
         model[0].bias[1] = -100.0
-    widths = find_sites(model, x, grow="units")
+    widths = find_sites(model, x, what="units")
     (site, *_) = find_dead(model, widths, x, [(x, labels())], Together(None, "look")).sites
     copied = copy.deepcopy(model)
-    grow(copied, site.on(copied))
+    grow(copied, site.in_model(copied))
     grow(model, site)
     assert_equal(model, copied)
     assert copied[0].bias[1] > -1
@@ -128,18 +128,18 @@ def test_a_site_that_is_known_by_its_path_alone_is_found_there() -> None:
     gc.collect()  # the model that it was found in is gone
     for known in (Site.from_dict(json.loads(json.dumps(site.to_dict()))), pickle.loads(pickle.dumps(site)), site):
         other = built(fnn)
-        grow(other, known.on(other))
+        grow(other, known.in_model(other))
         assert len(other) == 6
         with pytest.raises(UnknownSite, match="not a site of this Linear"):
-            known.on(nn.Linear(3, 2))
+            known.in_model(nn.Linear(3, 2))
 
 
 def test_the_original_may_be_measured_and_its_copy_grown_and_trained() -> None:
     model = built(fnn)
     data = batches()
-    best = measure(model, find_sites(model, points(), grow="both"), data, loss_fn).best
+    best = measure(model, find_sites(model, points(), what="both"), data, loss_fn).best
     copied = copy.deepcopy(model).float()  # types of numbers may differ
-    grow(copied, best.site.on(copied), check=data[0][0].float())
+    grow(copied, best.site.in_model(copied), check=data[0][0].float())
     cross_entropy(copied(data[0][0].float()), data[0][1]).backward()
 
 
@@ -158,7 +158,7 @@ def test_a_model_that_is_not_equal_is_refused_with_the_first_difference(
 ) -> None:
     site, given = find_sites(keep := built(fnn), points())[0], built(other)
     with untouched(given), pytest.raises(UnknownSite, match=difference) as caught:
-        site.on(given)
+        site.in_model(given)
     assert "Give a deep copy" in str(caught.value) and keep
 
 
@@ -175,6 +175,6 @@ def test_shapes_that_no_setting_tells_are_compared_and_what_is_not_a_model_is_re
     model = Own(2).double()
     site = find_sites(model, points())[0]
     with pytest.raises(UnknownSite, match=r"scale is of shape \(2,\) there and of shape \(3,\) in other"):
-        site.on(Own(3))
+        site.in_model(Own(3))
     with pytest.raises(UnsupportedModel, match=r"other must be an nn\.Module, got None"):
-        site.on(None)  # type: ignore[arg-type]
+        site.in_model(None)  # type: ignore[arg-type]

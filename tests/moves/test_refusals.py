@@ -65,10 +65,10 @@ def test_the_meta_device() -> None:
 def test_blocks_without_a_twin_say_why() -> None:
     model, batch = build("plain_blocks")
     assert all(
-        "twin would learn nothing" in reason for reason in reasons(model, example_of(batch), layer="twin").values()
+        "twin would learn nothing" in reason for reason in reasons(model, example_of(batch), form="twin").values()
     )
     model, batch = build("mlp")
-    assert reasons(model, example_of(batch), layer="twin") == {
+    assert reasons(model, example_of(batch), form="twin") == {
         "": "no stack of blocks was reached by the example, so there is nowhere to grow"
     }
     with pytest.raises(ValueError, match=r"init must be one of .*, got 'new'"):
@@ -98,7 +98,7 @@ def test_a_list_of_parts_has_no_block_to_copy(holder: str) -> None:
         f"holds 3 blocks that are each a {holder}, of which only the parts are called"
     )
     assert [site.path for site in found] == [f"blocks.{k}.{1 if holder == 'ModuleList' else 'b'}.1" for k in range(3)]
-    assert "blocks" not in reasons(Parts(), torch.randn(3, 4), grow="units")
+    assert "blocks" not in reasons(Parts(), torch.randn(3, 4), what="units")
 
 
 def test_the_memory_layout_of_images_is_kept() -> None:
@@ -126,12 +126,12 @@ def test_the_last_layer_with_weights_says_why_nothing_goes_beside_it() -> None:
     assert reasons(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2)) == {"0": only}
     assert reasons(nn.Linear(2, 2), torch.randn(2, 2)) == {"": only}
     both = f"no more units: its output is what the model returns; no layer, because it {only}"
-    assert reasons(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2), grow="both") == {"0": both}
+    assert reasons(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2), what="both") == {"0": both}
     none = "no activation, no linear layer and no convolution was reached by the example, so there is nowhere to grow"
     assert reasons(nn.Flatten(), torch.randn(2, 2)) == {"": none}
     two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     none = "no ReLU was reached by the example, so there is nowhere to grow"
-    assert reasons(two, torch.randn(2, 2), layer="relu") == {"": none}
+    assert reasons(two, torch.randn(2, 2), form="relu") == {"": none}
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -179,10 +179,10 @@ def test_layers_inside_vmap() -> None:
         with pytest.raises(
             UnsupportedModel, match=r"Mapped calls first inside torch\.vmap, where the values of a sample"
         ):
-            find_sites(Mapped(torch.vmap), x, grow=grow)
+            find_sites(Mapped(torch.vmap), x, what=grow)
         with pytest.raises(UnsupportedModel, match=r"inside torch\.vmap"):
-            find_sites(Mapped(lambda f: torch.vmap(torch.func.grad(lambda row: f(row).sum()))), x, grow=grow)
-        assert find_sites(Mapped(lambda f: f), x, grow=grow)
+            find_sites(Mapped(lambda f: torch.vmap(torch.func.grad(lambda row: f(row).sum()))), x, what=grow)
+        assert find_sites(Mapped(lambda f: f), x, what=grow)
 
 
 def test_tf32_on_a_gpu_is_noted() -> None:

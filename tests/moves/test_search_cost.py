@@ -77,7 +77,7 @@ def test_a_block_that_mixes_its_samples_is_tried_on_all_of_them() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Mixing(), Mixing(), Mixing(), nn.Linear(4, 2))
-    sites = find_sites(model, torch.randn(6, 4), layer="twin")
+    sites = find_sites(model, torch.randn(6, 4), form="twin")
     assert len(sites) == 4
     assert {site.move.zeroed for site in sites if site.move is not None} == {("out.bias", "out.weight")}
 

@@ -44,9 +44,9 @@ def lines(model, x, **options):
         (Functional, {}, ["Linear(4, 4) + ReLU before fc2", "Linear(5, 5) + ReLU before head"]),
         (lambda: Functional(torch.tanh), {}, ["Residual(Linear(4, 4), Tanh) before fc2", "Residual(Linear(5, 5), Tanh) before head"]),
         (lambda: fnn(nn.Tanh), {}, ["Residual(Linear(4, 4), Tanh) after 1", "Residual(Linear(4, 4), Tanh) after 3"]),
-        (lambda: fnn(nn.GELU), {"layer": "parametric"}, [f"Parametric(Linear(4, 4), GELU) after {place}" for place in "13"]),
-        (fnn, {"layer": "residual"}, ["Residual(Linear(4, 4), ReLU) after 1", "Residual(Linear(4, 4), ReLU) after 3"]),
-        (residual, {"layer": "residual"}, [f"Residual(Linear(3, 3), Tanh) {place}" for place in ("before 1", "after 1", "after 2")]),
+        (lambda: fnn(nn.GELU), {"form": "parametric"}, [f"Parametric(Linear(4, 4), GELU) after {place}" for place in "13"]),
+        (fnn, {"form": "residual"}, ["Residual(Linear(4, 4), ReLU) after 1", "Residual(Linear(4, 4), ReLU) after 3"]),
+        (residual, {"form": "residual"}, [f"Residual(Linear(3, 3), Tanh) {place}" for place in ("before 1", "after 1", "after 2")]),
         (residual, {}, [f"Twin(Block) {place}" for place in ("before 1", "after 1", "after 2")]),
     ],
 )  # fmt: skip
@@ -96,7 +96,7 @@ def three(**more):
     "make, path, reason, options",
     [
         (lambda: module(skip_twice, **three(act=nn.ReLU())), "act", "called 2 times", {}),
-        (lambda: fnn(nn.Tanh), "1", "not idempotent", {"layer": "relu"}),
+        (lambda: fnn(nn.Tanh), "1", "not idempotent", {"form": "relu"}),
         (lambda: module(lambda s, x: s.b(s.a(x).relu()), a=nn.Linear(3, 4), b=nn.Linear(4, 2), spare=nn.ReLU()), "spare", "not called", {}),
         (lambda: nn.Sequential(*fnn(), nn.ReLU()), "5", "after the last layer", {}),
         (lambda: module(lambda s, x: s.c(s.act(s.a(x)).detach()), **three(act=nn.ReLU())), "act", "no gradient", {}),
@@ -134,7 +134,7 @@ def test_no_relu_layer_where_values_may_be_negative(between, layer):
     )
     x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
     before = model(x)
-    for site in find_sites(model, x, layer=layer):
+    for site in find_sites(model, x, form=layer):
         assert site.move.form == "residual"
         insert(model, site)
     assert torch.equal(model(x), before)
@@ -241,7 +241,7 @@ def test_torchs_encoder_layer_is_grown_around_but_not_inside():
     model = nn.Sequential(nn.Linear(3, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2))
     model = model.double().eval()
     x = torch.randn(2, 5, 3, dtype=torch.float64)
-    assert "reads the weights" in dict(find_sites(model, x, layer="relu").skipped)["1.linear2"]
+    assert "reads the weights" in dict(find_sites(model, x, form="relu").skipped)["1.linear2"]
     sites = find_sites(model, x)
     assert [site.path for site in sites] == ["1", "1"]
     for site in sites:
@@ -396,7 +396,7 @@ def test_two_activations_before_a_flattening_are_one_place(act: Any, bend: Any, 
             return self.head(bend(self.act(self.conv(x))).flatten(1))
 
     torch.manual_seed(0)
-    sites = find_sites(Bent(), torch.randn(2, 1, 4, 4), layer=layer)
+    sites = find_sites(Bent(), torch.randn(2, 1, 4, 4), form=layer)
     behind = layer == "auto" and bend is F.relu and act is not nn.ReLU
     assert [site.place for site in sites] == ["after act"] * (1 + behind)
     assert len({str(site) for site in sites}) == len(sites)

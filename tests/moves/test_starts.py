@@ -105,7 +105,7 @@ def test_the_function_is_kept_and_the_merit_is_the_gradient_of_what_is_new(
     """Of the rows for "gradmax", whose columns are given; otherwise of the columns."""
     model, x, y = made(name)
     model.train(training)
-    sites = find_sites(model, x, grow="units", units=2, start=start)
+    sites = find_sites(model, x, what="units", units=2, init=start)
     assert sites, sites.explain()
     parts = [(x[:2], y[:2]), (x[2:], y[2:])] if not training else [(x, y)]
     for merit in measure(model, sites, parts, mean_loss, norm="frobenius"):
@@ -124,7 +124,7 @@ def test_the_function_is_kept_and_the_merit_is_the_gradient_of_what_is_new(
 
 def test_the_columns_of_gradmax_give_the_largest_gradient_of_all_of_their_size() -> None:
     model, x, y = made("tanh")
-    site = find_sites(model, x, grow="units", units=2, start="gradmax")[0]
+    site = find_sites(model, x, what="units", units=2, init="gradmax")[0]
     best = measure(model, [site], [(x, y)], mean_loss, norm="frobenius")[0]
     entries = best.site.move._entries
     size = 0.5 * model[2].weight.norm(dim=0).mean()
@@ -140,7 +140,7 @@ def test_the_columns_of_gradmax_give_the_largest_gradient_of_all_of_their_size()
 
 def test_rows_that_are_zero_learn_from_the_first_step_on_after_a_relu_too() -> None:
     model, x, y = made("mlp")
-    growth = grow(model, find_sites(model, x, grow="units", units=2, start="gradmax")[0])
+    growth = grow(model, find_sites(model, x, what="units", units=2, init="gradmax")[0])
     assert model[0].weight[6:].abs().max() == 0 and model[0].bias[6:].max() == torch.finfo(torch.float64).eps
     mean_loss(model(x), y).backward()
     assert model[0].weight.grad[6:].norm(dim=1).min() > 0 and growth.site.move.start == "gradmax"
@@ -148,7 +148,7 @@ def test_rows_that_are_zero_learn_from_the_first_step_on_after_a_relu_too() -> N
 
 def test_the_natural_merit_of_units_that_are_zero_is_refused() -> None:
     model, x, y = made("mlp")
-    sites = find_sites(model, x, grow="units", start="gradmax")
+    sites = find_sites(model, x, what="units", init="gradmax")
     with pytest.raises(MeasurementError, match="norm='natural' is not known for"):
         measure(model, sites, [(x, y)], mean_loss, norm="natural")
     assert measure(model, sites, [(x, y)], mean_loss).best.value > 0  # no hook is left
@@ -184,7 +184,7 @@ def test_units_that_cannot_start_at_zero_are_refused_with_the_reason(name: str) 
     build, shape, path, reason = REFUSED[name]
     torch.manual_seed(0)
     model = build()
-    sites = find_sites(model, torch.randn(shape, dtype=next(model.parameters()).dtype), grow="units", start="gradmax")
+    sites = find_sites(model, torch.randn(shape, dtype=next(model.parameters()).dtype), what="units", init="gradmax")
     assert path not in {site.path for site in sites} and reason in dict(sites.skipped)[path]
 
 
@@ -203,8 +203,8 @@ class Numbered(nn.Module):
 
 def test_copies_that_are_not_like_their_sources_are_refused() -> None:
     model, x = Numbered(), torch.randn(2, 4)
-    assert find_sites(model, x, grow="units", units=9)  # new units, and candidates for them, are like the last one
-    sites = find_sites(model, x, grow="units", units=9, start="net2net")
+    assert find_sites(model, x, what="units", units=9)  # new units, and candidates for them, are like the last one
+    sites = find_sites(model, x, what="units", units=9, init="net2net")
     assert dict(sites.skipped)["first"] == "no more units: copies of them change what the model returns"
 
 
@@ -212,7 +212,7 @@ def test_copies_have_all_that_their_sources_have_and_share_what_reads_them() -> 
     model, x, _ = made("depthwise")
     model.norm.running_mean.normal_(), model.norm.running_var.uniform_()
     old = {name: value.clone() for name, value in model.state_dict().items()}
-    growth = grow(model, find_sites(model, x, grow="units", units=6, start="net2net")[0], check=x)
+    growth = grow(model, find_sites(model, x, what="units", units=6, init="net2net")[0], check=x)
     sources = growth.site.move.sources
     assert len(sources) == 6 and Site.from_dict(json.loads(json.dumps(growth.site.to_dict()))).move.sources == sources
     new = model.state_dict()
@@ -240,7 +240,7 @@ def test_copies_stay_equal_under_plain_sgd_alone(momentum: float, equal: bool) -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     mean_loss(model(x), y).backward()
     optimizer.step()
-    growth = grow(model, find_sites(model, x, grow="units", units=1, start="net2net")[0], optimizer=optimizer)
+    growth = grow(model, find_sites(model, x, what="units", units=1, init="net2net")[0], optimizer=optimizer)
     for _ in range(3):
         optimizer.zero_grad()
         mean_loss(model(x), y).backward()
@@ -252,7 +252,7 @@ def test_copies_stay_equal_under_plain_sgd_alone(momentum: float, equal: bool) -
 @pytest.mark.parametrize("start", STARTS)
 def test_a_probe_measures_the_same(start: str) -> None:
     model, x, y = made("mlp")
-    sites = find_sites(model, x, grow="both", start=start)
+    sites = find_sites(model, x, what="both", init=start)
     measured = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
     # Rows that are made for the data are known after a measurement alone: the probe is given what was measured.
     with Probe(model, measured if start == "sensitive" else sites, norm="frobenius") as probe:
@@ -264,7 +264,7 @@ def test_a_probe_measures_the_same(start: str) -> None:
 def test_nothing_is_drawn_from_the_global_random_state(start: str) -> None:
     model, x, y = made("mlp")
     state = torch.get_rng_state()
-    merits = measure(model, find_sites(model, x, grow="units", start=start), [(x, y)], mean_loss)
+    merits = measure(model, find_sites(model, x, what="units", init=start), [(x, y)], mean_loss)
     grow(model, merits.best)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -291,7 +291,7 @@ def test_the_second_of_two_neighbours_gets_what_was_measured(start: str, order: 
     model, shape = (Beside(), (6, 2, 2, 2)) if two == "both" else (mlp(nn.Tanh), (6, 4))
     x, y = torch.randn(shape, dtype=torch.float64), torch.arange(6) % 3
     before = model.double()(x)
-    sites = find_sites(model, x, grow="units", units=2, start=start)
+    sites = find_sites(model, x, what="units", units=2, init=start)
     merits = {merit.site.path: merit for merit in measure(model, sites, [(x, y)], mean_loss, norm="frobenius")}
     growths = [grow(model, merits[one]), grow(model, merits[two], check=x)]
     torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-12)
@@ -317,7 +317,7 @@ def test_blocks_of_one_configuration_start_as_they_can(start: str, blocks: list[
     config = GPT2Config(vocab_size=30, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).double().eval()
     tokens = torch.randint(0, 30, (4, 8))
-    sites = find_sites(model, {"input_ids": tokens}, grow="units", units=2, start=start)
+    sites = find_sites(model, {"input_ids": tokens}, what="units", units=2, init=start)
     sites = [site for site in sites if site.path.endswith("c_fc")]
     assert [site.move.blocks for site in sites] == blocks
 
@@ -348,7 +348,7 @@ def _bent(output: Tensor, target: Tensor) -> Tensor:
 def test_a_training_that_diverges_is_told_or_measured(start: str, scale: float, loss: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     x, y = torch.randn(16, 4), torch.randint(3, (16,))
-    sites = find_sites(model, x[:2], grow="units", start=start)
+    sites = find_sites(model, x[:2], what="units", init=start)
     for norm in ("frobenius", "operator", *(["natural"] if start != "gradmax" else [])):
         try:
             merits = measure(model, sites, [(scale * x, y)], loss, norm=norm)

@@ -300,13 +300,13 @@ def test_negative_values_in_training_mode_get_the_residual_form(forward: Callabl
 
 
 def test_the_reason_tells_what_the_trial_saw() -> None:
-    in_training = find_sites(module(noisy, a=nn.Linear(4, 4), b=nn.Linear(4, 2)), points(5, 4), layer="relu")
+    in_training = find_sites(module(noisy, a=nn.Linear(4, 4), b=nn.Linear(4, 2)), points(5, 4), form="relu")
     assert not in_training and "would change the values in training mode" in dict(in_training.skipped)["b"]
     block = Block(4)
     model = module(
         lambda s, x: s.head(s.other[0](x)), blocks=nn.ModuleList([block]), other=[block], head=nn.Linear(4, 2)
     )
-    never = find_sites(model, points(5, 4), layer="twin")
+    never = find_sites(model, points(5, 4), form="twin")
     assert not never and "did not run when it was tried" in dict(never.skipped)["blocks.0"]
 
 
@@ -440,7 +440,7 @@ def test_attributes_that_are_set_on_a_wrapped_module_reach_it() -> None:
     wanted = copy.deepcopy(model)
     wanted.act.temperature, wanted.act._private = 0.5, 2.5
     insert(
-        model, find_sites(model, x, where=lambda site: site.path == "act" and site.side == "after", layer="residual")[0]
+        model, find_sites(model, x, where=lambda site: site.path == "act" and site.side == "after", form="residual")[0]
     )
     act = model.act
     assert type(act).__name__ == "Chain"
@@ -580,8 +580,8 @@ def test_beside_a_batch_norm_a_layer_has_one(kind: str) -> None:
     growth = insert(model, sites[0])
     assert sum(p.numel() for n, p in model.named_parameters() if n in growth.parameters) == sites[0].parameters
     assert_sound(model, x)
-    assert "ReLU" in str(find_sites(model, x, layer="relu")[0]) and "BatchNorm" not in str(
-        find_sites(model, x, layer="relu")[0]
+    assert "ReLU" in str(find_sites(model, x, form="relu")[0]) and "BatchNorm" not in str(
+        find_sites(model, x, form="relu")[0]
     )
 
 
@@ -670,7 +670,7 @@ def test_a_layer_between_a_frozen_part_and_an_operation_in_place_can_be_trained(
         insert(model, find_sites(model, x)[index])
         assert torch.equal(model(x), before)
         model(x).square().sum().backward()
-    (refusal,) = find_sites(frozen_before_in_place(), x, layer="relu").skipped
+    (refusal,) = find_sites(frozen_before_in_place(), x, form="relu").skipped
     assert refusal.path == "act" and refusal.reason.startswith(
         "the backward pass fails with a layer there (RuntimeError: one of the variables needed for gradient"
     )
@@ -690,7 +690,7 @@ def test_a_layer_that_sends_gradients_through_an_operation_in_place_is_tried_alo
     assert dict(sites.skipped)["1"].startswith("the backward pass fails with a layer there")
     for site in sites:
         grown = copy.deepcopy(model)
-        insert(grown, site.on(grown))
+        insert(grown, site.in_model(grown))
         grown(x).sum().backward()
 
 
@@ -708,7 +708,7 @@ def test_a_layer_before_a_frozen_one_whose_input_is_overwritten_later() -> None:
     model(x).sum().backward()
     for site in find_sites(model, x):
         grown = copy.deepcopy(model)
-        insert(grown, site.on(grown))
+        insert(grown, site.in_model(grown))
         grown(x).sum().backward()
 
 
@@ -728,7 +728,7 @@ def test_twins_of_frozen_blocks_that_work_in_place_can_be_trained() -> None:
     assert {site.kind for site in sites} == {"block"} and len(sites) == 3
     for site in sites:
         grown = copy.deepcopy(model)
-        insert(grown, site.on(grown))
+        insert(grown, site.in_model(grown))
         grown(x).sum().backward()
         assert torch.equal(grown(x), model(x))
 
@@ -742,7 +742,7 @@ def test_it_is_said_that_training_mode_or_gradients_were_not_tried() -> None:
     model = module(forward, first=nn.Linear(4, 4), head=nn.Linear(4, 2))
     for grow in ("layers", "units"):
         for samples in (1, 2, 3):
-            (note,) = find_sites(model, points(samples, 4), grow=grow).notes
+            (note,) = find_sites(model, points(samples, 4), what=grow).notes
             assert note.startswith(
                 "training mode was not tried: the model does not run its example in training mode (ValueError: wants labels)."
             )
@@ -777,10 +777,10 @@ def test_training_mode_is_tried_also_where_one_sample_is_too_few_for_a_norm(grow
         return self.head(x * size)
 
     model = module(forward, first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 2), counts=False)
-    found = find_sites(model, points(1, 4), grow=grow)
+    found = find_sites(model, points(1, 4), what=grow)
     assert len(found) == 1 and not found.notes
     model.counts = True
-    found = find_sites(model, points(1, 4), grow=grow)
+    found = find_sites(model, points(1, 4), what=grow)
     assert not found and not found.notes
     assert any("in training mode" in reason or "changes with more" in reason for _, reason in found.skipped)
 
@@ -834,7 +834,7 @@ def test_memory_that_runs_out_is_never_taken_for_a_place_that_does_not_fit(grow:
     blocks = nn.ModuleList(_Numbered(number) for number in range(2))
     model = module(forward, blocks=blocks, before=nn.Linear(4, 4), counted=_Counted(), head=nn.Linear(4, 2))
     model.before.requires_grad_(False)  # so that there is a real backward pass too
-    search: Any = find_stacks if grow == "stacks" else partial(find_sites, grow=grow)
+    search: Any = find_stacks if grow == "stacks" else partial(find_sites, what=grow)
     x = points(2, 4)
     _Counted.calls, _Counted.at, _Counted.way = 0, -1, way
     found = search(model, x)

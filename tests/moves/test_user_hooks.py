@@ -55,7 +55,7 @@ def test_what_a_hook_changes_counts_as_in_the_wider_network(name: str, start: st
     model, (x, y) = network(), data()
     handle = HOOKS[name](model)
     try:
-        sites = find_sites(model, x[:4], grow="units", units=2, start=start)
+        sites = find_sites(model, x[:4], what="units", units=2, init=start)
         assert len(sites) == 2 or start == "gradmax"
         before = [dict(module._forward_hooks) for module in model.modules()]
         merits = measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius") if sites else []
@@ -71,7 +71,7 @@ def test_what_a_hook_changes_counts_as_in_the_wider_network(name: str, start: st
 
 def test_hooks_that_only_look_are_called_once_for_each_pass_and_see_the_model_itself() -> None:
     model, (x, y) = network(), data()
-    sites = find_sites(model, x[:2], grow="units", units=2)
+    sites = find_sites(model, x[:2], what="units", units=2)
     seen: list[Tensor] = []
     model[1].register_forward_hook(lambda module, args, output: seen.append(output))
     model[1].register_forward_hook(lambda module, args, output: output)  # the same that it was given
@@ -84,7 +84,7 @@ def test_hooks_that_only_look_are_called_once_for_each_pass_and_see_the_model_it
 
 def test_a_hook_that_changes_values_and_keeps_them_is_refused() -> None:
     model, (x, y) = network(), data()
-    sites = find_sites(model, x[:2], grow="units", units=2)
+    sites = find_sites(model, x[:2], what="units", units=2)
     kept: list[Tensor] = []
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def test_a_hook_that_changes_values_and_keeps_them_is_refused() -> None:
 
 def test_a_hook_of_all_modules_that_changes_what_a_reader_gives_is_refused() -> None:
     model, (x, y) = network(), data()
-    sites = find_sites(model, x[:2], grow="units", units=2)
+    sites = find_sites(model, x[:2], what="units", units=2)
     with register_module_forward_hook(lambda module, args, output: 2 * output if module is model[2] else None):
         with pytest.raises(MeasurementError, match="a hook of all modules"):
             measure(model, sites, [(x, y)], F.cross_entropy)
@@ -111,7 +111,7 @@ def test_a_hook_of_all_modules_that_changes_what_a_reader_gives_is_refused() -> 
 def test_a_hook_that_overwrites_what_a_reader_gives_is_refused(ratio: bool) -> None:
     model, (x, y) = network(), data()
     model[2].register_forward_hook(overwrite)
-    sites = find_sites(model, x[:2], grow="units", units=2)
+    sites = find_sites(model, x[:2], what="units", units=2)
     with pytest.raises(MeasurementError, match="overwritten in place"):
         measure(model, sites[:1], [(x, y)], F.cross_entropy, ratio=ratio)
 
@@ -127,7 +127,7 @@ def test_a_mixture_of_experts_that_records_its_router_is_measured() -> None:
     )  # fmt: skip
     model, tokens = MixtralForCausalLM(config).double().eval(), torch.randint(32, (2, 6))
     batch = {"input_ids": tokens, "labels": tokens}
-    sites = find_sites(model, batch, grow="units")
+    sites = find_sites(model, batch, what="units")
     assert sites
     for merit in measure(model, sites, [batch], norm="frobenius"):
         other, edit = widened(model, merit.site)

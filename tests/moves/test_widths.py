@@ -143,7 +143,7 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 def test_a_merit_is_the_gradient_in_the_network_that_is_really_wider(name: str, training: bool) -> None:
     model, x, y = made(name)
     model.train(training)
-    sites = find_sites(model, x, grow="units")
+    sites = find_sites(model, x, what="units")
     assert [site.path for site in sites] == MODELS[name][2]
     before = {key: value.clone() for key, value in model.state_dict().items()}
     merits = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
@@ -160,7 +160,7 @@ def test_a_merit_is_the_gradient_in_the_network_that_is_really_wider(name: str, 
 def test_what_a_site_costs_is_what_it_adds(name: str) -> None:
     model, x, _ = made(name)
     model.eval()
-    for site in find_sites(model, x, grow="units", units=2):
+    for site in find_sites(model, x, what="units", units=2):
         wider, _ = widened(model, site)
         added = sum(p.numel() for p in wider.parameters()) - sum(p.numel() for p in model.parameters())
         assert site.parameters == added
@@ -172,7 +172,7 @@ def test_what_a_site_costs_is_what_it_adds(name: str) -> None:
 def test_new_rows_do_not_matter_to_the_bit(name: str) -> None:
     model, x, _ = made(name)
     model.eval()
-    for site in find_sites(model, x, grow="units", units=3):
+    for site in find_sites(model, x, what="units", units=3):
         outputs = []
         for seed in range(3):
             wider, edit = widened(model, site)
@@ -183,7 +183,7 @@ def test_new_rows_do_not_matter_to_the_bit(name: str) -> None:
 
 def test_a_probe_measures_the_same_and_leaves_the_step_alone() -> None:
     model, x, y = made("convolutions")
-    sites = find_sites(model, x, grow="both")
+    sites = find_sites(model, x, what="both")
     assert {site.kind for site in sites} >= {"units", "conv"}
     measured = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
     plain = copy.deepcopy(model)
@@ -203,7 +203,7 @@ def test_what_is_overwritten_after_a_reader_is_measured_all_the_same(act: Any, r
     convolutions = [nn.Conv2d(2, 4, 3), act(inplace=True), nn.Conv2d(4, 3, 3), act(inplace=True), nn.Conv2d(3, 5, 3)]
     model = nn.Sequential(*convolutions, act(inplace=True), nn.Flatten(), nn.Linear(20, 3)).double()
     x, y = torch.randn(3, 2, 8, 8, dtype=torch.float64), torch.arange(3)
-    sites = find_sites(model, x, grow="units", units=2)
+    sites = find_sites(model, x, what="units", units=2)
     assert [site.path for site in sites] == ["0", "2", "4"]
     for chosen in (sites, sites[1:2]):
         for merit in measure(model, chosen, [(x, y)], F.cross_entropy, norm="frobenius", ratio=ratio):
@@ -228,9 +228,9 @@ def test_an_activation_in_place_on_tokens_hides_nothing(act: Any) -> None:
     layers = [nn.Linear(3, 5), act(inplace=True), nn.Dropout(0.0), nn.Linear(5, 4), act(inplace=True), nn.Linear(4, 2)]
     model = nn.Sequential(*layers).double()
     x, y = torch.randn(4, 6, 3, dtype=torch.float64), torch.randn(4, 6, 2, dtype=torch.float64)
-    sites = find_sites(model, x, grow="both", units=2)
+    sites = find_sites(model, x, what="both", units=2)
     apart = nn.Sequential(*(act() if isinstance(layer, act) else layer for layer in layers))
-    assert [str(site) for site in sites] == [str(site) for site in find_sites(apart, x, grow="both", units=2)]
+    assert [str(site) for site in sites] == [str(site) for site in find_sites(apart, x, what="both", units=2)]
     assert [site.kind for site in sites].count("units") == 2 and len(sites) == 4
     for merit in measure(model, sites, [(x, y)], F.mse_loss, norm="frobenius"):
         assert merit.value == pytest.approx(really(model, merit.site, x, y, F.mse_loss), rel=1e-10)
@@ -255,7 +255,7 @@ class _Loop(nn.Module):
 def test_units_and_blocks_of_a_loop_that_adds_are_measured_in_one_pass() -> None:
     """Such a block is put into the list while the pass runs, which moves the paths of all that come after it."""
     model, x, y = _Loop().double(), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
-    sites = find_sites(model, x, grow="both", units=2)
+    sites = find_sites(model, x, what="both", units=2)
     assert [site.kind for site in sites].count("units") == 4 and [site.kind for site in sites].count("block") == 3
     merits = measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius")
     for merit in merits:
@@ -273,7 +273,7 @@ def test_blocks_that_are_left_out_at_random_are_left_out_with_the_candidates_too
         torch.randn(5, 3, dtype=torch.float64),
         torch.arange(5) % 2,
     )
-    sites = find_sites(model, x, grow="units", units=2)
+    sites = find_sites(model, x, what="units", units=2)
     for seed in range(4):
         torch.manual_seed(seed)
         for merit in measure(model, sites, [(x, y)], F.cross_entropy, norm="frobenius"):
@@ -284,7 +284,7 @@ def test_blocks_that_are_left_out_at_random_are_left_out_with_the_candidates_too
 def test_a_step_with_a_probe_of_units_draws_what_it_would_draw_without() -> None:
     """Dropout draws more of them for the candidates than for the units."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2)), torch.randn(5, 3)
-    sites = find_sites(model, x, grow="units", units=2)
+    sites = find_sites(model, x, what="units", units=2)
     drawn = []
     for probe in (nullcontext(), Probe(model, sites)):
         torch.manual_seed(0)
@@ -297,7 +297,7 @@ def test_a_step_with_a_probe_of_units_draws_what_it_would_draw_without() -> None
 def test_a_model_that_takes_another_way_with_the_candidates_is_refused() -> None:
     ways = itertools.repeat(False)
     model, x = _Loop(lambda: next(ways)).double(), torch.randn(5, 3, dtype=torch.float64)
-    sites = [site for site in find_sites(model, x, grow="units", units=2) if site.path == "blocks.0.0"]
+    sites = [site for site in find_sites(model, x, what="units", units=2) if site.path == "blocks.0.0"]
     ways = itertools.cycle([False] * 3 + [True] * 3)  # all blocks in one run, none in the next
     expected = r"'blocks.0.\d' was called \d times in the pass, and \d times when the model's code ran once more .* Measure in eval mode"
     with pytest.raises(MeasurementError, match=expected):
@@ -316,7 +316,7 @@ def test_a_part_that_the_model_runs_without_gradients_hinders_no_measurement() -
             return self.last(self.first(x).relu())
 
     model, x, y = Frozen().double(), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
-    (merit,) = measure(model, find_sites(model, x, grow="units", units=2), [(x, y)], F.cross_entropy, norm="frobenius")
+    (merit,) = measure(model, find_sites(model, x, what="units", units=2), [(x, y)], F.cross_entropy, norm="frobenius")
     assert merit.value == pytest.approx(really(model, merit.site, x, y, F.cross_entropy), rel=1e-10)
 
 
@@ -331,7 +331,7 @@ def test_a_reader_that_no_gradient_reaches_counts_for_nothing() -> None:
             return self.out(x) + self.cut(x).detach()
 
     model, x, y = Cut().double(), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
-    (merit,) = measure(model, find_sites(model, x, grow="units"), [(x, y)], F.cross_entropy, norm="frobenius")
+    (merit,) = measure(model, find_sites(model, x, what="units"), [(x, y)], F.cross_entropy, norm="frobenius")
     wider, _ = widened(model, merit.site)
     F.cross_entropy(wider(x), y).backward()
     assert wider.cut.weight.grad is None
@@ -340,7 +340,7 @@ def test_a_reader_that_no_gradient_reaches_counts_for_nothing() -> None:
 
 def test_over_several_batches_sums_are_taken_before_any_norm() -> None:
     model, x, y = made("mlp")
-    sites = find_sites(model, x, grow="units")
+    sites = find_sites(model, x, what="units")
     whole = measure(model, sites, [(x, y)], mean_loss, norm="frobenius")
     sites = [merit.site for merit in whole]  # of the rows that were measured
     parts = measure(model, sites, [(x[:4], y[:4]), (x[4:], y[4:])], mean_loss, norm="frobenius")
@@ -419,7 +419,7 @@ class Frozen(nn.Sequential):
 def test_a_width_that_cannot_grow_is_named_with_the_reason(name: str) -> None:
     build, shape, path, reason = REFUSED[name]
     torch.manual_seed(0)
-    sites = find_sites(build().eval(), torch.randn(shape), grow="units")
+    sites = find_sites(build().eval(), torch.randn(shape), what="units")
     assert path not in {site.path for site in sites}
     assert reason in dict(sites.skipped)[path] and reason in sites.explain()
 
@@ -465,12 +465,12 @@ def test_units_that_depend_on_their_number_or_on_others_are_refused_after_one_sa
     for units, more, bias in ((6, 1, True), (6, 2, False), (7, 2, True), (12, 1, False), (12, 0.5, True)):
         torch.manual_seed(0)
         model = Between(COMPETING[name], units, bias)
-        sites = find_sites(model, torch.randn(1, 4), grow="units", units=more)
+        sites = find_sites(model, torch.randn(1, 4), what="units", units=more)
         assert [site.path for site in sites] == ["second"] and "no more units" in dict(sites.skipped)["first"]
 
 
 def test_the_reason_says_what_to_do() -> None:
-    sites = find_sites(Between(COMPETING["alternating"]), torch.randn(2, 4), grow="units")
+    sites = find_sites(Between(COMPETING["alternating"]), torch.randn(2, 4), what="units")
     assert "depends on its number or on the other units" in dict(sites.skipped)["first"]
     assert "Compute each unit alone and all of them alike" in dict(sites.skipped)["first"]
 
@@ -492,7 +492,7 @@ def test_what_treats_units_alike_is_offered_however_large_they_may_become(name: 
     torch.manual_seed(0)
     model, x = Between(ALONE[name]).to(dtype), torch.randn(3, 4, dtype=dtype)
     for example in (x, x[:1], torch.zeros_like(x)):
-        sites = find_sites(model, example, grow="units", units=2)
+        sites = find_sites(model, example, what="units", units=2)
         assert [site.path for site in sites] == ["first", "second"], sites.explain()
 
 
@@ -500,23 +500,23 @@ def test_an_example_on_which_all_samples_are_equal_hides_no_width() -> None:
     """A norm over the batch then divides rounding errors by next to nothing."""
     for dtype in (torch.float32, torch.float64):
         model, _, _ = made("convolutions")
-        sites = find_sites(model.to(dtype), torch.ones(4, 3, 8, 8, dtype=dtype), grow="units")
+        sites = find_sites(model.to(dtype), torch.ones(4, 3, 8, 8, dtype=dtype), what="units")
         assert [site.path for site in sites] == MODELS["convolutions"][2], sites.explain()
 
 
 def test_a_shift_by_padding_costs_no_other_width() -> None:
-    sites = find_sites(Between(lambda x: F.pad(x, (1, 0))[..., :-1]), torch.randn(2, 4), grow="units")
+    sites = find_sites(Between(lambda x: F.pad(x, (1, 0))[..., :-1]), torch.randn(2, 4), what="units")
     assert [site.path for site in sites] == ["second"]
     assert "as after a shift by padding" in dict(sites.skipped)["first"]
 
 
 def test_a_hook_on_a_gradient_that_has_its_shape_keeps_the_layer_as_it_is() -> None:
     model, x, y = made("mlp")
-    free = find_sites(model, x, grow="units")[0]
+    free = find_sites(model, x, what="units")[0]
     mask = torch.ones_like(model[2].weight)
     model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # takes any shape
     handle = model[2].weight.register_hook(lambda gradient: gradient * mask)
-    sites = find_sites(model, x, grow="units")
+    sites = find_sites(model, x, what="units")
     assert not sites and "2.weight has a hook on its gradient" in dict(sites.skipped)["0"]
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
@@ -554,9 +554,9 @@ def lora(kind: type[nn.Module]) -> nn.Module:
 
 def test_the_rank_of_an_adapter_of_peft_stays() -> None:
     ours = type("BaseTunerLayer", (nn.Module,), {"__module__": "adapters.layers"})
-    assert "2.lora_A.default" in {site.path for site in find_sites(lora(ours), torch.randn(2, 3), grow="units")}
+    assert "2.lora_A.default" in {site.path for site in find_sites(lora(ours), torch.randn(2, 3), what="units")}
     theirs = type("BaseTunerLayer", (nn.Module,), {"__module__": "peft.tuners.tuners_utils"})
-    sites = find_sites(lora(theirs), torch.randn(2, 3), grow="units")
+    sites = find_sites(lora(theirs), torch.randn(2, 3), what="units")
     assert not sites and "is part of an adapter of peft (Linear)" in dict(sites.skipped)["2.lora_A.default"]
 
 
@@ -565,13 +565,13 @@ def test_a_model_of_peft_itself() -> None:
     peft = pytest.importorskip("peft", reason="adapters need peft")
     base = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
     model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["2"]))
-    sites = find_sites(model, torch.randn(2, 4), grow="units", units=2)
+    sites = find_sites(model, torch.randn(2, 4), what="units", units=2)
     assert "peft" in dict(sites.skipped)["base_model.model.2.lora_A.default"] and not sites
 
 
 def test_a_site_prints_as_one_line_and_in_full_with_every_shape() -> None:
     model, x, _ = made("convolutions")
-    site = find_sites(model, x, grow="units", units=2)[0]
+    site = find_sites(model, x, what="units", units=2)[0]
     assert str(site) == "+2 units in first (Conv2d 4 -> 6), read by second"
     told = site.describe(model)
     assert "first.weight: (4, 3, 3, 3) -> (6, 3, 3, 3)" in told and "norm.running_var: (4,) -> (6,)" in told
@@ -583,7 +583,7 @@ def test_a_site_prints_as_one_line_and_in_full_with_every_shape() -> None:
 
 def test_a_site_goes_to_json_and_back_and_knows_when_it_is_stale() -> None:
     model, x, _ = made("concatenated")
-    sites = find_sites(model, x, grow="units")
+    sites = find_sites(model, x, what="units")
     back = Site.from_dict(json.loads(json.dumps(sites[0].to_dict())))
     assert replace(back, point=back.point.by_path()) == sites[0].by_path()
     edit = Widening(model, sites[0])
@@ -598,7 +598,7 @@ def test_a_site_goes_to_json_and_back_and_knows_when_it_is_stale() -> None:
 )
 def test_units_is_a_number_or_a_share(units: Any, more: list[int]) -> None:
     model, x, _ = made("mlp")
-    assert [site.move.more for site in find_sites(model, x, grow="units", units=units)] == more
+    assert [site.move.more for site in find_sites(model, x, what="units", units=units)] == more
 
 
 # --- random networks ---
@@ -680,7 +680,7 @@ def test_random_networks_keep_their_function_at_every_width(examples: int) -> No
 def check_random(pieces: list[tuple[str, int]], seed: int, training: bool) -> None:
     torch.manual_seed(seed)
     model, x = Random(pieces, 3).double().train(training), torch.randn(3, 3, 4, 4, dtype=torch.float64)
-    sites = find_sites(model, x, grow="units", units=2)
+    sites = find_sites(model, x, what="units", units=2)
     inner = sum(piece != "group" for piece, _ in pieces)
     assert len(sites) >= (1 if inner else 0)
     try:
@@ -704,7 +704,7 @@ def test_a_pass_that_fails_leaves_the_next_one_measured() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
     x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(0, 2, (8,))
-    sites = find_sites(model, x[:1], grow="units", units=2)
+    sites = find_sites(model, x[:1], what="units", units=2)
     expected = measure(model, sites, [(x, y)], nn.functional.cross_entropy)
     with Probe(model, expected) as probe:
         with pytest.raises(RuntimeError):
@@ -719,7 +719,7 @@ def test_sites_that_another_growth_has_moved_are_refused() -> None:
     before = model(x)
     for first, second in (("units", "linear"), ("linear", "units")):
         grown = copy.deepcopy(model)
-        sites = find_sites(grown, x, grow="both")
+        sites = find_sites(grown, x, what="both")
         of = {kind: next(site for site in sites if site.kind == kind) for kind in ("units", "linear")}
         sensli.grow(grown, of[first])
         with pytest.raises(UnknownSite, match=r"Call find_sites again\."):
@@ -736,6 +736,6 @@ def test_a_width_that_cannot_be_planned_costs_no_other(monkeypatch: pytest.Monke
         return plan(self, group)
 
     monkeypatch.setattr(Siting, "of", fails_at_two)
-    sites = find_sites(mlp(), torch.randn(2, 4), grow="units")
+    sites = find_sites(mlp(), torch.randn(2, 4), what="units")
     assert [site.path for site in sites] == ["0"]
     assert "this width cannot be planned (KeyError: 'something unforeseen')" in dict(sites.skipped)["2"]

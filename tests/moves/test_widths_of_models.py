@@ -173,7 +173,7 @@ def test_what_is_offered_grows_trains_and_is_taken_back(name: str) -> None:
     make, shape, expected = MODELS[name]
     model, x, y = make().double().eval(), torch.randn(3, *shape, dtype=torch.float64), torch.arange(3)
     given: Any = (x, x.flip(1)) if name == "Transformer" else x
-    sites = find_sites(model, given, grow="units")
+    sites = find_sites(model, given, what="units")
     assert [site.path for site in sites] == expected
     merits = measure(model, sites, [(given, y)], loss_fn, norm="frobenius") if expected else []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -197,7 +197,7 @@ def test_what_is_offered_grows_trains_and_is_taken_back(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_layer_is_refused_with_the_reason(kind: Any) -> None:
-    skipped = dict(find_sites(Recurrent(kind), torch.randn(2, 4, 3), grow="units").skipped)
+    skipped = dict(find_sites(Recurrent(kind), torch.randn(2, 4, 3), what="units").skipped)
     assert (
         skipped["inner"]
         == "no more units: a recurrent layer keeps its units in one call, where none can be added alone"

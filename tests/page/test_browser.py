@@ -65,7 +65,8 @@ def wider(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
         return merits.per("parameters").ranked[0] if not channels else channels[0]
 
     grower = Grower(
-        model, preset="paper", example=x[:1], trigger=triggers.Every(2) & triggers.AtMost(3), tau=0, grow="both", units=2, select=alternate,
+        model, preset="paper", example=x[:1], trigger=triggers.Every(2) & triggers.Limit(growths=3), tau=0, what="both", units=2,
+        select=alternate,
     )  # fmt: skip
     for _ in range(8):
         layers = len(grower.history) == 1
@@ -89,7 +90,7 @@ def test_a_box_gets_wider_at_the_growth(browser: Any, wider: tuple[Path, History
         assert page.evaluate(added) == [2] and page.evaluate(box) > narrow
         assert "4 → 6 units" in page.locator("#network svg").text_content()
         assert "0 Conv2d(1, 6, 3) (widened from 4 to 6 units)" in page.get_attribute("#network svg", "aria-label")
-        chosen = history.record.looks[0].merits[history.record.looks[0].chosen[0]]
+        chosen = history.record.decisions[0].merits[history.record.decisions[0].chosen[0]]
         assert chosen.site == "+2 units in 0 (Conv2d 4 -> 6), read by 2"
         assert page.locator("#decision .line").inner_text().startswith(f"epoch 2: {chosen.site} | merit ")
         assert page.locator(".bar.won .name span").first.inner_text() == chosen.site
@@ -114,7 +115,7 @@ def test_new_units_of_a_small_network_are_drawn(browser: Any, tmp_path: Path) ->
         example=x[:1],
         trigger=triggers.Every(2),
         tau=0,
-        grow="units",
+        what="units",
         units=2,
         where=lambda site: site.path == "0",
     )
@@ -146,13 +147,13 @@ def test_the_chosen_site_is_always_listed(browser: Any, tmp_path: Path) -> None:
         example=x[:1],
         trigger=triggers.At(1),
         tau=0,
-        grow="both",
+        what="both",
         units=1,
         select="smallest",
         per="parameters",
     )
     grower.step([(x, y)], cross_entropy)
-    look = grower.history.record.looks[0]
+    look = grower.history.record.decisions[0]
     assert look.chosen[0] >= 10
     inside = """() => {
         const [won, panel] = [".bar.won", "#decision .drawing"].map(e => document.querySelector(e).getBoundingClientRect());
@@ -167,7 +168,7 @@ def test_the_chosen_site_is_always_listed(browser: Any, tmp_path: Path) -> None:
 def test_the_numbers_are_the_historys(browser: Any, film: tuple[Path, History]) -> None:
     file, history = film
     metrics = dict(history.record.metrics)
-    for look in history.record.looks:
+    for look in history.record.decisions:
         with opened(browser, file, place=f"epoch={look.call}") as page:
             assert page.locator("#epoch").inner_text() == f"epoch {look.call}"
             shown = page.eval_on_selector_all("[data-merit]", "all => all.map(e => e.dataset.merit)")
@@ -245,7 +246,7 @@ def test_it_fits_a_phone_and_has_words_for_everything(browser: Any, which: str, 
 
 def test_a_report_shows_any_model_and_a_refusal(browser: Any, report: tuple[Path, History]) -> None:
     file, history = report
-    assert [len(look.inserted) for look in history.record.looks] == [1, 0]
+    assert [len(look.growths) for look in history.record.decisions] == [1, 0]
     boxes = "[...document.querySelectorAll('[data-unit]')].map(e => e.dataset.unit)"
     with opened(browser, file, place="epoch=4") as page:
         assert page.evaluate(boxes) == ["0", "1", "2", "3", "4", "5"]
@@ -275,6 +276,6 @@ def test_without_javascript_the_words_are_there(browser: Any, film: tuple[Path, 
     file, history = film
     with opened(browser, file, java_script_enabled=False) as page:
         text = page.locator("#words").inner_text()
-        for look in history.record.looks:
+        for look in history.record.decisions:
             assert str(look) in text and look.reason in text
         assert page.get_by_text("The film needs JavaScript").is_visible()

@@ -37,11 +37,11 @@ def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pyte
         out = capsys.readouterr().out
         page = (tmp_path / name).with_suffix(".html")
         assert str(page) in out and page.exists()
-        for look in grower.history.record.looks:
+        for look in grower.history.record.decisions:
             assert str(look) in out
     assert main(["report", str(tmp_path / "history.json"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [look["inserted"] for look in told["looks"]] == [[1], [2]]
+    assert [look["inserted"] for look in told["decisions"]] == [[1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_an_altered_look_gives_a_page_or_one_line() -> None:
     trial = Trial(1, metric=lambda model: float(sum(p.numel() for p in model.parameters())), mode="max")
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"grow": "both", "units": 1, "per": "parameters", "trial": trial, "tau": 0, "max_factor": None}
+    options = {"what": "both", "units": 1, "per": "parameters", "trial": trial, "tau": 0, "max_factor": None}
     grower = Grower(model, optimizer, preset="paper", example=X[:1], trigger=triggers.Every(1), **options)
     grower.step(BATCHES, cross_entropy)
     data = json.loads(grower.history.to_json())
@@ -149,7 +149,7 @@ def test_the_page_is_one_file_with_the_data_in_it() -> None:
     assert data["title"] == "<b> & co" and "<h1>&lt;b&gt; &amp; co</h1>" in page
     assert data["curves"][0]["values"] == [metric for _, metric in history.record.metrics]
     assert data["frames"] == [0, 1, 2, 3, 4]
-    assert [look["line"] for look in data["looks"]] == [str(look) for look in history.record.looks]
+    assert [look["line"] for look in data["looks"]] == [str(look) for look in history.record.decisions]
     for look in data["looks"]:
         for merit in look["merits"]:
             assert merit["value"] == pytest.approx(merit["ratio"] * look["mean"])

@@ -46,7 +46,9 @@ def size(name: str) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 growths in a stack of 24 blocks with long names, by steps, of a metric with a name; one value is a spike."""
-    return write_page(tmp_path_factory.mktemp("deep") / "page.html", page_data(deep(unit="step", metric="eval_loss")))
+    return write_page(
+        tmp_path_factory.mktemp("deep") / "page.html", page_data(deep(step_name="step", metric="eval_loss"))
+    )
 
 
 @pytest.mark.parametrize("name", ["desk", "phone", pytest.param("tablet", marks=pytest.mark.thorough)])

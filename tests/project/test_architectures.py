@@ -107,7 +107,7 @@ def test_every_site_of_every_architecture(name: str) -> None:
 )
 def test_batch_norm_blocks_are_exact_in_training_mode(name: str) -> None:
     model, batch = build(name)
-    sites = find_sites(model, example_of(batch), layer="twin")
+    sites = find_sites(model, example_of(batch), form="twin")
     assert sites
     model.train()
     state = copy.deepcopy(model.state_dict())
@@ -124,7 +124,7 @@ def test_fresh_twins(name: str) -> None:
     model, batch = build(name)
     model.eval()
     before = outputs(model, batch)
-    site = find_sites(model, example_of(batch), layer="twin", init="fresh")[1]
+    site = find_sites(model, example_of(batch), form="twin", init="fresh")[1]
     growth = insert(model, site)
     assert_same(before, outputs(model, batch), 1e-5)
     source = dict(model.get_submodule(site.path).named_parameters())

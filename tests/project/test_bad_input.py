@@ -152,7 +152,7 @@ def test_an_exception_in_the_users_forward_leaves_no_hook_and_no_other_trace(cal
         "sampled": lambda: measure(model, sites, DATA, loss_fn, confidence=0.9, ratio=False),
         "probe": probe,
         "find_sites": lambda: find_sites(model, x),
-        "check": lambda: insert(model, sites[0], optimizer=optimizer, lr_scale=0.5, check=(x, y)),
+        "check": lambda: insert(model, sites[0], optimizer=optimizer, lr_factor=0.5, check=(x, y)),
     }
     expected = BadExample if call in ("find_sites", "check") else RuntimeError
     with untouched(model, optimizer), pytest.raises(expected, match="broken in the middle"):
@@ -184,7 +184,7 @@ def test_an_example_that_does_not_fit(example, text):
 @pytest.mark.parametrize(
     "options, known",
     [
-        ({"layer": "magic"}, "'auto', 'relu', 'residual', 'parametric', 'twin'"),
+        ({"form": "magic"}, "'auto', 'relu', 'residual', 'parametric', 'twin'"),
         ({"where": "dense"}, "'conv', 'linear', 'block'"),
         ({"where": 3}, "'conv', 'linear', 'block'"),
         ({"kernel_size": 2}, "odd"),
@@ -203,8 +203,8 @@ def test_unknown_settings_list_the_known_ones(options, known):
     [
         ({"optimizer": "adam"}, OptimizerError, "must be a torch.optim.Optimizer or a list of them, got 'adam'"),
         ({"group": 7}, OptimizerError, r"has 1 parameter group \(0\)"),
-        ({"lr_scale": 0.0}, OptimizerError, "positive"),
-        ({"lr_scale": NAN}, OptimizerError, "positive"),
+        ({"lr_factor": 0.0}, OptimizerError, "positive"),
+        ({"lr_factor": NAN}, OptimizerError, "positive"),
         ({"scheduler": "step"}, OptimizerError, "must be a scheduler of torch.*got 'step'"),
     ],
 )
@@ -223,7 +223,7 @@ def test_optimizers_that_cannot_follow(kind):
     make, text, options = {
         "stranger": (lambda: torch.optim.SGD(fnn().parameters(), lr=0.1), "no parameter of its neighbour.*group=", {}),
         "lbfgs": (lambda: torch.optim.LBFGS(model.parameters()), "LBFGS cannot follow.*flat vector", {}),
-        "rates without scheduler": (lambda: scheduled(model), "without its scheduler", {"lr_scale": 0.5}),
+        "rates without scheduler": (lambda: scheduled(model), "without its scheduler", {"lr_factor": 0.5}),
     }[kind]
     given = make()
     with untouched(model, given), pytest.raises(OptimizerError, match=text):

@@ -17,7 +17,7 @@ from torch import nn
 import programs
 from sensli import Grower, triggers
 from sensli.growing.options import tell
-from sensli.surgery.record import Look
+from sensli.surgery.record import Decision
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -68,14 +68,14 @@ def test_what_the_loggers_of_others_get_is_the_size_after_the_growth() -> None:
 
         def add_text(self, tag: str, text_string: str, global_step: int) -> None: ...
 
-    def log(look: Look) -> None:
+    def log(look: Decision) -> None:
         tell(Writer(), look)
         numbers = [eval(line)(look) for line in lines]
         told[-1] += [each[name] for each in numbers for name in each if name.endswith("parameters")]
 
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
     x, y = torch.randn(64, 4), torch.arange(64) % 2
-    settings: dict[str, Any] = {"grow": "units", "tau": 0.0, "count": 2, "trigger": triggers.Every(1), "log": log}
+    settings: dict[str, Any] = {"what": "units", "tau": 0.0, "count": 2, "trigger": triggers.Every(1), "log": log}
     grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="paper", example=x[:2], **settings)
     for _ in range(2):
         grower.step([(x, y)], nn.functional.cross_entropy)
@@ -176,7 +176,15 @@ def test_it_builds_strictly(tmp_path: Path) -> None:
     done = _build(ROOT, tmp_path / "site")
     assert done.returncode == 0, done.stderr
     page = "".join(each.read_text() for each in (tmp_path / "site" / "api").rglob("index.html"))
-    for name in ("find_sites", "Grower", "Plateau", "Look", "load_checkpoint", "GrowthCallback", "GrowingClassifier"):
+    for name in (
+        "find_sites",
+        "Grower",
+        "Plateau",
+        "Decision",
+        "load_checkpoint",
+        "GrowthCallback",
+        "GrowingClassifier",
+    ):
         assert f'id="sensli.{name}"' in page or f".{name}" in page
     # nothing is loaded from another server
     front = (tmp_path / "site" / "index.html").read_text()

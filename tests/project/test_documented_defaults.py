@@ -133,7 +133,7 @@ def parameters(one: Callable[..., Any]) -> list[str]:
 
 def documented() -> Iterator[Callable[..., Any]]:
     """What the API page shows: all of it but errors, and methods that only answer another library's call."""
-    shown = [norms.squared_norm, norms.Geometry, record.Look, record.SiteMerit]
+    shown = [norms.squared_norm, norms.Geometry, record.Decision, record.SiteMerit]
     for one in [*public(), *shown, page.page_data, page.write_page, page.read_history]:
         error = inspect.isclass(one) and issubclass(one, Exception)
         if one.__module__.startswith("sensli") and one.__doc__ and not error:

@@ -80,7 +80,7 @@ def files(call: Callable[[], Any]) -> int:
 def growing(model: nn.Module, grow: str) -> tuple[torch.optim.Optimizer, Grower]:
     optimizer = torch.optim.Adam(model.parameters())
     return optimizer, Grower(
-        model, optimizer, preset="paper", example=X[:2], trigger=triggers.Every(1), tau=0.0, grow=grow
+        model, optimizer, preset="paper", example=X[:2], trigger=triggers.Every(1), tau=0.0, what=grow
     )
 
 
@@ -110,7 +110,7 @@ def test_loading_leads_through_few_files(tmp_path: Path) -> None:
             network,
             lambda model: torch.optim.Adam(model.parameters()),
             make_grower=lambda model, optimizer, scheduler: Grower(
-                model, optimizer, preset="paper", example=X[:2], trigger=triggers.Every(1), tau=0.0, grow="both"
+                model, optimizer, preset="paper", example=X[:2], trigger=triggers.Every(1), tau=0.0, what="both"
             ),
         )
 

@@ -54,7 +54,7 @@ def test_units_that_depend_on_each_other_or_on_their_number_are_left_alone(kind:
         recipe = Recipe(kind, piece("competing", how=how, act=act, more=more))
         assert check_widths(recipe)["sites"]
         model, x, _ = recipe.build()
-        sites = find_sites(model, x[:2], grow="units", units=more - 1)
+        sites = find_sites(model, x[:2], what="units", units=more - 1)
         assert "part0.up" not in {site.path for site in sites} and "part0.up" in dict(sites.skipped)
 
 
@@ -81,6 +81,6 @@ def test_what_random_models_have_found(part: Piece) -> None:
 def test_a_weight_that_other_code_reads_keeps_its_shape() -> None:
     """In single precision the mean of a weight with more zeros hardly moves the output."""
     model, x, _ = Recipe("mlp", piece("odd", use="weight"), dtype="float32").build()
-    sites = find_sites(model, x, grow="units")
+    sites = find_sites(model, x, what="units")
     assert [site.path for site in sites] == ["stem"]
     assert "other code reads part0.net.2.weight too" in dict(sites.skipped)["part0.net.0"]

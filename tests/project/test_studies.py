@@ -1,4 +1,4 @@
-"""The studies of trials and triggers: their statistics by hand, and each of them from end to end on a task of a moment."""
+"""The studies of trials and triggers: their statistics by hand, and each of them from end to end on a task of a context."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ def test_a_trigger_is_asked_after_as_many_steps_each_time_and_every_look_is_paid
     asked: list[float | None] = []
 
     class Told(when_front.triggers.Trigger):
-        def fires(self, moment: Any) -> bool:
-            asked.append(moment.metric)
-            return moment.call in (3, 6)
+        def fires(self, context: Any) -> bool:
+            asked.append(context.metric)
+            return context.call in (3, 6)
 
     monkeypatch.setattr(when_front, "TRIGGERS", {"told": Told})
     task = find("spirals")

@@ -43,7 +43,7 @@ from sensli import (
 )
 from sensli.growing.looking import Sensli
 from sensli.growing.options import Options
-from sensli.growing.triggers import At, AtMost, Budget, Every, Plateau
+from sensli.growing.triggers import At, Every, Limit, Plateau
 from sensli.merits.merits import compare_choices
 from sensli.merits.norms import choose, squared_norm
 from sensli.modules import checks
@@ -77,7 +77,7 @@ class Setting:
         assert self.growth is not None
         self.model[0].register_forward_hook(lambda *_: None)
         self.sites = find_sites(self.model, self.x)
-        self.widths = find_sites(self.model, self.x, grow="units", units=2)
+        self.widths = find_sites(self.model, self.x, what="units", units=2)
         self.merits = measure(self.model, self.sites, self.data, loss_fn)
         self.alien = find_sites(self.stranger, images())[0]
         save_checkpoint(self.file, self.model, optimizer=self.optimizer, grower=self.grower)
@@ -170,8 +170,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "At": lambda s, calls=(3,): At(*calls),
     "Every": lambda s, calls=3: Every(calls),
     "Plateau": lambda s, **given: Plateau(**given),
-    "AtMost": lambda s, growths=3: AtMost(growths),
-    "Budget": lambda s, **given: Budget(**(given or {"depth": 3})),
+    "Limit": lambda s, **given: Limit(**(given or {"depth": 3})),
     "squared_norm": lambda s, **given: squared_norm(**{"gradient": torch.ones(2, 2), "norm": "operator", **given}),
     "choose": lambda s, **given: choose(**{"norm": "auto", "kinds": ["conv"], **given}),
     "Merits.per": lambda s, **given: s.merits.per(**{"cost": "flops", **given}),
@@ -275,13 +274,12 @@ NOT_DATA = (None, 3, "text", [], {}, nn.ReLU, {"format": 1})
 TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("find_sites", "model"): NOT_A_MODEL,
     ("find_sites", "example"): (*NOT_AN_EXAMPLE, Of("text", lambda s: "text", "str"), points()[:, :2]),
-    ("find_sites", "layer"): (*NOT_A_NAME, None),
-    ("find_sites", "grow"): (*NOT_A_NAME, None),
+    ("find_sites", "form"): (*NOT_A_NAME, None),
+    ("find_sites", "what"): (*NOT_A_NAME, None),
     ("find_sites", "units"): (*NOT_A_NUMBER, None, 0, -1, 1.5, INF),
-    ("find_sites", "start"): (*NOT_A_NAME, None),
     ("find_sites", "where"): NOT_A_NAME[:6] + NOT_A_NAME[7:],
     ("find_sites", "kernel_size"): ("3", 2.5, True, [3], (3, 3), NAN, INF, 0, -1, -3, 2, 4, torch.ones(2)),
-    ("find_sites", "init"): (*NOT_A_NAME, None),
+    ("find_sites", "init"): (*NOT_A_NAME, ("copy", "fresh"), ("copy", 3)),
     ("measure", "model"): NOT_A_MODEL,
     ("measure", "sites"): (*NOT_SITES, [], Of("another's", lambda s: [s.alien], "another model")),
     ("measure", "batches"): (*NOT_BATCHES, *BAD_BATCHES),
@@ -300,21 +298,21 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("insert", "site"): (*NOT_A_SITE, ANOTHER_MODELS_SITE),
     ("insert", "optimizer"): NOT_AN_OPTIMIZER,
     ("insert", "scheduler"): (*NOT_A_SCHEDULER, ANOTHER_ONES),
-    ("insert", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
+    ("insert", "lr_factor"): (*NOT_A_NUMBER, None, 0, -1, INF),
     ("insert", "check"): (Of("three", lambda s: (s.x, s.x, s.x), "tensor"), 5, 1.5, True, (), [], {}, (None, 1), {"x": 1}, nn.ReLU),
     ("insert", "group"): (99, -1, True, 0.0, "0", {"params": []}, [0]),
     ("insert", "freeze_rest"): NOT_A_FLAG,
-    ("insert", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
-    ("insert without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
-    ("insert without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("insert", "new_lr_factor"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("insert without an optimizer", "lr_factor"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("insert without an optimizer", "new_lr_factor"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("insert without an optimizer", "group"): (Of("0", lambda s: 0, "needs optimizer="),),
     ("insert without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
     ("grow", "model"): NOT_A_MODEL,
     ("grow", "site"): (*NOT_A_SITE, ANOTHER_MODELS_SITE),
     ("grow", "optimizer"): NOT_AN_OPTIMIZER,
     ("grow", "scheduler"): (*NOT_A_SCHEDULER, ANOTHER_ONES),
-    ("grow", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
-    ("grow", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("grow", "lr_factor"): (*NOT_A_NUMBER, None, 0, -1, INF),
+    ("grow", "new_lr_factor"): (*NOT_A_NUMBER, 0, -1, INF),
     ("grow", "freeze_rest"): NOT_A_FLAG,
     ("undo", "model"): NOT_A_MODEL,
     ("undo", "growth"): NOT_A_GROWTH,
@@ -337,26 +335,25 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "optimizer"): NOT_AN_OPTIMIZER,
     ("Grower", "scheduler"): (*NOT_A_SCHEDULER, ANOTHER_ONES),
     ("Grower", "example"): tuple(value for value in NOT_AN_EXAMPLE if value is not None),  # which is the first batch
-    ("Grower", "trigger"): (None, 5, "every", True, Every, [Every(2)], lambda moment: True),
+    ("Grower", "trigger"): (None, 5, "every", True, Every, [Every(2)], lambda context: True),
     ("Grower", "tau"): (*NOT_A_NUMBER, None, -1, INF),
     ("Grower", "norm"): (*NOT_A_NAME, None),
     ("Grower", "select"): (5, 1.5, True, [], "nonsense", None),
-    ("Grower", "count"): (*NOT_WHOLE, None, 0, -1),
-    ("Grower", "layer"): (*NOT_A_NAME, None),
-    ("Grower", "grow"): NOT_A_NAME,
+    ("Grower", "max_growths"): (*NOT_WHOLE, None, 0, -1),
+    ("Grower", "form"): (*NOT_A_NAME, None),
+    ("Grower", "what"): NOT_A_NAME,
     ("Grower", "units"): (*NOT_A_NUMBER, None, 0, -1, 1.5, INF),
-    ("Grower", "start"): (*NOT_A_NAME, None),
     ("Grower", "per"): NOT_A_NAME,
     ("Grower", "where"): (5, True, [], "nonsense", "", ["conv", 5], Of("no such path", lambda s: ["0", "head.*"], "'head.*'")),
     ("Grower", "kernel_size"): ("3", 2.5, True, [3], (3, 3), NAN, INF, 0, -1, -3, 2, 4, torch.ones(2)),
-    ("Grower", "init"): (*NOT_A_NAME, None),
+    ("Grower", "init"): (*NOT_A_NAME, ("copy", "fresh"), ("copy", 3)),
     ("Grower", "confidence"): (*NOT_A_NUMBER, 0, 1, -0.1, 2, INF),
     ("Grower", "tolerance"): (*NOT_A_NUMBER, None, 1, -0.1, INF, 0.5),
-    ("Rates", "lr_scale"): (*NOT_A_NUMBER, None, 0, -1, INF),
-    ("Rates", "own_rate"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("Rates", "lr_factor"): (*NOT_A_NUMBER, None, 0, -1, INF),
+    ("Rates", "new_lr_factor"): (*NOT_A_NUMBER, 0, -1, INF),
     ("Rates", "group"): (99, -1, True, 0.0, "0", {"params": []}, [0]),
     ("Rates", "freeze_rest"): NOT_A_FLAG,
-    ("Grower", "rates"): (3, "x", True, [], Rates, {"lr_scale": 0.5}),
+    ("Grower", "rates"): (3, "x", True, [], Rates, {"lr_factor": 0.5}),
     ("Grower", "preset"): (*NOT_A_NAME, None),
     ("Grower", "max_factor"): (*NOT_A_NUMBER, 1, 0, -2),
     ("Grower", "floor"): (*NOT_A_NUMBER, None, 1, -0.1, INF),
@@ -365,7 +362,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "log"): (5, "print", True, [print, 3], Writer),
     ("Grower", "recycle"): NOT_A_FLAG,
     ("Grower", "strategy"): (*NOT_A_NAME, None, Of("a class", lambda s: Sensli, "Call it: strategy=Sensli(...)")),
-    ("Grower", "unit"): (*NOT_A_NAME, None),
+    ("Grower", "step_name"): (*NOT_A_NAME, None),
     ("Grower", "trial"): (3, "yes", True, [], Trial, {"steps": 3}),
     ("Grower without an optimizer", "trial"): (Of("one", lambda s: Trial(3), "needs optimizer="),),
     ("GStack", "factor"): (*NOT_WHOLE, None, 1, 0, -1),
@@ -390,8 +387,8 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Trial", "mode"): (*NOT_A_NAME, None),
     ("Trial", "last"): (*NOT_A_NUMBER, None, 0, 1, -0.1, INF),
     ("Trial", "stateful"): (None, 3, "x", [3], Of("the model's class", lambda s: [nn.ReLU], "ReLU"), {}),
-    ("Rates without an optimizer", "lr_scale"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
-    ("Rates without an optimizer", "own_rate"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("Rates without an optimizer", "lr_factor"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
+    ("Rates without an optimizer", "new_lr_factor"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
     ("Grower.step", "batches"): (*NOT_BATCHES, *BAD_BATCHES),
     ("Grower.step", "loss_fn"): (*NOT_A_LOSS, Of("None", lambda s: None, "is missing"), *BAD_LOSSES),
@@ -403,10 +400,10 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Plateau", "mode"): (*NOT_A_NAME, None),
     ("Plateau", "threshold"): (*NOT_A_NUMBER, None, -1, INF),
     ("Plateau", "min_delta"): (*NOT_A_NUMBER, None, -1, INF),
-    ("AtMost", "growths"): (*NOT_WHOLE, None, 0, -1),
-    ("Budget", "parameters"): (*NOT_A_NUMBER, Of("none", lambda s: None, "needs a limit"), 0, -1, INF),
-    ("Budget", "flops"): (*NOT_A_NUMBER, 0, -1, INF),
-    ("Budget", "depth"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("Limit", "growths"): (*NOT_WHOLE, 0, -1),
+    ("Limit", "parameters"): (*NOT_A_NUMBER, Of("none", lambda s: None, "needs a limit"), 0, -1, INF),
+    ("Limit", "flops"): (*NOT_A_NUMBER, 0, -1, INF),
+    ("Limit", "depth"): (*NOT_A_NUMBER, 0, -1, INF),
     ("squared_norm", "gradient"): (None, 3.0, "g", [[1.0]], np.ones((2, 2)), nn.ReLU, torch.ones(2, 2, dtype=torch.complex64)),
     ("squared_norm", "norm"): (*NOT_A_NAME, None, "auto"),
     ("squared_norm", "geometry"): (None, 3, (4, 4), {"size": 4}, Geometry),
@@ -511,7 +508,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "optimizer": (Of("one", lambda s: s.optimizer, "belongs to the trainer"),),
     "scheduler": (Of("one", lambda s: s.scheduler, "belongs to the trainer"),),
     "model": (Of("one", lambda s: s.model, "belongs to the trainer"),),
-    "unit": (Of("step", lambda s: "step", "belongs to the trainer"),),
+    "step_name": (Of("step", lambda s: "step", "belongs to the trainer"),),
 }
 
 
@@ -537,7 +534,7 @@ def test_a_callback_is_not_made_with_wrong_options(
         batches=np.int64(3),
         metrics=np.True_,
         tau=torch.tensor(0.5),
-        rates=Rates(lr_scale=0.5),
+        rates=Rates(lr_factor=0.5),
     )
 
 
@@ -561,7 +558,7 @@ def test_what_is_as_good_as_the_right_type_is_taken(setting: Setting) -> None:
 
     assert At([3, 6]).calls == At(3, 6).calls == At((6, 3)).calls == At(range(3, 7, 3)).calls == {3, 6}
     assert Every(np.int32(4)).calls == 4 and type(Every(torch.tensor(4)).calls) is int
-    assert Budget(parameters=1e6).limits == {"parameters": 1_000_000}
+    assert Limit(parameters=1e6).limits == {"parameters": 1_000_000}
     assert Plateau(threshold=0).threshold == 0.0
 
     model = deep(3)
@@ -570,7 +567,7 @@ def test_what_is_as_good_as_the_right_type_is_taken(setting: Setting) -> None:
     assert all("1)" in str(site) for site in kinds if site.kind == "conv")
     grower = Grower(
         model, optimizer, preset="paper",
-            example=setting.x, trigger=Every(1), tau=torch.tensor(0.0), count=np.int64(1), rates=Rates(lr_scale=torch.tensor(0.5)),
+            example=setting.x, trigger=Every(1), tau=torch.tensor(0.0), max_growths=np.int64(1), rates=Rates(lr_factor=torch.tensor(0.5)),
         seed=np.uint8(3),
     )  # fmt: skip
     for metric in (torch.tensor(0.5, requires_grad=True), np.float32(0.5), torch.tensor([0.5]), 1, NAN):
@@ -581,7 +578,7 @@ def test_what_is_as_good_as_the_right_type_is_taken(setting: Setting) -> None:
 
     other = deep(3)
     found = measure(other, find_sites(other, setting.x), data, loss_fn)
-    growth = insert(other, found.best, lr_scale=np.float64(1.0), check=data[0])
+    growth = insert(other, found.best, lr_factor=np.float64(1.0), check=data[0])
     assert str(growth.site) == str(found.best.site)
     assert replay(deep(3), [growth])[0] is not None
 

@@ -242,7 +242,7 @@ Case = tuple[Training, Work]
 def growth_of(make: Callable[[], nn.Module], name: str, *, back: bool = False, **options: Any) -> Case:
     """One growth, or the undoing of one."""
     training = Training(make)
-    finding = {key: options.pop(key) for key in ("grow", "start") if key in options}
+    finding = {key: options.pop(key) for key in ("what", "init") if key in options}
     sites = find_stacks(training.model, X) if name == "copy" else find_sites(training.model, X, units=1, **finding)
     site = next(site for site in sites if name in str(site))
     followers: dict[str, Any] = {"optimizer": training.optimizer, "scheduler": training.scheduler}
@@ -267,7 +267,7 @@ def dead_units(change: Callable[..., Any], back: bool = False) -> Case:
 def renewed() -> Case:
     """The dead units of one layer, which are known."""
     training = Training(dying)
-    widths = find_sites(training.model, X, grow="units", units=1)
+    widths = find_sites(training.model, X, what="units", units=1)
     found = find_dead(training.model, widths, X, None, Together(None, "test"))
     return training, lambda: renew(training.model, found.sites[0], optimizer=training.optimizer, check=found.check)
 
@@ -277,7 +277,7 @@ def replayed() -> Case:
     history = History(
         [
             grow(model, find_sites(model, X)[0]),
-            grow(model, find_sites(model, X, grow="units", units=2)[0]),
+            grow(model, find_sites(model, X, what="units", units=2)[0]),
         ]
     )
     training = Training(plain)
@@ -288,7 +288,7 @@ def rewound() -> Case:
     """From one growth to two others."""
     other = plain()
     wanted = History(
-        [grow(other, find_sites(other, X, grow="units", units=2)[0]), grow(other, find_sites(other, X)[0])]
+        [grow(other, find_sites(other, X, what="units", units=2)[0]), grow(other, find_sites(other, X)[0])]
     )
     training = Training(plain)
     followers: dict[str, Any] = {"optimizer": training.optimizer, "scheduler": training.scheduler}
@@ -299,7 +299,7 @@ def rewound() -> Case:
 def rewound_averages() -> Case:
     """From a layer to units, and from a layer around an averaged part to none."""
     other = averaging()
-    wanted = History([grow(other, find_sites(other, X, grow="units", units=2)[0])])
+    wanted = History([grow(other, find_sites(other, X, what="units", units=2)[0])])
     training, work = stepped(averaging, ["before head"], part="head")
     work()
     followers: dict[str, Any] = {"optimizer": training.optimizer, "scheduler": training.scheduler}
@@ -309,47 +309,49 @@ def rewound_averages() -> Case:
 def stepped(make: Callable[[], nn.Module], names: Sequence[str], part: str = "", **options: Any) -> Case:
     """A step of a Grower, with all that can follow; the average is one of the model or of a part."""
     training = Training(make, part)
-    sites = list(find_sites(training.model, X, grow="both", units=1))
+    sites = list(find_sites(training.model, X, what="both", units=1))
     known = measure(
         training.model, [next(site for site in sites if name in str(site)) for name in names], [(X, Y)], cross_entropy
     )
     training.grower = Grower(
         training.model, training.optimizer, preset="paper",
             example=X[:2], trigger=triggers.Every(1), strategy=Known(known), max_factor=None,
-        scheduler=training.scheduler, averaged=training.average, rates=Rates(lr_scale=0.5), **options,
+        scheduler=training.scheduler, averaged=training.average, rates=Rates(lr_factor=0.5), **options,
     )  # fmt: skip
     training.history = training.grower.history
     return training, lambda: training.grower.step([(X, Y)], cross_entropy)
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "layer": lambda: growth_of(plain, "after 4", lr_scale=0.5, check=X),
-    "layer of its own": lambda: growth_of(plain, "after 2", own_rate=2.0, freeze_rest=True),
-    "units": lambda: growth_of(plain, "in 0", grow="units", lr_scale=0.5, check=X),
-    "copied units": lambda: growth_of(plain, "in 0", grow="units", start="net2net"),
-    "twin": lambda: growth_of(blocks, "Block", lr_scale=0.5),
+    "layer": lambda: growth_of(plain, "after 4", lr_factor=0.5, check=X),
+    "layer of its own": lambda: growth_of(plain, "after 2", new_lr_factor=2.0, freeze_rest=True),
+    "units": lambda: growth_of(plain, "in 0", what="units", lr_factor=0.5, check=X),
+    "copied units": lambda: growth_of(plain, "in 0", what="units", init="net2net"),
+    "twin": lambda: growth_of(blocks, "Block", lr_factor=0.5),
     "stack": lambda: growth_of(blocks, "copy"),
-    "heads": lambda: growth_of(blocks, "head", grow="units"),
-    "undo layer": lambda: growth_of(plain, "after 4", lr_scale=0.5, back=True),
-    "undo layer of its own": lambda: growth_of(plain, "after 2", own_rate=2.0, freeze_rest=True, back=True),
-    "undo units": lambda: growth_of(plain, "in 0", grow="units", lr_scale=0.5, back=True),
-    "undo copied units": lambda: growth_of(plain, "in 0", grow="units", start="net2net", back=True),
+    "heads": lambda: growth_of(blocks, "head", what="units"),
+    "undo layer": lambda: growth_of(plain, "after 4", lr_factor=0.5, back=True),
+    "undo layer of its own": lambda: growth_of(plain, "after 2", new_lr_factor=2.0, freeze_rest=True, back=True),
+    "undo units": lambda: growth_of(plain, "in 0", what="units", lr_factor=0.5, back=True),
+    "undo copied units": lambda: growth_of(plain, "in 0", what="units", init="net2net", back=True),
     "undo twin": lambda: growth_of(blocks, "Block", back=True),
     "undo stack": lambda: growth_of(blocks, "copy", back=True),
-    "undo heads": lambda: growth_of(blocks, "head", grow="units", back=True),
+    "undo heads": lambda: growth_of(blocks, "head", what="units", back=True),
     "recycle": lambda: dead_units(recycle),
     "recycle one": renewed,
     "undo recycle": lambda: dead_units(recycle, back=True),
     "remove dead": lambda: dead_units(remove_dead),
     "undo remove dead": lambda: dead_units(remove_dead, back=True),
-    "average inside": lambda: growth_of(averaging, "in body.one", grow="units"),
-    "undo average inside": lambda: growth_of(averaging, "in body.one", grow="units", back=True),
+    "average inside": lambda: growth_of(averaging, "in body.one", what="units"),
+    "undo average inside": lambda: growth_of(averaging, "in body.one", what="units", back=True),
     "replay": replayed,
     "rewind": rewound,
     "rewind averages": rewound_averages,
-    "step": lambda: stepped(plain, ["after 4", "in 0"], count=2),
+    "step": lambda: stepped(plain, ["after 4", "in 0"], max_growths=2),
     "step that recycles": lambda: stepped(dying, ["after 3"], recycle=True),
-    "step with averages of parts": lambda: stepped(averaging, ["in body.two", "in body.one"], part="head", count=2),
+    "step with averages of parts": lambda: stepped(
+        averaging, ["in body.two", "in body.one"], part="head", max_growths=2
+    ),
     "step around an averaged part": lambda: stepped(averaging, ["before head"], part="head"),
     "trial": lambda: stepped(plain, ["after 4", "in 0"], trial=Trial(2, candidates=2)),
 }
@@ -545,7 +547,7 @@ def test_other_threads_grow_too_and_leave_the_handler_alone(interruptible: None)
 
 
 def test_an_error_when_the_optimizer_follows_takes_the_new_shapes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, work = growth_of(plain, "in 0", grow="units")
+    training, work = growth_of(plain, "in 0", what="units")
     old = training.seen(objects=True)
 
     def fail(parameter: nn.Parameter) -> None:
@@ -561,7 +563,7 @@ def test_an_error_when_the_optimizer_follows_takes_the_new_shapes_back(monkeypat
 
 
 def test_undo_with_an_optimizer_of_another_model_changes_nothing() -> None:
-    training, _ = growth_of(plain, "in 0", grow="units", back=True)
+    training, _ = growth_of(plain, "in 0", what="units", back=True)
     other = torch.optim.AdamW(plain().parameters())
     old = training.seen(objects=True)
     with pytest.raises(OptimizerError, match="optimizer=AdamW contains no parameter of this Sequential"):
@@ -596,10 +598,10 @@ def test_inference_mode_makes_no_difference(name: str) -> None:
 @pytest.mark.parametrize("kind", ["layers", "units"])
 def test_inputs_that_were_made_in_inference_mode(kind: str) -> None:
     model, other = plain(), plain()
-    merits = measure(other, find_sites(other, X, grow=kind), [(X, Y)], cross_entropy)
+    merits = measure(other, find_sites(other, X, what=kind), [(X, Y)], cross_entropy)
     with torch.inference_mode():
         x, y = X.clone(), Y.clone()
-        found = find_sites(model, x, grow=kind)
+        found = find_sites(model, x, what=kind)
         again = measure(model, found, [(x, y)], cross_entropy)
         assert [merit.value for merit in again] == [merit.value for merit in merits]
         grow(model, again[0], check=x)

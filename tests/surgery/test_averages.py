@@ -61,10 +61,10 @@ def by_name(average: AveragedModel, source: nn.Module, decay: float) -> dict[str
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "a residual layer": {"layer": "residual"},
+    "a residual layer": {"form": "residual"},
     "a layer": {},
-    "units": {"grow": "units", "units": 2},
-    "units at the end of the part": {"grow": "units", "units": 2, "where": "body.3"},
+    "units": {"what": "units", "units": 2},
+    "units at the end of the part": {"what": "units", "units": 2, "where": "body.3"},
 }
 
 
@@ -177,13 +177,13 @@ def test_an_average_inside_the_model_is_no_part_of_what_grows(what: str, tmp_pat
 
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        settings: dict[str, Any] = {"example": X[:2], "trigger": triggers.Every(1), "tau": 0.0, "grow": what}
+        settings: dict[str, Any] = {"example": X[:2], "trigger": triggers.Every(1), "tau": 0.0, "what": what}
         grower = Grower(model, optimizer, preset="paper", **settings)
         for _ in range(2):
             train(model, optimizer)
             grower.step([(X, Y)], cross_entropy)
         train(model, optimizer, *([(model.ema, model.body)] if averaged else []))
-        looks = [(look.parameters, [m.value for m in look.merits]) for look in grower.history.record.looks]
+        looks = [(look.parameters, [m.value for m in look.merits]) for look in grower.history.record.decisions]
         ratios = [growth.details["ratio"] for growth in grower.history]
         ends.append((model(X), looks, ratios, [str(growth.site) for growth in grower.history]))
         save_checkpoint(tmp_path / "run.ckpt", model, optimizer=optimizer, grower=grower)
@@ -235,11 +235,11 @@ class Consistent(Net):
 def test_an_average_that_runs_in_the_forward_pass_is_not_offered(what: str) -> None:
     model = Consistent(averaged=True)
     model.ema.requires_grad_(False)
-    sites = find_sites(model, X[:2], grow=what, layer="residual" if what == "layers" else "auto")
+    sites = find_sites(model, X[:2], what=what, form="residual" if what == "layers" else "auto")
     assert sites and not any("ema" in site.describe(model) for site in sites)
     for site in sites:
         other = copy.deepcopy(model)
-        grow(other, site.on(other))
+        grow(other, site.in_model(other))
         assert names(other.ema.module) == names(other.body)
         assert not any(parameter.requires_grad for parameter in other.ema.parameters())
         torch.testing.assert_close(other.eval()(X), model.eval()(X))
@@ -270,7 +270,7 @@ def test_swa_goes_on_after_a_growth(swa: bool, what: str) -> None:
     scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=4)
     grower = Grower(
         model, optimizer, preset="paper",
-            example=X[:2], trigger=triggers.At(2), tau=0.0, grow=what, scheduler=scheduler, averaged=average, rates=Rates(lr_scale=0.5)
+            example=X[:2], trigger=triggers.At(2), tau=0.0, what=what, scheduler=scheduler, averaged=average, rates=Rates(lr_factor=0.5)
     )  # fmt: skip
     for _ in range(8):
         train(model, optimizer, (average, model))
@@ -397,7 +397,7 @@ def test_averages_of_other_libraries_follow(part: bool) -> None:
     model = Net()
     source: Any = model.body if part else model
     ema, optimizer = Ema(source), trained(model)
-    settings: dict[str, Any] = {"grow": "both", "count": 2, "tau": 0.0, "averaged": ema}
+    settings: dict[str, Any] = {"what": "both", "max_growths": 2, "tau": 0.0, "averaged": ema}
     grower = Grower(model, optimizer, preset="paper", example=X[:2], trigger=triggers.Every(1), **settings)
     for _ in range(2):
         train(model, optimizer)

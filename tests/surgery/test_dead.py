@@ -107,7 +107,7 @@ X, Y = normal(16, 4, seed=1), torch.arange(16) % 3
 
 
 def widths(model: nn.Module, x: Tensor) -> list[tuple[str, Width]]:
-    return [(site.path, site.move) for site in find_sites(model, x, grow="units", units=1)]
+    return [(site.path, site.move) for site in find_sites(model, x, what="units", units=1)]
 
 
 def entries(model: nn.Module, axis: Axis, units: int, which: tuple[int, ...]) -> Tensor:

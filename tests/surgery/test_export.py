@@ -33,7 +33,7 @@ def grown(form: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(2, 2, 8, 8)
     model = Functional()
-    for site in find_sites(model, x, layer=form):
+    for site in find_sites(model, x, form=form):
         insert(model, site)
     with torch.no_grad():
         for parameter in model.parameters():  # as if it had trained

@@ -13,7 +13,7 @@ from recorded import infinite
 from sensli import Growth, History, find_sites, insert, replay, undo
 from sensli.cli.main import main
 from sensli.errors import HistoryError
-from sensli.surgery.record import Look, SiteMerit
+from sensli.surgery.record import Decision, SiteMerit
 
 
 def grown(make=fnn, x=None, **options):
@@ -21,7 +21,7 @@ def grown(make=fnn, x=None, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     history = History()
     for site in find_sites(model, x, **options):
-        growth = insert(model, site, optimizer=optimizer, lr_scale=0.5)
+        growth = insert(model, site, optimizer=optimizer, lr_factor=0.5)
         history.append(replace(growth, details={"epoch": 3, "merit": 0.5, "ratio": 1.25}))
     return model, optimizer, history
 
@@ -33,7 +33,7 @@ def grown(make=fnn, x=None, **options):
         (Functional, points(2), {}),
         (residual, points(2), {}),
         (lambda: cnn(groups=2), images(2), {}),
-        (lambda: fnn(lambda: nn.PReLU()), points(2), {"layer": "parametric"}),
+        (lambda: fnn(lambda: nn.PReLU()), points(2), {"form": "parametric"}),
     ],
 )
 def test_growths_and_histories_round_trip(make, x, options, tmp_path):
@@ -146,7 +146,7 @@ def test_numbers_that_json_does_not_know_come_back_as_they_were(ratio, tmp_path)
     history[0].details.update(ratio=ratio, seen=[ratio, {"deep": ratio}, "NaN"])
     history.record.calls = 1
     merit = SiteMerit("site", "1", "after", 1.0, ratio, None, 1, 1)
-    history.record.looks.append(Look(1, 1.0, "largest", "why", merits=(merit,), inserted=(1,), chosen=(0,)))
+    history.record.decisions.append(Decision(1, 1.0, "largest", "why", merits=(merit,), growths=(1,), chosen=(0,)))
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
@@ -172,7 +172,7 @@ def test_an_infinite_ratio_is_saved_and_shown(tmp_path, capsys):
     history.save(tmp_path / "a.json")
     assert main(["report", str(tmp_path / "a.json"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert told["looks"][0]["merits"][0]["ratio"] == {"float": "Infinity"}
+    assert told["decisions"][0]["merits"][0]["ratio"] == {"float": "Infinity"}
     page = (tmp_path / "a.html").read_text()
     assert "inf x mean" in page and '"ratio":{"float":"Infinity"}' in page
 

@@ -137,7 +137,7 @@ def test_a_model_that_has_grown_is_searched_again(name: str) -> None:
     model.eval()
     before, growths = tokens(model, batch, True), []
     for number in range(3):
-        sites = find_sites(model, batch, layer="twin")
+        sites = find_sites(model, batch, form="twin")
         growths.append(insert(model, sites[(number + 1) % len(sites)]))
         assert torch.equal(tokens(model, batch, True), before)
     awake(model, growths)
@@ -165,7 +165,7 @@ def test_generate_with_adapters_in_every_block(name: str) -> None:
             setattr(model.get_submodule(parent), key, Adapter(layer))
     model.eval()
     before = tokens(model, batch, True)
-    sites = find_sites(model, batch, layer="twin")
+    sites = find_sites(model, batch, form="twin")
     growths = [insert(model, site) for site in (sites[0], sites[-1], sites[1])]
     assert torch.equal(tokens(model, batch, True), before)
     awake(model, growths)
@@ -307,7 +307,7 @@ def test_a_block_that_depends_on_its_number_is_not_renumbered() -> None:
     sites = find_sites(model, {"input_ids": ids})
     assert sites and all(site.point.place is None for site in sites)
     assert {site.move.form for site in sites} == {"residual"}
-    reasons = [reason for _, reason in find_sites(model, {"input_ids": ids}, layer="twin").skipped]
+    reasons = [reason for _, reason in find_sites(model, {"input_ids": ids}, form="twin").skipped]
     assert reasons and all("attn.layer_idx" in reason for reason in reasons)
 
 
@@ -328,5 +328,5 @@ def test_weights_in_half_precision_beside_precise_frequencies_have_twins_whateve
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     for seed in (0, 6, 9):
         torch.manual_seed(seed)
-        sites = find_sites(model, {"input_ids": torch.randint(0, 29, (2, 16))}, layer="twin")
+        sites = find_sites(model, {"input_ids": torch.randint(0, 29, (2, 16))}, form="twin")
         assert len(sites) == 3 and all(site.point.place is not None for site in sites), sites.explain()

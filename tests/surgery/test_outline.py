@@ -82,7 +82,7 @@ def test_new_layers_are_named_as_their_sites_are() -> None:
         ("residual", "Residual(Linear(4, 4), ReLU)"),
         ("parametric", "Parametric(Linear(4, 4), ReLU)"),
     ):
-        units = outline(grow(calls=2, layer=layer).model)
+        units = outline(grow(calls=2, form=layer).model)
         assert [(unit.label, unit.growth) for unit in units if unit.growth] == [(label, 1)]
 
 
@@ -124,9 +124,9 @@ def test_a_layer_inside_a_block_has_its_own_box_after_it() -> None:
 
 def test_a_widened_layer_inside_a_block_has_its_own_box_after_it() -> None:
     model = nn.Sequential(Block(), Block())
-    site = find_sites(model, torch.randn(1, 4), grow="units", units=2)[0]
+    site = find_sites(model, torch.randn(1, 4), what="units", units=2)[0]
     grow_at(model, site)
-    grow_at(model, find_sites(model, torch.randn(1, 4), grow="units", units=2)[0])
+    grow_at(model, find_sites(model, torch.randn(1, 4), what="units", units=2)[0])
     assert paths(model) == ["0", "0.first", "1"]
     assert [(unit.label, unit.units, unit.changes) for unit in outline(model)][1] == ("Linear(4, 10)", 10, (1, 2))
 
@@ -139,7 +139,7 @@ def test_three_growths_in_one_place_are_three_boxes(layer: str, place: int, orde
     """However they are nested: a parametric layer holds those that come after its activation or before its map."""
     model = Functional()
     for _ in range(3):
-        insert(model, find_sites(model, torch.randn(2, 4), layer=layer)[place])
+        insert(model, find_sites(model, torch.randn(2, 4), form=layer)[place])
     units = outline(model)
     assert [unit.growth for unit in units if unit.growth] == order
     assert len({unit.label for unit in units if unit.growth}) == 1 and len(units) == 6

@@ -49,7 +49,7 @@ def test_its_own_rate_follows_the_schedule_at_its_own_height(make: Make, kind: C
     scheduler = make(optimizer)
     seen = [step(optimizer, scheduler) for _ in range(AT)]
     site = find_sites(model, torch.randn(5, 3).double())[1]
-    growth = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=0.25)
+    growth = insert(model, site, optimizer=optimizer, scheduler=scheduler, new_lr_factor=0.25)
     new = {id(p) for name, p in model.named_parameters() if name in growth.parameters}
     assert [{id(p) for p in group["params"]} <= new for group in optimizer.param_groups] == [False, False, True, True]
     grown = []
@@ -84,7 +84,9 @@ def test_undo_takes_groups_and_entries_out_again(make: Make) -> None:
         step(optimizer, scheduler)
     before, weights = state(optimizer, [scheduler]), copy.deepcopy(model.state_dict())
     site = find_sites(model, torch.randn(5, 3).double())[0]
-    growth = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=3.0, lr_scale=0.5, freeze_rest=True)
+    growth = insert(
+        model, site, optimizer=optimizer, scheduler=scheduler, new_lr_factor=3.0, lr_factor=0.5, freeze_rest=True
+    )
     growth = Growth.from_dict(json.loads(json.dumps(growth.to_dict())))
     undo(model, growth, optimizer=optimizer, scheduler=scheduler)
     assert repr(state(optimizer, [scheduler])) == repr(before)
@@ -178,7 +180,7 @@ def test_units_that_have_no_effect_yet_do_not_rest() -> None:
     torch.manual_seed(0)
     model, x = network(), torch.randn(5, 3).double()
     optimizer = AdamW(model.parameters(), lr=0.1)
-    insert(model, find_sites(model, x, grow="units", units=2)[0], optimizer=optimizer)
+    insert(model, find_sites(model, x, what="units", units=2)[0], optimizer=optimizer)
     site, before = find_sites(model, x)[0], (copy.deepcopy(model.state_dict()), trains(model), state(optimizer, []))
     with pytest.raises(
         UnsupportedSite, match=r"the units of growth 1 .* have no effect yet, and a part of a parameter"
@@ -213,18 +215,18 @@ def test_refusals_change_nothing() -> None:
     site = find_sites(model, torch.randn(5, 3).double())[0]
     names, before = list(model.state_dict()), rates(optimizer)
     with pytest.raises(OptimizerError, match="must be a positive number"):
-        insert(model, site, optimizer=optimizer, own_rate=0.0)
+        insert(model, site, optimizer=optimizer, new_lr_factor=0.0)
     with pytest.raises(OptimizerError, match="needs optimizer="):
-        insert(model, site, own_rate=0.5)
+        insert(model, site, new_lr_factor=0.5)
     scheduler = Own(optimizer)
     with pytest.raises(OptimizerError, match="without the scheduler of SGD"):
-        insert(model, site, optimizer=optimizer, own_rate=0.5)
+        insert(model, site, optimizer=optimizer, new_lr_factor=0.5)
     with pytest.raises(OptimizerError, match=r"Own\.heights is as long a list"):
-        insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=0.5)
+        insert(model, site, optimizer=optimizer, scheduler=scheduler, new_lr_factor=0.5)
     assert list(model.state_dict()) == names and rates(optimizer) == before
 
     scheduler = StepLR(optimizer, 3)
-    growth = insert(model, site, optimizer=optimizer, scheduler=scheduler, own_rate=0.5)
+    growth = insert(model, site, optimizer=optimizer, scheduler=scheduler, new_lr_factor=0.5)
     optimizer.param_groups[2]["params"].append(nn.Parameter(torch.ones(1)))
     with pytest.raises(OptimizerError, match="not the one that the growth added"):
         undo(model, growth, optimizer=optimizer, scheduler=scheduler)

@@ -126,13 +126,13 @@ assert len(grower.history) == 3 and losses[-1] < losses[0], losses
 assert all(p.dtype == torch.float32 for p in model.parameters())
 
 blocks = Blocks()
-sites = find_sites(blocks, X, grow="both", units=2)
+sites = find_sites(blocks, X, what="both", units=2)
 with torch.autocast("cpu", dtype=torch.bfloat16):
-    same = find_sites(blocks, X, grow="both", units=2)  # in half precision hardly anything is exact
+    same = find_sites(blocks, X, what="both", units=2)  # in half precision hardly anything is exact
     merits = measure(blocks, same, [(X, Y)], cross_entropy)
 assert [str(site) for site in same] == [str(site) for site in sites] and {site.kind for site in sites} == {"block", "units"}
 torch.testing.assert_close(values(merits), values(measure(blocks, [m.site for m in merits], [(X, Y)], cross_entropy)), rtol=0.1, atol=0)
-grower = Grower(blocks, torch.optim.AdamW(blocks.parameters()), example=X, trigger=triggers.Every(1), tau=0.0, grow="both", recycle=True)
+grower = Grower(blocks, torch.optim.AdamW(blocks.parameters()), example=X, trigger=triggers.Every(1), tau=0.0, what="both", recycle=True)
 with torch.autocast("cpu", dtype=torch.bfloat16):
     assert grower.step([(X, Y)], cross_entropy) is not None
     blocks(X)  # with weights of another shape than those that autocast has cast before
@@ -150,10 +150,10 @@ def step(model, optimizer, batch):
 def tried(trial, around):
     model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    grower = Grower(model, optimizer, example=X, trigger=triggers.Every(1), tau=0.0, grow="both", trial=trial)
+    grower = Grower(model, optimizer, example=X, trigger=triggers.Every(1), tau=0.0, what="both", trial=trial)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
         grower.step([(X, Y)] * 6, cross_entropy)
-    return torch.tensor([arm.score for arm in grower.history.record.looks[-1].tried.arms])
+    return torch.tensor([arm.score for arm in grower.history.record.decisions[-1].tried.arms])
 
 
 inside, outside = tried(Trial(steps=6), True), tried(Trial(steps=6, step=step), False)

@@ -20,17 +20,17 @@ from sensli.merits.merits import Merit, Merits, ordered
 from sensli.page import page_data, write_page
 from sensli.surgery import record as record_module
 from sensli.surgery.outline import outline
-from sensli.surgery.record import Look, Record, reason_of
+from sensli.surgery.record import Decision, Record, reason_of
 
 
 def test_every_look_is_kept_with_all_merits() -> None:
     grower = grow()
     record = grower.history.record
-    assert [look.call for look in record.looks] == [2, 4]
-    assert [look.inserted for look in record.looks] == [(1,), (2,)]
-    assert [len(look.merits) for look in record.looks] == [2, 3]
+    assert [look.call for look in record.decisions] == [2, 4]
+    assert [look.growths for look in record.decisions] == [(1,), (2,)]
+    assert [len(look.merits) for look in record.decisions] == [2, 3]
     assert record.metrics == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
-    for look, growth in zip(record.looks, grower.history, strict=True):
+    for look, growth in zip(record.decisions, grower.history, strict=True):
         chosen = look.merits[look.chosen[0]]
         assert (chosen.site, chosen.value, chosen.ratio) == (
             str(growth.site), growth.details["merit"], growth.details["ratio"],
@@ -38,19 +38,19 @@ def test_every_look_is_kept_with_all_merits() -> None:
 
 
 def test_a_look_without_insertion_is_kept_with_its_reason() -> None:
-    looks = grow(tau=1e9).history.record.looks
-    assert len(looks) == 2 and not looks[0].inserted and len(looks[0].merits) == 2
+    looks = grow(tau=1e9).history.record.decisions
+    assert len(looks) == 2 and not looks[0].growths and len(looks[0].merits) == 2
     assert "below tau = 1e+09" in looks[0].reason
-    assert str(looks[0]).startswith("epoch 2: nothing inserted | the best, Linear(4, 4) + ReLU after")
-    no_room = grow(trigger=triggers.Every(2) & triggers.Budget(parameters=43)).history.record.looks
+    assert str(looks[0]).startswith("epoch 2: nothing grown | the best, Linear(4, 4) + ReLU after")
+    no_room = grow(trigger=triggers.Every(2) & triggers.Limit(parameters=43)).history.record.decisions
     assert [look.reason for look in no_room] == ["the trigger's limits leave no room to grow at any site"] * 2
 
 
 def test_the_reason_of_a_control_names_the_largest_merit() -> None:
-    look = grow(calls=2, select="smallest").history.record.looks[0]
+    look = grow(calls=2, select="smallest").history.record.decisions[0]
     assert look.chosen == (1,)
     assert look.reason.startswith("select=smallest gave it, and the largest merit, ")
-    own = grow(calls=2, select=lambda merits: merits.worst).history.record.looks[0]
+    own = grow(calls=2, select=lambda merits: merits.worst).history.record.decisions[0]
     assert own.chosen == (1,) and own.reason.startswith("select=<lambda> gave it, and ")
 
 
@@ -66,7 +66,7 @@ def test_the_reason_tells_what_a_stack_competed_with() -> None:
             return x + self.down(self.up(x).relu())
 
     model = nn.Sequential(nn.Linear(2, 4), *(Block() for _ in range(3)), nn.Linear(4, 2))
-    sites = find_sites(model, X[:1], grow="both", units=2)
+    sites = find_sites(model, X[:1], what="both", units=2)
     between = [site for site in sites if site.stack is not None]
     units = next(site for site in sites if site.kind == "units")
     worth = {between[0]: 0.018, between[1]: 0.0002, between[2]: 0.0004, units: 0.001}
@@ -89,18 +89,18 @@ def test_zero_merits_are_kept_too() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         grower.step(BATCHES, lambda output, target: output.sum() * 0.0)
-    assert [look.reason for look in grower.history.record.looks] == ["all merits are zero"]
+    assert [look.reason for look in grower.history.record.decisions] == ["all merits are zero"]
 
 
 def test_one_line_per_decision() -> None:
-    look = grow().history.record.looks[0]
+    look = grow().history.record.decisions[0]
     merit = look.merits[0]
     before = 2 * (2 * 4 + 4 * 4 + 4 * 2)
     assert look.flops == before and look.parameters == 42
     assert str(look) == (
         f"epoch 2: +{merit.site} | merit {merit.value:.1e}, {merit.ratio:.2g} x mean | 42 -> 62 parameters, x1.5, +{32 / before:.0%} FLOPs"
     ).replace("%", " %")
-    both = grow(calls=2, count=2).history.record.looks[0]
+    both = grow(calls=2, max_growths=2).history.record.decisions[0]
     assert len(str(both).splitlines()) == 2 and both.inserted == (1, 2)
     assert "| 42 -> 62 parameters, x1.5," in str(both) and "| 62 -> 82 parameters, x1.3," in str(both)
     assert "(2 layers at once)" in both.reason
@@ -135,7 +135,7 @@ def test_a_resumed_grower_goes_on_writing() -> None:
     again.load_state_dict(json.loads(json.dumps(grower.state_dict())))
     for call in (2, 3):
         again.step(BATCHES, cross_entropy, metric=1 / (call + 1))
-    assert [look.call for look in again.history.record.looks] == [2, 4]
+    assert [look.call for look in again.history.record.decisions] == [2, 4]
     assert [call for call, _ in again.history.record.metrics] == [1, 2, 3, 4]
     assert len(again.history.record.outlines) == 3
 
@@ -144,7 +144,7 @@ def test_a_call_that_raises_leaves_no_trace() -> None:
     grower = grow(calls=1)
     with pytest.raises(RuntimeError):
         grower.step([(X[:, :1], Y)], cross_entropy, metric=7.0)
-    assert grower.history.record.metrics == [(1, 1.0)] and not grower.history.record.looks
+    assert grower.history.record.metrics == [(1, 1.0)] and not grower.history.record.decisions
 
 
 def test_the_model_is_drawn_only_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_the_model_is_drawn_only_when_it_has_changed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(grower_module, "outline", drawing)
     idle = grow(calls=6, tau=1e9)
-    assert len(idle.history.record.looks) == 3 and drawn == [42]
+    assert len(idle.history.record.decisions) == 3 and drawn == [42]
     drawn.clear()
     grower = grow(calls=5)
     assert len(grower.history) == 2 and drawn == [42, 62, 82]
@@ -197,21 +197,21 @@ def test_metrics_stay_few_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_log_is_told_every_decision() -> None:
-    told: list[Look] = []
+    told: list[Decision] = []
     grower = grow(log=told.append)
-    assert told == grower.history.record.looks
-    with pytest.raises(TypeError, match="log must be a function that takes one Look"):
+    assert told == grower.history.record.decisions
+    with pytest.raises(TypeError, match="log must be a function that takes one Decision"):
         grow(log=3)
     with pytest.raises(TypeError, match="or a list of these, got 3"):
         grow(log=[print, 3])
 
 
 def test_several_logs_are_told_and_one_that_fails_does_not_silence_the_others() -> None:
-    first: list[Look] = []
-    second: list[Look] = []
+    first: list[Decision] = []
+    second: list[Decision] = []
     with pytest.warns(UserWarning, match="the log of the Grower failed: ZeroDivisionError"):
         grower = grow(log=[first.append, lambda look: 1 / 0, second.append])
-    assert first == second == grower.history.record.looks
+    assert first == second == grower.history.record.decisions
 
 
 def test_tensorboard_gets_merits_sizes_and_decisions(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_tensorboard_gets_merits_sizes_and_decisions(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:
-        looks = grow(log=writer).history.record.looks
+        looks = grow(log=writer).history.record.decisions
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     best = looks[0].merits[0]
@@ -240,13 +240,13 @@ def test_a_log_that_fails_does_not_stop_the_training() -> None:
 
 def test_steps_are_called_steps(tmp_path: Path) -> None:
     lines: list[str] = []
-    history = grow(unit="step", recycle=True, log=lambda look: lines.append(str(look))).history
+    history = grow(step_name="step", recycle=True, log=lambda look: lines.append(str(look))).history
     assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
     assert [growth.call for growth in history] == [growth.details["step"] for growth in history] == [2, 2, 4]
     assert "(step 2, merit" in str(history) and "step</th>" in history._repr_html_()
     history.save(tmp_path / "history.json")
     again = History.load(tmp_path / "history.json")
-    assert again.record.unit == "step" and str(again.record.looks[0]) == lines[0]
+    assert again.record.step_name == "step" and str(again.record.decisions[0]) == lines[0]
     data = history.to_dict()
     data["record"]["unit"] = "banana"
     with pytest.raises(HistoryError, match="unit is 'banana'"):
@@ -254,4 +254,4 @@ def test_steps_are_called_steps(tmp_path: Path) -> None:
     for look in data["record"]["looks"]:  # as written before calls could be steps
         del look["unit"]
     del data["record"]["unit"], data["record"]["metric"]
-    assert str(History.from_dict(data).record.looks[0]).startswith("epoch 2: ")
+    assert str(History.from_dict(data).record.decisions[0]).startswith("epoch 2: ")

@@ -644,9 +644,10 @@ def test_options_that_would_divide_a_parameter_are_refused() -> None:
     ):
         grow(model, wider(model), optimizer=optimizer, freeze_rest=True)
     with pytest.raises(
-        OptimizerError, match=r"own_rate must be None here, got 0.1: .*a part of a parameter cannot have a separate"
+        OptimizerError,
+        match=r"new_lr_factor must be None here, got 0.1: .*a part of a parameter cannot have a separate",
     ):
-        grow(model, wider(model), optimizer=optimizer, own_rate=0.1)
+        grow(model, wider(model), optimizer=optimizer, new_lr_factor=0.1)
     with pytest.raises(OptimizerError, match="group=7 is out of range"):
         grow(model, wider(model), optimizer=optimizer, group=7)
     others = AdamW([nn.Parameter(torch.zeros(2))])
@@ -728,7 +729,7 @@ def test_the_schedule_and_its_factor_hold_for_a_widening() -> None:
     step(model, [optimizer], 0)
     scheduler.step()
     rate = scheduler.get_last_lr()[0]
-    growth = grow(model, wider(model), optimizer=optimizer, scheduler=scheduler, lr_scale=0.5)
+    growth = grow(model, wider(model), optimizer=optimizer, scheduler=scheduler, lr_factor=0.5)
     assert optimizer.param_groups[0]["lr"] == rate / 2
     undo(model, growth, optimizer=optimizer, scheduler=scheduler)
     assert optimizer.param_groups[0]["lr"] == rate

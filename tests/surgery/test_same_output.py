@@ -63,7 +63,7 @@ class Stack(nn.Module):
 def test_twins_with_dropout_are_accepted_in_training_mode(how: str, draws: str) -> None:
     model, x = Stack(how, draws).double().train(), torch.randn(4, 5, 8, dtype=torch.float64)
     for _ in range(2):
-        sites = find_sites(model, x, layer="twin")
+        sites = find_sites(model, x, form="twin")
         insert(model, sites[0], check=x)
     assert model(x).shape == (4, 5, 2) and not model.blocks[0]._forward_hooks
 

@@ -42,7 +42,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def site_of(model: nn.Module, start: str, path: str = "0", units: int = 7) -> Site:
-    sites = find_sites(model, X[:2], grow="units", units=units, start=start, where=lambda site: site.path == path)
+    sites = find_sites(model, X[:2], what="units", units=units, init=start, where=lambda site: site.path == path)
     return measure(model, sites, [(X, Y)], cross_entropy).best.site
 
 
@@ -210,7 +210,7 @@ def start_in_two_processes() -> Any:
     rank, found = dist.get_rank(), {}
     for start in STARTS:
         model = make_model()
-        sites = find_sites(model, X[:2], grow="units", units=7, start=start)
+        sites = find_sites(model, X[:2], what="units", units=7, init=start)
         wrapped = DistributedDataParallel(model)
         merits = measure(wrapped, sites, [(X[rank::2], Y[rank::2])], cross_entropy)
         grow(wrapped, merits.best, check=X)
@@ -227,7 +227,7 @@ def test_two_processes_start_their_units_alike(tmp_path: Path) -> None:
     found = ranks.run(start_in_two_processes, 2, tmp_path)
     for start in STARTS:
         model = make_model()
-        sites = find_sites(model, X[:2], grow="units", units=7, start=start)
+        sites = find_sites(model, X[:2], what="units", units=7, init=start)
         merits = measure(model, sites, [(X, Y)], cross_entropy)
         assert found[start][0] == pytest.approx([merit.value for merit in merits], rel=1e-10)
         grow(model, merits.best)

@@ -37,7 +37,7 @@ MODELS = {
     "list and dict": (Listed, points, {}),
     "tanh": (lambda: Named(nn.Tanh), points, {}),
     "blocks": (residual, points, {}),
-    "parametric": (lambda: fnn(nn.GELU), points, {"layer": "parametric"}),
+    "parametric": (lambda: fnn(nn.GELU), points, {"form": "parametric"}),
     **{f"cnn {d}d": (lambda d=d: cnn(d, norm=True), lambda n=6, d=d: images(n, d), {}) for d in (1, 2, 3)},
     "residual cnn": (lambda: cnn(2, nn.SiLU, groups=2), images, {}),
 }
@@ -75,7 +75,7 @@ def test_undo_gives_the_model_and_the_optimizer_back_to_the_bit(name):
     sites = find_sites(model, data(6), **options)
     before = snapshot(model, optimizer)
     rates = copy.deepcopy(scheduler.state_dict())
-    grown = [insert(model, s, optimizer=optimizer, scheduler=scheduler, lr_scale=0.7) for s in (*sites, *sites)]
+    grown = [insert(model, s, optimizer=optimizer, scheduler=scheduler, lr_factor=0.7) for s in (*sites, *sites)]
     for growth in reversed(grown):
         undo(model, growth, optimizer=optimizer, scheduler=scheduler)
     assert snapshot(model, optimizer) == before
@@ -266,7 +266,7 @@ class Whole(nn.Module):
 def test_a_site_inside_a_module_that_was_wrapped_since_is_named_as_it_is_today(by_path):
     model, x = Whole(), points()
     before = model(x)
-    around = find_sites(model, x, layer="residual")[0]
+    around = find_sites(model, x, form="residual")[0]
     (inside,) = find_sites(model, x)
     assert (around.path, inside.path) == ("scaled", "scaled.blocks.0")
     inside = pickle.loads(pickle.dumps(inside)) if by_path else inside
@@ -352,7 +352,7 @@ def test_check_finds_a_function_that_changed_and_puts_everything_back():
     model.flip = True
     x, y = points(), labels()
     with untouched(model, optimizer), pytest.raises(FunctionChanged, match="everything was put back"):
-        insert(model, site, optimizer=optimizer, lr_scale=0.5, check=(x, y))
+        insert(model, site, optimizer=optimizer, lr_factor=0.5, check=(x, y))
     model.flip = False
     insert(model, site, optimizer=optimizer, check=x)
 
@@ -445,7 +445,7 @@ def test_the_wrapped_functional_model_still_counts_as_blocks_in_a_list():
     model, x = Looped(), points()
     before = model(x)
     for expected in (3, 4, 5):
-        sites = find_sites(model, x, layer="residual")
+        sites = find_sites(model, x, form="residual")
         assert len(sites) == expected
         insert(model, sites[1])
     assert torch.equal(model(x), before) and len(model.blocks) == 2

@@ -21,7 +21,7 @@ def trained(model):
 @pytest.mark.parametrize(
     ("make", "example"), [(deep, points), (Named, points), (cnn, images), (residual, points)], ids=lambda m: m.__name__
 )
-@pytest.mark.parametrize("options", [{}, {"lr_scale": 0.5}, {"own_rate": 2.0}, {"freeze_rest": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"lr_factor": 0.5}, {"new_lr_factor": 2.0}, {"freeze_rest": True}], ids=str)
 def test_everything_is_to_the_bit_as_before(make, example, options):
     model, x = make(), example(4)
     optimizer, scheduler = trained(model)
@@ -43,7 +43,7 @@ def test_units_and_layers_in_turn():
     model, x = deep(3), points(4)
     before = snapshot(model)
     for what in ("units", "layers", "units"):
-        grow(model, find_sites(model, x, grow=what, units=2)[0])
+        grow(model, find_sites(model, x, what=what, units=2)[0])
     assert [bool(undo(model).resized) for _ in range(3)] == [True, False, True]
     assert snapshot(model) == before
 
@@ -51,7 +51,7 @@ def test_units_and_layers_in_turn():
 def test_a_copy_a_pickled_and_a_replayed_model_carry_it_too():
     model, x = Named(), points(4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    history = History([insert(model, find_sites(model, x)[0], optimizer=optimizer, lr_scale=0.5)])
+    history = History([insert(model, find_sites(model, x)[0], optimizer=optimizer, lr_factor=0.5)])
     again = replay(Named(), History.from_json(history.to_json()))
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), again):
         assert undo(each).to_dict() == history[0].to_dict()

@@ -24,7 +24,7 @@ from sensli.checkpoint import storage
 from sensli.errors import CheckpointError, HistoryError, SensliError
 from sensli.integrations import transformers
 from sensli.page import page_data, write_page
-from sensli.surgery.record import Look, Record
+from sensli.surgery.record import Decision, Record
 from sensli.text.commands import TRAINER_FILE
 from sensli.text.files import ABANDONED, check_writable, replacing, write_bytes
 from sensli_lab.errors import StoreError
@@ -154,7 +154,7 @@ def write_each(size: int) -> list[tuple[str, Any, type[Exception]]]:
     """Every kind of file, with content of about so many bytes."""
     text = "x" * size
     numbers = torch.zeros(size // 4)
-    history = History(record=Record(looks=[Look(1, 1.0, "largest", text)], calls=1))
+    history = History(record=Record(decisions=[Decision(1, 1.0, "largest", text)], calls=1))
     return [
         ("a.ckpt", lambda path: save_checkpoint(path, make_model(), extra=numbers), CheckpointError),
         ("history.json", history.save, HistoryError),

@@ -24,7 +24,7 @@ _EXAMPLES = """\
 examples:
   sensli demo                                         three networks on two spirals, under a minute
   sensli sites mymodels:make_cnn --input 1x3x32x32    where your own model could grow
-  sensli sites mymodels:make_cnn --input 1x3x32x32 --grow both --units 8    layers, and 8 more units or channels
+  sensli sites mymodels:make_cnn --input 1x3x32x32 --what both --units 8    layers, and 8 more units or channels
   sensli report history.json                          the animation of your own training, as one HTML file
   sensli paper run 2                                  an experiment of the paper, with table and figure
   sensli compare run spirals --seeds 10               growing and fixed networks side by side, at equal FLOPs
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         help="number of sites to take, for the comparison of choices (default: %(default)s)",
     )
     sites.add_argument(
-        "--layer",
+        "--form",
         choices=("auto", *FORMS, "twin"),
         default="auto",
         help="the form of the new layer (default: %(default)s)",
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"only sites of this kind ({', '.join(KINDS)}), or in modules of this path or pattern ('head.*'); may be repeated",
     )
     sites.add_argument(
-        "--grow",
+        "--what",
         choices=GROW,
         default="layers",
         help="what to grow: new layers, more units or channels for layers that exist, or both in one list (default: %(default)s)",
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         "--units",
         type=_units,
         metavar="NUMBER",
-        help="with --grow units or both: how many units a layer would get, a whole number (8), or a share of those it has (0.25), at "
+        help="with --what units or both: how many units a layer would get, a whole number (8), or a share of those it has (0.25), at "
         "least one (default: 0.25)",
     )
     sites.add_argument(
@@ -204,8 +204,8 @@ def _sites(args: argparse.Namespace) -> None:
 
     if args.count < 1 or args.length < 1:
         raise SensliError(f"--count and --length must be at least 1, got {args.count} and {args.length}.")
-    if args.units is not None and args.grow == "layers":
-        raise SensliError("--units says how many units a layer would get: add --grow units or --grow both.")
+    if args.units is not None and args.what == "layers":
+        raise SensliError("--units says how many units a layer would get: add --what units or --what both.")
     if args.per and args.input:
         raise SensliError("--per ranks merits, which need data: give --batch or --text instead of --input.")
     model = load_model(args.model)
@@ -221,7 +221,7 @@ def _sites(args: argparse.Namespace) -> None:
         batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, args.length)
         example = batches[0] if isinstance(batches[0], dict) else batches[0][0]
     units = 0.25 if args.units is None else args.units
-    sites = find_sites(model, example, layer=args.layer, where=args.where, grow=args.grow, units=units)
+    sites = find_sites(model, example, form=args.form, where=args.where, what=args.what, units=units)
     if not batches or not sites:
         print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
         return
@@ -249,8 +249,12 @@ def _report(args: argparse.Namespace) -> None:
     beside = args.file if args.file.name else args.file.resolve()  # "." has no name
     page = write_page(args.out or beside.with_suffix(".html"), data)
     if args.json:
-        print(strict_json({"page": str(page), "looks": [look.to_dict() for look in history.record.looks]}, indent=1))
+        print(
+            strict_json(
+                {"page": str(page), "decisions": [look.to_dict() for look in history.record.decisions]}, indent=1
+            )
+        )
         return
-    for look in history.record.looks:
+    for look in history.record.decisions:
         print(paint_decision(look))
     print(f"animation: {page}   (open it in a browser)")

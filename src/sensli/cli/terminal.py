@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sensli.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from sensli.surgery.record import Look
+    from sensli.surgery.record import Decision
 
 Reach = Callable[..., None]  # reach(done, note): so much of the total is done by now
 
@@ -60,9 +60,9 @@ def paint(text: str, style: str) -> str:
     return f"\x1b[{';'.join(_STYLES[word] for word in style.split())}m{text}\x1b[0m"
 
 
-def paint_decision(look: Look) -> str:
+def paint_decision(look: Decision) -> str:
     """The line of a decision and its reason, the line in colour where the terminal has any."""
-    if not look.inserted:
+    if not look.growths:
         return paint(str(look), "dim")
     return f"{paint(str(look), 'bold green')}\n  because {look.reason}"
 

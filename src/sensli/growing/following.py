@@ -73,8 +73,8 @@ class Followers:
         with AllOrNothing() as change:
             self.keep(change, model, history)
             growth = grow(
-                model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_scale=rates.lr_scale if first else 1.0,
-                own_rate=rates.own_rate, group=rates.group, freeze_rest=rates.freeze_rest,
+                model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_factor=rates.lr_factor if first else 1.0,
+                new_lr_factor=rates.new_lr_factor, group=rates.group, freeze_rest=rates.freeze_rest,
             )  # fmt: skip
             found = {"merit": merit.value, "ratio": merit.ratio} if measured else {}
             growth = replace(growth, details={**when, **found})
@@ -105,7 +105,7 @@ class Recycling:
 
     def __init__(self, followers: Followers) -> None:
         self._followers = followers
-        self._search = RememberedSites(where=None, grow="units", units=1)
+        self._search = RememberedSites(where=None, what="units", units=1)
 
     def recycle(
         self,

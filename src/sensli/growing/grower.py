@@ -22,7 +22,7 @@ from sensli.growing.looking import Room, Sizes, proposed
 from sensli.growing.options import Log, Options, Rates, StrategyOptions, Trial, tell
 from sensli.growing.strategy import Strategy, strategy_of
 from sensli.growing.trials import Outcome, Trying
-from sensli.growing.triggers import Moment, Trigger
+from sensli.growing.triggers import Trigger, TriggerContext
 from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
@@ -37,7 +37,7 @@ from sensli.surgery.history import Growth, History, names_of_today
 from sensli.surgery.optimizers import Optimizers
 from sensli.surgery.outline import outline
 from sensli.surgery.rates import Schedulers
-from sensli.surgery.record import Look, Record, Tried
+from sensli.surgery.record import Decision, Record, Tried
 from sensli.text.commands import UNMEASURED
 from sensli.text.tables import short_number
 
@@ -65,22 +65,22 @@ class Looked:
         """The merits that were taken."""
         return [merit for merit, _ in self.grown]
 
-    def noted(self, call: int, options: Options, sizes: Sizes) -> Look:
+    def noted(self, call: int, options: Options, sizes: Sizes) -> Decision:
         """What the page and the log show. FLOPs are counted after a growth only."""
         flops = sizes.flops_for_log() if self.grown else None
-        return Look.of(
+        return Decision.of(
             self.merits,
             self.taken,
             call=call,
             tau=options.tau,
             select=options.selection,
             reason=self.reason + (f"; dead units recycled: {self.recycled}" if self.recycled else ""),
-            inserted=tuple(growth.number for _, growth in self.grown),
+            growths=tuple(growth.number for _, growth in self.grown),
             parameters=self.room.parameters,
             flops=None if flops is None else flops - sum(growth.site.flops for _, growth in self.grown),
             added=tuple(growth.site.parameters for _, growth in self.grown),
             per=options.per,
-            unit=options.unit,
+            step_name=options.step_name,
             tried=self.tried,
             kept=self.kept,
             rule=self.rule,
@@ -88,28 +88,28 @@ class Looked:
 
 
 def keep(
-    record: Record, options: Options, network: nn.Module, call: int, metric: float | None, look: Look | None
+    record: Record, options: Options, network: nn.Module, call: int, metric: float | None, look: Decision | None
 ) -> None:
     """Record a call, and the look if there was one, which the log is told."""
-    record.unit = options.unit
+    record.step_name = options.step_name
     record.count(call, metric)
     if look is not None:
-        record.looks.append(look)
-        if look.inserted or look.parameters != record.drawn_parameters:  # or whoever undid a growth meanwhile
+        record.decisions.append(look)
+        if look.growths or look.parameters != record.drawn_parameters:  # or whoever undid a growth meanwhile
             draw(record, call, network)
         tell(options.log, look)
-        if hint := hint_of(record.looks, options):
+        if hint := hint_of(record.decisions, options):
             warnings.warn(hint, stacklevel=4)  # at the call of `step`
 
 
 MANY = 5  # checks in a row without a growth, after which a hint is due
 
 
-def hint_of(looks: Sequence[Look], options: Options) -> str:
+def hint_of(looks: Sequence[Decision], options: Options) -> str:
     """Why nothing grows and what to change, when so many checks in a row have grown nothing for the first time; empty otherwise."""
     longest = longest_before = current = 0
     for look in looks:
-        current = 0 if look.inserted else current + 1
+        current = 0 if look.growths else current + 1
         longest_before, longest = longest, max(longest, current)
     if current != MANY or longest_before >= MANY:
         return ""
@@ -128,7 +128,7 @@ def hint_of(looks: Sequence[Look], options: Options) -> str:
         advice = "Give the trigger larger limits"
     else:
         return ""
-    return f"{options.unit} {last.call}: {MANY} checks in a row have grown nothing. The last: {last.reason}. {advice}."
+    return f"{options.step_name} {last.call}: {MANY} checks in a row have grown nothing. The last: {last.reason}. {advice}."
 
 
 def draw(record: Record, call: int, network: nn.Module) -> None:
@@ -182,11 +182,11 @@ class Call:
         """What the look came to, or None if the trigger did not fire; recorded either way."""
         if not self.history.record:
             draw(self.history.record, 0, bare(self.model))
-        fires = bool(self.options.trigger.fires(self._moment))
+        fires = bool(self.options.trigger.fires(self._context))
         self.together.agree_on({"whether the trigger fires": fires}, last=not fires)
         looked = self._looked(batches, loss_fn) if fires else None
         look = None if looked is None else looked.noted(self.number, self.options, self.sizes)
-        if look is not None and not self.history.record.looks and self.options.preset != "paper":
+        if look is not None and not self.history.record.decisions and self.options.preset != "paper":
             look = replace(look, preset=str(self.options))
         metric = self.metric
         if self.watched is not None and looked is not None and looked.merits is not None and metric is None:
@@ -208,7 +208,7 @@ class Call:
             chosen = self._decide(looked.merits)
             self._grow_by_trial(looked, chosen, batches, loss_fn)
             recycled += self._recycle(batches, inside=[growth.number for _, growth in looked.grown])
-            refused = self.options.trigger.refusal(self._moment_of(chosen[0])) if chosen and not looked.grown else ""
+            refused = self.options.trigger.refusal(self._context_of(chosen[0])) if chosen and not looked.grown else ""
             why = looked.tried or refused or self.strategy.reason(looked.merits, looked.taken)
             looked.reason = f"{why}{looked.room.left_out}"
             looked.rule = "" if looked.tried else self.strategy.rule(looked.merits, looked.taken)
@@ -218,21 +218,21 @@ class Call:
     def _look(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked:
         """What the sites that fit are worth; if there is nothing to choose from, the reason."""
         sites = proposed(self.strategy, self.model, self.example, self.followers.optimizer, self.options)
-        room = Room.of(sites, self.options, self._moment)
+        room = Room.of(sites, self.options, self._context)
         self.together.agree_on(numbered("site", room.fitting), last=False)
         if not room.fitting:
             return Looked(room, reason=room.why_none)
         try:
             merits = self.strategy.score(self.model, room.fitting, batches, loss_fn)
         except ZeroMerits as nothing:
-            text = f"{self.options.unit} {self.number}: nothing was inserted, because {nothing}"
+            text = f"{self.options.step_name} {self.number}: nothing has grown, because {nothing}"
             warnings.warn(text, stacklevel=5)  # at the call of `step`
             return Looked(room, reason="all merits are zero")
         return Looked(room, merits, kept=self.strategy.keeps_function())
 
     def _decide(self, merits: Merits) -> list[Merit]:
         """The merits whose sites the strategy would take, in that order; the same on all ranks."""
-        sites = self.strategy.choose(merits, self._moment)
+        sites = self.strategy.choose(merits, self._context)
         self.together.agree_on(numbered("choice", sites), last=False)
         known = {id(merit.site): merit for merit in merits}
         return [known[id(site)] for site in sites]
@@ -257,7 +257,7 @@ class Call:
         if trial is None:
             return None
         candidates = trial.candidates_of(
-            [merit for merit in chosen if options.trigger.allows(merit.site, self._moment_of(merit))]
+            [merit for merit in chosen if options.trigger.allows(merit.site, self._context_of(merit))]
         )
         if not candidates:
             return None
@@ -265,9 +265,9 @@ class Call:
         return trying.run(candidates, batches, loss_fn, self.change)
 
     def _grow(self, chosen: Sequence[Merit], measured: bool) -> list[tuple[Merit, Growth]]:
-        """Grow at the first ones that the trigger still allows, at most ``count``; at all of them if they are one decision."""
+        """Grow at the first ones that the trigger still allows, at most ``max_growths``; at all of them if they are one decision."""
         options, grown = self.options, list[tuple[Merit, Growth]]()
-        most = len(chosen) if self.strategy.all_at_once else options.count
+        most = len(chosen) if self.strategy.all_at_once else options.max_growths
         for merit in chosen:
             if len(grown) == most:
                 break
@@ -275,7 +275,7 @@ class Call:
             if site is None:
                 continue
             merit_now = replace(merit, site=site)
-            if not options.trigger.allows(site, self._moment_of(merit_now)):
+            if not options.trigger.allows(site, self._context_of(merit_now)):
                 continue
             growth = self.followers.insert(
                 self.model, merit_now, self.history, options, when=self._when, first=not grown, measured=measured
@@ -303,18 +303,18 @@ class Call:
         except MovedSite:
             return None
 
-    def _moment_of(self, merit: Merit) -> Moment:
-        """The moment, with what was measured of the site in question."""
-        return replace(self._moment, merit=merit)
+    def _context_of(self, merit: Merit) -> TriggerContext:
+        """The context, with what was measured of the site in question."""
+        return replace(self._context, merit=merit)
 
     @property
     def _when(self) -> dict[str, int]:
-        return {self.options.unit: self.number}
+        return {self.options.step_name: self.number}
 
     @property
-    def _moment(self) -> Moment:
+    def _context(self) -> TriggerContext:
         """What triggers and strategies are told, as it is now."""
-        return Moment(self.number, self.watched, self.history.additions, self.sizes, self.options.grow)
+        return TriggerContext(self.number, self.watched, self.history.additions, self.sizes, self.options.what)
 
 
 # ---- The state of a Grower: remembered in case a step fails, and read from a checkpoint, checked before anything is
@@ -410,7 +410,7 @@ class Grower:
         preset: ``"auto"`` is what we recommend: units, wherever they pay for their FLOPs or training has slowed down. ``"paper"`` is
             Algorithm 1 of the paper: layers whose merit is at least the mean over the existing weights, when the trigger that you
             give fires. Every other argument overrides it (default: "auto").
-        trigger: When to check, one of `sensli.triggers`, for example ``Every(10) & AtMost(3)``. None takes that of the preset,
+        trigger: When to check, one of `sensli.triggers`, for example ``Every(10) & Limit(growths=3)``. None takes that of the preset,
             ``Pays() | Diminishing()``.
         strategy: What is proposed at a check, how it is scored and what is taken: a name that is registered, or a `Strategy` object
             (default: "sensli").
@@ -420,16 +420,16 @@ class Grower:
             every growth (default: 2.0).
         rates: A `Rates`: what a growth does to learning rates and parameter groups. None changes no learning rate.
         trial: A `Trial`: at each check the best candidates, and the model without a growth, train on for a while from the same state,
-            and the best of them stays. Only with ``count=1``. None grows without one.
+            and the best of them stays. Only with ``max_growths=1``. None grows without one.
         recycle: Whether each check begins with a new start for dead units, as `sensli.recycle` gives it; after a growth also for those
             that a new layer has inherited (default: False).
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
         averaged: A `torch.optim.swa_utils.AveragedModel` of the model or of a part of it, or several, that grow with it. Those that the
             model holds itself need not be given.
-        log: Receives every decision, including those not to grow: a function of a `Look` (``print`` gives one line each), a
+        log: Receives every decision, including those not to grow: a function of a `Decision` (``print`` gives one line each), a
             TensorBoard writer, or a list of these.
-        unit: What one call of `step` is called in the log, the history and the page: ``"epoch"`` or ``"step"`` (default: "epoch").
-        **options: Those of the strategy, `StrategyOptions`: ``grow``, ``where``, ``units``, ``tau``, ``norm``, ... One that the
+        step_name: What one call of `step` is called in the log, the history and the page: ``"epoch"`` or ``"step"`` (default: "epoch").
+        **options: Those of the strategy, `StrategyOptions`: ``what``, ``where``, ``units``, ``tau``, ``norm``, ... One that the
             strategy has no use for is refused, with those that it uses.
 
     Raises:
@@ -452,12 +452,12 @@ class Grower:
         scheduler: Schedulers = None,
         averaged: Averaged = None,
         log: Log = None,
-        unit: str = "epoch",
+        step_name: str = "epoch",
         **options: Unpack[StrategyOptions],
     ) -> None:
         self.options = Options.of(
             preset, trigger=trigger, strategy=strategy, max_factor=max_factor, rates=Rates() if rates is None else rates,
-            trial=trial, recycle=recycle, log=log, unit=unit, **options,
+            trial=trial, recycle=recycle, log=log, step_name=step_name, **options,
         )  # fmt: skip
         if example is not None:
             checks.example("example", example)
@@ -509,7 +509,7 @@ class Grower:
                 the preset goes by the losses of its own checks.
 
         Returns:
-            The growth (with ``count`` > 1 the first one; `history` has all), or None if nothing has grown.
+            The growth (with ``max_growths`` > 1 the first one; `history` has all), or None if nothing has grown.
         """
         if not self._said_no_optimizer and self._in_training:
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
@@ -557,7 +557,7 @@ class Grower:
         if looked.merits is not None:
             self.last_merits = looked.merits
         if room.larger and not room.fitting and not self._said_too_large:
-            text = f"{self.options.unit} {self.calls}: nothing was inserted, because {room.why_none}. {room.advice}"
+            text = f"{self.options.step_name} {self.calls}: nothing has grown, because {room.why_none}. {room.advice}"
             warnings.warn(text, stacklevel=3)
             self._said_too_large = True
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing.options import OF_STRATEGIES, Options
 from sensli.growing.strategy import Strategy, read_generator, save_generator
-from sensli.growing.triggers import Moment
+from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import measure
 from sensli.merits.merits import Merit, Merits, choose_sites, is_control
@@ -133,11 +133,11 @@ class Room:
     max_factor: float | None
 
     @classmethod
-    def of(cls, sites: Iterable[Site], options: Options, moment: Moment) -> Room:
+    def of(cls, sites: Iterable[Site], options: Options, context: TriggerContext) -> Room:
         """Ask the trigger about each of the sites."""
-        parameters, factor = moment.sizes["parameters"], options.max_factor
+        parameters, factor = context.sizes["parameters"], options.max_factor
         most = math.inf if factor is None else factor * parameters
-        allowed = [site for site in sites if options.trigger.allows(site, moment)]
+        allowed = [site for site in sites if options.trigger.allows(site, context)]
         fitting = [site for site in allowed if parameters + site.parameters <= most]
         larger = [site for site in allowed if parameters + site.parameters > most]
         return cls(fitting, larger, parameters, factor)
@@ -340,8 +340,8 @@ class Sensli(Strategy):
         self.options = options
         self.threshold = Threshold(options.tau, options.floor)
         self._search = RememberedSites(
-            layer=options.layer, where=options.where, kernel_size=options.kernel_size, init=options.init, grow=options.grow,
-            units=options.units, start=options.start,
+            what=options.what, where=options.where, form=options.form, kernel_size=options.kernel_size, units=options.units,
+            init=options.init,
         )  # fmt: skip
         # Not the global random state, which growing leaves alone.
         self._generator = torch.Generator().manual_seed(options.seed)
@@ -366,10 +366,10 @@ class Sensli(Strategy):
             self.threshold.learn_scale(model, blind, merits)
         return merits
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         worth = self.threshold.worth(merits)
         found = choose_sites(
-            self.options.select, merits, worth, self.options.count, self._generator, per=self.options.per
+            self.options.select, merits, worth, self.options.max_growths, self._generator, per=self.options.per
         )
         return [merit.site for merit in found]
 

@@ -19,11 +19,14 @@ from sensli.merits.merits import BY_MERIT, Merit, Selection, check_per, check_se
 from sensli.merits.norms import choose
 from sensli.modules import checks
 from sensli.modules.wrappers import is_sharded
-from sensli.moves.finding import check_growth, check_request, check_units
+from sensli.moves.finding import Init, check_init, check_request, check_units
 from sensli.moves.sites import Where, check_where
+from sensli.moves.twin.twins import INITS
+from sensli.moves.width.starts import STARTS
 from sensli.surgery.optimizers import Optimizers, check_group, check_needed, check_optimizers
 from sensli.surgery.rates import Schedulers, check_factor, check_own_factor, check_own_rate, plan_rate_scaling
-from sensli.surgery.record import UNITS, Look
+from sensli.surgery.record import STEP_NAMES, Decision
+from sensli.text.commands import GROW
 
 # ---- Where decisions go while a training runs: any callable, a writer of TensorBoard scalars, or several of them.
 
@@ -36,7 +39,7 @@ class ScalarWriter(Protocol):
     def add_text(self, tag: str, text_string: str, global_step: int) -> Any: ...
 
 
-OneLog = Callable[[Look], Any] | ScalarWriter
+OneLog = Callable[[Decision], Any] | ScalarWriter
 Log = OneLog | Sequence[OneLog] | None
 
 
@@ -45,11 +48,11 @@ def check_log(log: Log) -> None:
     for one in _each(log):
         writer = isinstance(one, ScalarWriter)
         if isinstance(one, type) if writer else not callable(one):  # the class of a writer can be called too
-            what = "a function that takes one Look (for example print), a writer with add_scalar and add_text, or a list of these"
+            what = "a function that takes one Decision (for example print), a writer with add_scalar and add_text, or a list of these"
             checks.refuse("log", what, one, WrongType)
 
 
-def tell(log: Log, look: Look) -> None:
+def tell(log: Log, look: Decision) -> None:
     """Hand a decision on. A log that fails warns: the model has grown already, and training must go on."""
     for one in _each(log):
         try:
@@ -67,7 +70,7 @@ def _each(log: Log) -> Sequence[Any]:
     return log if isinstance(log, (list, tuple)) else (log,)
 
 
-def _write(writer: ScalarWriter, look: Look) -> None:
+def _write(writer: ScalarWriter, look: Decision) -> None:
     for merit in look.merits if look.measured else ():
         writer.add_scalar(f"sensli/merit/{merit.site}", merit.value, look.call)
     if look.merits and look.merits[0].ratio is not None:
@@ -195,27 +198,27 @@ def _stateful(given: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a growth does to learning rates and parameter groups: ``Grower(..., rates=Rates(lr_scale=0.5))``.
+    """What a growth does to learning rates and parameter groups: ``Grower(..., rates=Rates(lr_factor=0.5))``.
 
     Attributes:
-        lr_scale: Multiplies all learning rates after each growth (default: 1.0).
-        own_rate: A factor: each new layer gets separate parameter groups with this many times its neighbors' learning rate. Only
-            with ``grow="layers"``: new units are parts of parameters that exist.
+        lr_factor: Multiplies all learning rates after each growth (default: 1.0).
+        new_lr_factor: A factor: each new layer gets separate parameter groups with this many times its neighbors' learning rate. Only
+            with ``what="layers"``: new units are parts of parameters that exist.
         group: The parameter group that new parameters join if their neighbors are in none, as in `grow`. Without it such sites (in a
             frozen part that the optimizer does not hold) are skipped.
-        freeze_rest: Whether after a growth only what has grown trains, as in `grow` (default: False). Only with ``grow="layers"``.
+        freeze_rest: Whether after a growth only what has grown trains, as in `grow` (default: False). Only with ``what="layers"``.
     """
 
-    lr_scale: float = 1.0
-    own_rate: float | None = None
+    lr_factor: float = 1.0
+    new_lr_factor: float | None = None
     group: int | dict[str, Any] | None = None
     freeze_rest: bool = False
 
     def __post_init__(self) -> None:
         become(
             self,
-            lr_scale=check_factor(self.lr_scale),
-            own_rate=None if self.own_rate is None else check_own_factor(self.own_rate),
+            lr_factor=check_factor(self.lr_factor),
+            new_lr_factor=None if self.new_lr_factor is None else check_own_factor(self.new_lr_factor),
             group=None if self.group is None else check_group(self.group),
             freeze_rest=checks.flag("freeze_rest", self.freeze_rest),
         )
@@ -234,23 +237,22 @@ class StrategyOptions(TypedDict, total=False):
     """What a strategy that is given by its name may be told. ``"sensli"`` takes all of it; others refuse what they do not use.
 
     Attributes:
-        grow: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more. By default what the
+        what: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more. By default what the
             preset says, or what the strategy grows.
         where: Which sites to consider, as in `find_sites`: a kind, a path or a pattern of paths, a list of these, or a function.
             None considers all of them.
         units: How many units a layer gets at a growth: a number, or a share of those it has (default: 0.25).
-        layer: The form of the new layers, as in `find_sites` (default: "auto").
+        form: The form of the new layers, as in `find_sites` (default: "auto").
         kernel_size: The kernel size of new convolutions, as in `find_sites`. None takes the neighbor's if it is odd, otherwise 3.
-        init: How a twin gets the weights that need not be zero, as in `find_sites` (default: "copy").
-        start: How new units start, as in `find_sites` (default: "sensitive").
+        init: How what is new gets its weights, as in `find_sites`. None copies blocks and chooses the most sensitive units.
         tau: The threshold: grow only if the merit is at least this many times the mean over the existing weights (default: 0.0, with
             ``preset="paper"`` 1.0).
         norm: The norm of the gradient, as in `measure` (default: "auto").
-        select: Which site to take: ``"auto"`` takes the largest merit, but between the blocks of a stack the middle, or with ``count``
-            even spacing: no merit is known to tell the better site there. ``"largest"`` always takes the largest merit. As controls
-            ``"smallest"``, ``"random"``, ``"first"`` or ``"last"`` in the data flow, or ``"even"`` spacing, for which the largest
+        select: Which site to take: ``"auto"`` takes the largest merit, but between the blocks of a stack the middle, or with
+            ``max_growths`` even spacing, as no merit is known to tell the better site. ``"largest"`` always takes the largest merit. As
+            controls ``"smallest"``, ``"random"``, ``"first"`` or ``"last"`` in the data flow, or ``"even"`` spacing, for which the largest
             merit still decides whether to grow at all; or a function of `Merits` that returns one of them (default: "auto").
-        count: The largest number of growths at once (default: 1). A strategy that decides about all layers together takes as many as
+        max_growths: The largest number of growths at once (default: 1). A strategy that decides about all layers together takes as many as
             it chose.
         per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are.
         confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
@@ -262,17 +264,16 @@ class StrategyOptions(TypedDict, total=False):
         seed: The random seed of ``select="random"`` (default: 0).
     """
 
-    grow: str | None
+    what: str | None
     where: Where
     units: int | float
-    layer: str
+    form: str
     kernel_size: int | None
-    init: str
-    start: str
+    init: Init
     tau: float
     norm: str
     select: str | Selection
-    count: int
+    max_growths: int
     per: str | None
     confidence: float | None
     tolerance: float
@@ -281,19 +282,21 @@ class StrategyOptions(TypedDict, total=False):
 
 
 # What a preset gives the strategy "sensli" where nothing else was said. "paper" is Algorithm 1, whose values are the defaults of `Options`.
-PRESETS: dict[str, dict[str, Any]] = {"auto": {"grow": "units", "tau": 0.0}, "paper": {}}
+PRESETS: dict[str, dict[str, Any]] = {"auto": {"what": "units", "tau": 0.0}, "paper": {}}
 # What may differ between ranks. What a trigger says is compared when it says it, and so is a choice that depends on the seed.
 _OWN = ("trigger", "rates", "seed", "log")
-_OF_LAYERS, _OF_UNITS = frozenset({"layer", "kernel_size", "init"}), frozenset({"units", "start"})
+_OF_LAYERS, _OF_UNITS = frozenset({"form", "kernel_size"}), frozenset({"units"})
 # What a strategy may take (`Strategy.takes`). All other options are for `Grower` itself, whatever the strategy is.
-OF_STRATEGIES = _OF_LAYERS | _OF_UNITS | {"tau", "norm", "select", "where", "per", "confidence", "tolerance", "floor"}
+OF_STRATEGIES = (
+    _OF_LAYERS | _OF_UNITS | {"init", "tau", "norm", "select", "where", "per", "confidence", "tolerance", "floor"}
+)
 
 
 def default_trigger(preset: str, strategy: str | Strategy) -> Trigger:
     """When to check if nobody says it: where growing pays, or when training has slowed down."""
     if preset == "paper":
         raise ValueError(
-            "trigger must be one of sensli.triggers with preset='paper' (for example triggers.Every(10) & triggers.AtMost(3)), got None: "
+            "trigger must be one of sensli.triggers with preset='paper' (for example triggers.Every(10)), got None: "
             "the paper leaves it to you when to grow."
         )
     kind = class_of(strategy) if isinstance(strategy, str) else strategy
@@ -310,14 +313,13 @@ class Options:
     tau: float = 1.0
     norm: str = "auto"
     select: str | Selection = "auto"
-    count: int = 1
-    layer: str = "auto"
+    max_growths: int = 1
+    form: str = "auto"
     where: Where = None
     kernel_size: int | None = None
-    init: str = "copy"
-    grow: str = None  # type: ignore[assignment]  # becomes what the strategy grows
+    init: Init = None
+    what: str = None  # type: ignore[assignment]  # becomes what the strategy grows
     units: int | float = 0.25
-    start: str = "sensitive"
     per: str | None = None
     recycle: bool = False
     trial: Trial | None = None
@@ -328,7 +330,7 @@ class Options:
     floor: float = 1e-7
     seed: int = 0
     log: Log = None
-    unit: str = "epoch"
+    step_name: str = "epoch"
 
     @classmethod
     def of(
@@ -346,8 +348,8 @@ class Options:
                 hint = f" Did you mean {close[0]!r}?" if close else f" There are {', '.join(sorted(known))}."
                 raise TypeError(f"Grower has no argument {name!r}.{hint}")
         expanded = PRESETS[preset] if strategy == "sensli" else {}
-        if given.get("grow") is None:
-            given.pop("grow", None)
+        if given.get("what") is None:
+            given.pop("what", None)
         if trigger is None:
             trigger = default_trigger(preset, strategy)
         return cls(preset=preset, trigger=trigger, strategy=strategy, **{**expanded, **given})
@@ -355,75 +357,88 @@ class Options:
     def __str__(self) -> str:
         """What the preset came to: the first line of the log."""
         strategy = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
-        tau = f", tau={self.tau:g}" if "tau" in used(self.strategy, self.grow) else ""
-        return f"preset={self.preset!r}: strategy={strategy!r}, grow={self.grow!r}{tau}, trigger={self.trigger!r}"
+        tau = f", tau={self.tau:g}" if "tau" in used(self.strategy, self.what) else ""
+        return f"preset={self.preset!r}: strategy={strategy!r}, what={self.what!r}{tau}, trigger={self.trigger!r}"
 
     def __post_init__(self) -> None:
-        what = "one of sensli.triggers (for example triggers.Every(10) & triggers.AtMost(3))"
+        what = "one of sensli.triggers (for example triggers.Every(10) & triggers.Limit(growths=3))"
         checks.instance("trigger", self.trigger, Trigger, what)
         check_strategy(self.strategy, STRATEGIES)
-        checks.instance("rates", self.rates, Rates, "a Rates (for example sensli.Rates(lr_scale=0.5))")
+        checks.instance("rates", self.rates, Rates, "a Rates (for example sensli.Rates(lr_factor=0.5))")
         check_selection(self.select)
         confidence, tolerance = check_level(self.confidence, self.tolerance)
         become(
             self,
             tau=checks.at_least("tau", self.tau, 0, 1.0),
-            count=checks.whole("count", self.count, 1),
+            max_growths=checks.whole("max_growths", self.max_growths, 1),
             confidence=confidence,
             tolerance=tolerance,
             max_factor=_factor(self.max_factor),
             floor=checks.share("floor", self.floor, 1e-7, zero=True),
             seed=checks.whole("seed", self.seed, 0, least=0, below=2**64),
-            kernel_size=check_request(self.layer, self.kernel_size, self.init),
+            kernel_size=check_request(self.form, self.kernel_size),
             units=check_units(self.units),
             recycle=checks.flag("recycle", self.recycle),
         )
         choose(self.norm, ())
         check_where(self.where)
-        check_growth("layers" if self.grow is None else self.grow, self.start)
+        checks.one_of("what", "layers" if self.what is None else self.what, GROW)
+        check_init(self.init)
         check_per(self.per)
         self._check_use()
-        if self.confidence is not None and (self.select not in BY_MERIT or self.count != 1):
+        if self.confidence is not None and (self.select not in BY_MERIT or self.max_growths != 1):
             raise ValueError(
-                "confidence= stops when the single largest merit is clear; use it with select='auto' or 'largest', and count=1."
+                "confidence= stops when the single largest merit is clear; use it with select='auto' or 'largest', and max_growths=1."
             )
         if self.trial is not None:
             checks.instance("trial", self.trial, Trial, "a Trial (for example sensli.Trial(steps=200))")
-            if self.count != 1:
+            if self.max_growths != 1:
                 raise ValueError(
-                    f"count must be 1 with trial=, got {self.count}: each candidate of a trial is a single growth."
+                    f"max_growths must be 1 with trial=, got {self.max_growths}: each candidate of a trial is a single growth."
                 )
         check_log(self.log)
-        checks.one_of("unit", self.unit, UNITS)
+        checks.one_of("step_name", self.step_name, STEP_NAMES)
 
     def _check_use(self) -> None:
         """Refuse what the strategy, or what grows, has no use for. An option that has its default counts as not given."""
         strategy = class_of(self.strategy) if isinstance(self.strategy, str) else self.strategy
-        if self.grow is None:
-            become(self, grow=strategy.grows[0])
-        if self.grow not in strategy.grows:
+        if self.what is None:
+            become(self, what=strategy.grows[0])
+        if self.what not in strategy.grows:
             raise ValueError(
-                f"grow must be {' or '.join(map(repr, strategy.grows))} with {self._named}, got {self.grow!r}: it grows nothing else. "
+                f"what must be {' or '.join(map(repr, strategy.grows))} with {self._named}, got {self.what!r}: it grows nothing else. "
                 "Leave it out, or use another strategy."
             )
-        takes = used(self.strategy, self.grow)
+        takes = used(self.strategy, self.what)
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in OF_STRATEGIES - takes and not (value is each.default or value == each.default):
                 self._refuse_unused(each.name, value, takes)
-        where = f"grow={self.grow!r}" if len(strategy.grows) > 1 else f"{self._named}, which grows {self.grow}"
-        remedy = "Leave it out, or use grow='layers'." if "layers" in strategy.grows else "Leave it out."
-        if self.rates.own_rate is not None and self.grow != "layers":
+        self._check_init()
+        where = f"what={self.what!r}" if len(strategy.grows) > 1 else f"{self._named}, which grows {self.what}"
+        remedy = "Leave it out, or use what='layers'." if "layers" in strategy.grows else "Leave it out."
+        if self.rates.new_lr_factor is not None and self.what != "layers":
             raise ValueError(
-                f"own_rate must be None with {where}, got {self.rates.own_rate}: new units are part of existing parameters, "
+                f"new_lr_factor must be None with {where}, got {self.rates.new_lr_factor}: new units are part of existing parameters, "
                 f"which cannot have a separate learning rate. {remedy}"
             )
-        if self.rates.freeze_rest and self.grow != "layers":
+        if self.rates.freeze_rest and self.what != "layers":
             raise ValueError(
                 f"freeze_rest must be False with {where}, got True: new units are part of existing parameters, which cannot "
                 f"train alone. {remedy}"
             )
-        self.trigger.made_for(grow=self.grow, shares=strategy.shares)
+        self.trigger.made_for(what=self.what, shares=strategy.shares)
+
+    def _check_init(self) -> None:
+        """Refuse an initialization of what does not grow."""
+        given = () if self.init is None else (self.init,) if isinstance(self.init, str) else self.init
+        for names, what, other in ((STARTS, "layers", "units"), (INITS, "units", "layers")):
+            wrong = [name for name in given if name in names]
+            if wrong and self.what == what:
+                raise ValueError(
+                    f"init must be about what grows with what={what!r}, got {wrong[0]!r}: it is about {other}. Leave it out, or use "
+                    f"what={other!r} or 'both'."
+                )
 
     def _refuse_unused(self, name: str, value: Any, takes: Collection[str]) -> NoReturn:
         told = f"{name} must be left out with {self._named}, got {checks.shown(value)}:"
@@ -435,8 +450,8 @@ class Options:
         if name in class_of(self.strategy).takes:  # but not with what grows
             other = "layers" if name in _OF_LAYERS else "units"
             raise ValueError(
-                f"{name} must be left out with grow={self.grow!r}, got {checks.shown(value)}: it is about {other}. Leave it out, or use "
-                f"grow={other!r} or 'both'."
+                f"{name} must be left out with what={self.what!r}, got {checks.shown(value)}: it is about {other}. Leave it out, or use "
+                f"what={other!r} or 'both'."
             )
         uses = " and ".join(filter(None, (", ".join(sorted(takes)[:-1]), *sorted(takes)[-1:]))) or "none"
         raise ValueError(
@@ -454,10 +469,10 @@ class Options:
 
     def check_followers(self, model: nn.Module, optimizer: Optimizers, scheduler: Schedulers) -> None:
         """Refuse what these options need and this optimizer, with its scheduler, does not have."""
-        plan_rate_scaling(optimizer, scheduler, self.rates.lr_scale)
+        plan_rate_scaling(optimizer, scheduler, self.rates.lr_factor)
         check_needed(
             optimizer,
-            lr_scale=self.rates.lr_scale != 1,
+            lr_factor=self.rates.lr_factor != 1,
             group=self.rates.group is not None,
             trial=self.trial is not None,
         )
@@ -466,8 +481,8 @@ class Options:
                 "trial= cannot be used with a model sharded by fully_shard: each process holds parts of its values, which cannot be put "
                 "back after a growth. Leave it out, or use DistributedDataParallel."
             )
-        if self.rates.own_rate is not None:
-            check_own_rate(optimizer, self.rates.own_rate)
+        if self.rates.new_lr_factor is not None:
+            check_own_rate(optimizer, self.rates.new_lr_factor)
         check_optimizers(model, optimizer, self.rates.group)
 
     @property
@@ -485,12 +500,12 @@ class Options:
         return {**named, **rates, "select": self.selection, "strategy": strategy, "trial": repr(self.trial)}
 
 
-def used(strategy: str | Strategy, grow: str | None = None) -> frozenset[str]:
+def used(strategy: str | Strategy, what: str | None = None) -> frozenset[str]:
     """Which of the options that say how to grow mean something with a strategy; an object has got its own when it was made."""
     if not isinstance(strategy, str):
         return frozenset()
     kind = class_of(strategy)
-    unused = {"layers": _OF_UNITS, "units": _OF_LAYERS}.get(grow or kind.grows[0], frozenset())
+    unused = {"layers": _OF_UNITS, "units": _OF_LAYERS}.get(what or kind.grows[0], frozenset())
     return kind.takes - unused
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.errors import WrongType
-from sensli.growing.triggers import Moment
+from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
@@ -34,12 +34,12 @@ class Strategy(Protocol):
     Attributes:
         takes: The options of `Grower` that `made` hands on, by name; others are refused when a Grower is made. ``seed`` may always be given
             (default: none).
-        grows: What it can grow, as ``Grower(grow=...)`` names it; the first is meant where nothing is said. Whoever grows one thing alone
+        grows: What it can grow, as ``Grower(what=...)`` names it; the first is meant where nothing is said. Whoever grows one thing alone
             refuses the others (default: all three).
         shares: Whether its merits have a `share`, which `triggers.Pays` needs (default: True).
-        needs_metric: Whether `choose` reads ``moment.metric`` (default: False). Where FLOPs are compared, the metric is paid for then.
-        all_at_once: Whether what `choose` returns is one decision, of which `Grower` takes everything that fits, however small ``count``
-            is (default: False).
+        needs_metric: Whether `choose` reads ``context.metric`` (default: False). Where FLOPs are compared, the metric is paid for then.
+        all_at_once: Whether what `choose` returns is one decision, of which `Grower` takes everything that fits, however small
+            ``max_growths`` is (default: False).
     """
 
     takes: ClassVar[frozenset[str]] = frozenset()
@@ -64,8 +64,8 @@ class Strategy(Protocol):
         is worth anything."""
         ...
 
-    def choose(self, merits: Merits, moment: Moment) -> Sequence[Site]:
-        """The sites to take, in that order. `Grower` takes the first ones that fit, at most ``count``; all of them if `all_at_once`."""
+    def choose(self, merits: Merits, context: TriggerContext) -> Sequence[Site]:
+        """The sites to take, in that order. `Grower` takes the first that fit, at most ``max_growths``, or all if `all_at_once`."""
         ...
 
     def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:

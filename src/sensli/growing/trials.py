@@ -73,7 +73,7 @@ class TrialSteps:
         return float(loss.detach())
 
 
-# ---- All that training changes, at one moment: taken by value, and put back in place, so that whoever holds a parameter
+# ---- All that training changes, at one context: taken by value, and put back in place, so that whoever holds a parameter
 # still holds it.
 
 

@@ -15,7 +15,7 @@ from sensli.moves.sites import Site
 
 
 @dataclass(frozen=True)
-class Moment:
+class TriggerContext:
     """What a trigger can ask about: the call, the metric, and the model as it is.
 
     Attributes:
@@ -24,7 +24,7 @@ class Moment:
         growths: How many growths there have been.
         sizes: ``"parameters"``, ``"flops"`` (of one forward pass, per sample) and ``"depth"`` (layers with weights); counted only
             when asked for.
-        grow: What grows: ``"layers"``, ``"units"`` or ``"both"``.
+        what: What grows: ``"layers"``, ``"units"`` or ``"both"``.
         merit: What was measured of the site that a trigger is asked about. None before the measurement.
     """
 
@@ -33,7 +33,7 @@ class Moment:
     growths: int = 0
     # "parameters", "flops" (one forward pass, per sample) and "depth" (layers with weights), counted only when asked for
     sizes: Mapping[str, int] = field(default_factory=dict)
-    grow: str = "layers"
+    what: str = "layers"
     merit: Merit | None = None
 
 
@@ -48,41 +48,41 @@ class Trigger:
         """Whether every call must bring a metric. Callbacks refuse such a trigger without ``monitor=``."""
         return False
 
-    def fires(self, moment: Moment) -> bool:
+    def fires(self, context: TriggerContext) -> bool:
         """Whether to look on this call. Asked exactly once per call.
 
         Args:
-            moment: The call, the metric and the model as it is.
+            context: The call, the metric and the model as it is.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} must define fires(self, moment): whether to look on this call."
+            f"{type(self).__name__} must define fires(self, context): whether to look on this call."
         )
 
-    def made_for(self, *, grow: str, shares: bool) -> None:
+    def made_for(self, *, what: str, shares: bool) -> None:
         """Called when a Grower is made, before anything trains.
 
         Args:
-            grow: What grows: ``"layers"``, ``"units"`` or ``"both"``.
+            what: What grows: ``"layers"``, ``"units"`` or ``"both"``.
             shares: Whether merits have a `share`.
 
         Raises:
             ValueError: If the trigger would mean nothing there, or could not decide.
         """
 
-    def allows(self, site: Site, moment: Moment) -> bool:
+    def allows(self, site: Site, context: TriggerContext) -> bool:
         """Whether the limits leave room for this site's layer.
 
         Args:
             site: The site that might be taken.
-            moment: The call, the metric and the model as it is.
+            context: The call, the metric and the model as it is.
         """
         return True
 
-    def refusal(self, moment: Moment) -> str:
-        """Why `allows` refuses the site of ``moment.merit``, as a clause for the history; empty if there is nothing to say.
+    def refusal(self, context: TriggerContext) -> str:
+        """Why `allows` refuses the site of ``context.merit``, as a clause for the history; empty if there is nothing to say.
 
         Args:
-            moment: The call, the metric, the model as it is and the merit.
+            context: The call, the metric, the model as it is and the merit.
         """
         return ""
 
@@ -116,9 +116,9 @@ class Trigger:
             raise ValueError(f"{self!r} has no state, got {state!r}.")
 
     def __bool__(self) -> bool:
-        # `Every(2) and AtMost(2)` would silently be the second one.
+        # `Every(2) and Limit(growths=2)` would silently be the second one.
         raise TypeError(
-            "a trigger has no truth value. Combine triggers with & and | instead of `and` and `or`: Every(2) & AtMost(2)."
+            "a trigger has no truth value. Combine triggers with & and | instead of `and` and `or`: Every(2) & Limit(growths=2)."
         )
 
     def __and__(self, other: Trigger) -> Trigger:
@@ -137,9 +137,9 @@ class _Pair(Trigger):
                 raise TypeError(f"a trigger can only be combined with another trigger, got {side!r}.")
         self.left, self.right = left, right
 
-    def made_for(self, *, grow: str, shares: bool) -> None:
-        self.left.made_for(grow=grow, shares=shares)
-        self.right.made_for(grow=grow, shares=shares)
+    def made_for(self, *, what: str, shares: bool) -> None:
+        self.left.made_for(what=what, shares=shares)
+        self.right.made_for(what=what, shares=shares)
 
     @property
     def needs_metric(self) -> bool:
@@ -178,16 +178,16 @@ class _Pair(Trigger):
 class _Both(_Pair):
     word = "&"
 
-    def fires(self, moment: Moment) -> bool:
+    def fires(self, context: TriggerContext) -> bool:
         # Both are asked, always: a plateau has to see every metric.
-        left, right = self.left.fires(moment), self.right.fires(moment)
+        left, right = self.left.fires(context), self.right.fires(context)
         return left and right
 
-    def allows(self, site: Site, moment: Moment) -> bool:
-        return self.left.allows(site, moment) and self.right.allows(site, moment)
+    def allows(self, site: Site, context: TriggerContext) -> bool:
+        return self.left.allows(site, context) and self.right.allows(site, context)
 
-    def refusal(self, moment: Moment) -> str:
-        return self.left.refusal(moment) or self.right.refusal(moment)
+    def refusal(self, context: TriggerContext) -> str:
+        return self.left.refusal(context) or self.right.refusal(context)
 
 
 class _Either(_Pair):
@@ -197,8 +197,8 @@ class _Either(_Pair):
         super().__init__(left, right)
         self._fired = (True, True)
 
-    def fires(self, moment: Moment) -> bool:
-        self._fired = (self.left.fires(moment), self.right.fires(moment))
+    def fires(self, context: TriggerContext) -> bool:
+        self._fired = (self.left.fires(context), self.right.fires(context))
         return any(self._fired)
 
     def looked(self) -> None:
@@ -206,12 +206,12 @@ class _Either(_Pair):
         for side in self._sides:
             side.looked()
 
-    def allows(self, site: Site, moment: Moment) -> bool:
+    def allows(self, site: Site, context: TriggerContext) -> bool:
         # A limit binds the side it was combined with: only the side that fired may let a site through.
-        return any(side.allows(site, moment) for side in self._sides)
+        return any(side.allows(site, context) for side in self._sides)
 
-    def refusal(self, moment: Moment) -> str:
-        return next((words for side in self._sides if (words := side.refusal(moment))), "")
+    def refusal(self, context: TriggerContext) -> str:
+        return next((words for side in self._sides if (words := side.refusal(context))), "")
 
     @property
     def _sides(self) -> list[Trigger]:
@@ -242,25 +242,25 @@ class Pays(Trigger):
         self._waited = 0  # calls since the last look
         self._vain = 0  # looks in a row without a growth
 
-    def made_for(self, *, grow: str, shares: bool) -> None:
+    def made_for(self, *, what: str, shares: bool) -> None:
         if not shares:
             raise ValueError(
                 f"{self!r} needs merits that are compared with the existing weights, which this strategy does not measure. Use "
                 "strategy='sensli', or another trigger."
             )
 
-    def fires(self, moment: Moment) -> bool:
+    def fires(self, context: TriggerContext) -> bool:
         self._waited += 1
         return self._waited >= 1 << self._vain
 
-    def allows(self, site: Site, moment: Moment) -> bool:
-        return moment.merit is None or payoff(moment.merit, moment.sizes["flops"]) >= self.factor
+    def allows(self, site: Site, context: TriggerContext) -> bool:
+        return context.merit is None or payoff(context.merit, context.sizes["flops"]) >= self.factor
 
-    def refusal(self, moment: Moment) -> str:
-        merit = moment.merit
-        if merit is None or self.allows(merit.site, moment):
+    def refusal(self, context: TriggerContext) -> str:
+        merit = context.merit
+        if merit is None or self.allows(merit.site, context):
             return ""
-        flops = moment.sizes["flops"]
+        flops = context.sizes["flops"]
         return (
             f"{merit.site} would add {merit.share:.1%} to the gradient and {merit.site.flops / flops:.1%} to the FLOPs: a payoff of "
             f"{payoff(merit, flops):.2g}, below {self.factor:g}"
@@ -334,12 +334,12 @@ class Diminishing(Trigger):
     def needs_metric(self) -> bool:
         return True
 
-    def fires(self, moment: Moment) -> bool:
-        if moment.metric is None:
+    def fires(self, context: TriggerContext) -> bool:
+        if context.metric is None:
             raise ValueError("Diminishing needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")
-        self._spent += moment.sizes["flops"]
+        self._spent += context.sizes["flops"]
         self._waited += 1
-        value = _MODES[self.mode] * moment.metric
+        value = _MODES[self.mode] * context.metric
         if math.isfinite(value):
             point = [self._spent, value]
             if self._first is None:
@@ -405,7 +405,7 @@ _STATE: dict[str, Callable[[Any], bool]] = {  # what is saved, and what it must 
 # ---- When to look for a new layer. A trigger is a small object with one question; combine triggers with ``&`` and ``|``.
 
 
-__all__ = ["At", "AtMost", "Budget", "Diminishing", "Every", "Moment", "Pays", "Plateau", "Trigger"]
+__all__ = ["At", "Diminishing", "Every", "Limit", "Pays", "Plateau", "Trigger", "TriggerContext"]
 
 
 class At(Trigger):
@@ -421,8 +421,8 @@ class At(Trigger):
         if not self.calls:
             raise ValueError("At needs at least one call of Grower.step (for example At(50, 100)), got none.")
 
-    def fires(self, moment: Moment) -> bool:
-        return moment.call in self.calls
+    def fires(self, context: TriggerContext) -> bool:
+        return context.call in self.calls
 
     def __repr__(self) -> str:
         return f"At({', '.join(map(str, sorted(self.calls)))})"
@@ -438,8 +438,8 @@ class Every(Trigger):
     def __init__(self, calls: int) -> None:
         self.calls = checks.whole("calls in Every(calls)", calls, 10)
 
-    def fires(self, moment: Moment) -> bool:
-        return moment.call % self.calls == 0
+    def fires(self, context: TriggerContext) -> bool:
+        return context.call % self.calls == 0
 
     def __repr__(self) -> str:
         return f"Every({self.calls})"
@@ -470,10 +470,10 @@ class Plateau(Trigger):
     def needs_metric(self) -> bool:
         return True
 
-    def fires(self, moment: Moment) -> bool:
-        if moment.metric is None:
+    def fires(self, context: TriggerContext) -> bool:
+        if context.metric is None:
             raise ValueError("Plateau needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")
-        value = moment.metric if self.mode == "min" else -moment.metric
+        value = context.metric if self.mode == "min" else -context.metric
         margin = max(self.threshold * abs(self.best), self.min_delta) if self.best is not None else 0.0
         if math.isfinite(value) and (self.best is None or value < self.best - margin):
             self.best, self.waited = value, 0
@@ -502,65 +502,59 @@ class Plateau(Trigger):
         return f"Plateau(patience={self.patience}, mode={self.mode!r}{delta})"
 
 
-class AtMost(Trigger):
-    """Fires while there have been fewer growths than this: a limit to combine with others, ``Every(10) & AtMost(3)``.
+class Limit(Trigger):
+    """Ends growth at a limit, and allows only growths that fit: ``Every(10) & Limit(growths=3, parameters=1_000_000)``.
+
+    Fires while the model is below its limits, so it is combined with others. At least one limit is needed; one of None is not checked.
 
     Args:
         growths: The largest number of growths.
-    """
-
-    def __init__(self, growths: int) -> None:
-        self.growths = checks.whole("growths in AtMost(growths)", growths, 3)
-
-    def fires(self, moment: Moment) -> bool:
-        return moment.growths < self.growths
-
-    def allows(self, site: Site, moment: Moment) -> bool:
-        return moment.growths < self.growths
-
-    def __repr__(self) -> str:
-        return f"AtMost({self.growths})"
-
-
-class Budget(Trigger):
-    """Fires while the model is below its limits, and allows only layers that fit: ``Budget(parameters=1_000_000)``.
-
-    At least one limit is needed; a limit of None is not checked.
-
-    Args:
         parameters: The largest number of parameters.
         flops: The largest number of FLOPs of one forward pass, per sample.
         depth: The largest number of layers with weights.
     """
 
-    def __init__(self, *, parameters: int | None = None, flops: int | None = None, depth: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        growths: int | None = None,
+        parameters: int | None = None,
+        flops: int | None = None,
+        depth: int | None = None,
+    ) -> None:
         # Sizes are whole, so a limit such as 1e6 or 10.5 is the whole number below it.
         limits = {"parameters": (parameters, 1_000_000), "flops": (flops, 1_000_000), "depth": (depth, 20)}
+        self.growths = None if growths is None else checks.whole("growths", growths, 3)
         self.limits = {
             name: int(checks.at_least(name, limit, 1, example))
             for name, (limit, example) in limits.items()
             if limit is not None
         }
-        if not self.limits:
+        if not self.limits and self.growths is None:
             raise ValueError(
-                "Budget needs a limit: parameters, flops (per sample) or depth (for example Budget(parameters=1_000_000)), got none."
+                "Limit needs a limit: growths, parameters, flops (per sample) or depth (for example Limit(growths=3)), got none."
             )
 
-    def made_for(self, *, grow: str, shares: bool) -> None:
-        if "depth" in self.limits and grow == "units":
+    def made_for(self, *, what: str, shares: bool) -> None:
+        if "depth" in self.limits and what == "units":
             raise ValueError(
                 f"depth in {self!r} must be left out where only units grow, got {self.limits['depth']}: they make nothing deeper. Limit "
                 "parameters or flops instead."
             )
 
-    def fires(self, moment: Moment) -> bool:
+    def fires(self, context: TriggerContext) -> bool:
         # units make nothing deeper, so the limit of the depth does not end them
-        binding = {name: limit for name, limit in self.limits.items() if name != "depth" or moment.grow == "layers"}
-        return all(moment.sizes[name] < limit for name, limit in binding.items())
+        binding = {name: limit for name, limit in self.limits.items() if name != "depth" or context.what == "layers"}
+        return self._leaves_growths(context) and all(context.sizes[name] < limit for name, limit in binding.items())
 
-    def allows(self, site: Site, moment: Moment) -> bool:
+    def allows(self, site: Site, context: TriggerContext) -> bool:
         added = {"parameters": site.parameters, "flops": site.flops, "depth": site.cost.depth}
-        return all(moment.sizes[name] + added[name] <= limit for name, limit in self.limits.items())
+        fits = (context.sizes[name] + added[name] <= limit for name, limit in self.limits.items())
+        return self._leaves_growths(context) and all(fits)
+
+    def _leaves_growths(self, context: TriggerContext) -> bool:
+        return self.growths is None or context.growths < self.growths
 
     def __repr__(self) -> str:
-        return f"Budget({', '.join(f'{name}={limit:,}' for name, limit in self.limits.items())})"
+        growths = {} if self.growths is None else {"growths": self.growths}
+        return f"Limit({', '.join(f'{name}={limit:,}' for name, limit in (growths | self.limits).items())})"

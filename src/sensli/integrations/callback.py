@@ -225,7 +225,7 @@ def _are_values(value: Any, own: nn.Module) -> bool:
     return [each.shape for each in given] in ([parameter.shape for parameter in named.values()], trained)
 
 
-_OF_THE_TRAINER = ("model", "optimizer", "scheduler", "unit")  # a trainer's callback counts epochs
+_OF_THE_TRAINER = ("model", "optimizer", "scheduler", "step_name")  # a trainer's callback counts epochs
 _OF_THE_MODEL = ("example", "averaged")  # options of a Grower that are not among `Options`
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from sensli.growing.grower import Grower
-from sensli.growing.triggers import Moment, Trigger
+from sensli.growing.triggers import Trigger, TriggerContext
 from sensli.modules.running import to_device
 from sensli.moves.sites import Site
 from sensli.surgery.growth import repeat, undo
@@ -241,14 +241,14 @@ class _Asked(Trigger):
     def __init__(self, plan: FitPlan) -> None:
         self.kind, self.plan, self.before = "", plan, 0
 
-    def fires(self, moment: Moment) -> bool:
-        self.before = moment.growths
+    def fires(self, context: TriggerContext) -> bool:
+        self.before = context.growths
         return self.kind != ""
 
-    def allows(self, site: Site, moment: Moment) -> bool:
+    def allows(self, site: Site, context: TriggerContext) -> bool:
         if self.kind == "units":
             return site.kind == "units"
-        return site.kind != "units" and moment.growths == self.before  # one layer at a time
+        return site.kind != "units" and context.growths == self.before  # one layer at a time
 
 
 class Fit:
@@ -276,7 +276,7 @@ class Fit:
         # What trains is stacked, and begins again after each growth: this optimizer only says what can be trained.
         self._grower = Grower(
             networks[0], torch.optim.SGD(networks[0].parameters()), preset="paper", example=data.x[:1], trigger=self._asked, tau=plan.tau,
-            layer="relu", grow="both", units=plan.units, start="random", count=plan.max_layers, max_factor=None, floor=0.0,
+            form="relu", what="both", units=plan.units, init="random", max_growths=plan.max_layers, max_factor=None, floor=0.0,
         )  # fmt: skip
         self._grower.history = history
         self._watched = data.part(*data.watched)
@@ -408,9 +408,9 @@ class Fit:
             for network in self.networks:
                 undo(network, growth)
         epoch = self._began + self._epoch
-        tried = ", ".join(record.looks[-1].merits[index].site for index in record.looks[-1].chosen)
+        tried = ", ".join(record.decisions[-1].merits[index].site for index in record.decisions[-1].chosen)
         why = f"tried {tried} and took it out again at epoch {epoch}, because the held-out samples did not get better"
-        record.looks[-1] = replace(record.looks[-1], inserted=(), chosen=(), added=(), reason=why)
+        record.decisions[-1] = replace(record.decisions[-1], growths=(), chosen=(), added=(), reason=why)
         record.draw(epoch, outline(self.networks[0]))
 
     def finish(self) -> None:

@@ -82,11 +82,12 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
     the module or a callback keeps. What a callback keeps in a way that cannot follow is refused before the first step.
 
     Args:
-        trigger: When to look, one of `sensli.triggers`.
+        trigger: When to check, one of `sensli.triggers`. None takes that of the preset.
+        preset: As in `sensli.Grower` (default: "auto").
         monitor: The name of the logged metric that `triggers.Plateau` watches and the animation shows.
         batches: The largest number of training batches to measure on. None uses all of them.
         metrics: Whether to log (default: True).
-        **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
+        **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``form``, ``where``, ``rates``, ...
     """
 
     def _prepare(self) -> None:

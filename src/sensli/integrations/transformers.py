@@ -63,11 +63,12 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
     is refused before the first step.
 
     Args:
-        trigger: When to look, one of `sensli.triggers`.
+        trigger: When to check, one of `sensli.triggers`. None takes that of the preset.
+        preset: As in `sensli.Grower` (default: "auto").
         monitor: The name of the logged number that `triggers.Plateau` watches and the animation shows: ``"eval_loss"``, ``"loss"``.
         batches: The largest number of training batches to measure on. None uses all of them.
         metrics: Whether to log (default: True).
-        **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``layer``, ``where``, ``lr_scale``, ...
+        **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``form``, ``where``, ``rates``, ...
     """
 
     _metric_name = "eval_loss"
@@ -207,7 +208,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         self._look_for_averages(trainer.callback_handler.callbacks, network, _CURE)
         self._check_averages(network, as_optimizers(trainer.optimizer))
         batches = batches_of(trainer, loader, self._batches)
-        looks = grower.history.record.looks
+        looks = grower.history.record.decisions
         known = len(looks)
         if trial is not None:
             assert isinstance(trial.batches, TrainerUpdates)

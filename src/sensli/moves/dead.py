@@ -83,9 +83,9 @@ class _Dead(Plain):
     def bound(self, bind: Bind) -> Self:
         return replace(self, width=self.width.bound(bind))
 
-    def on(self, model: nn.Module) -> Self:
+    def in_model(self, model: nn.Module) -> Self:
         """The same bound to the modules of a model, with their paths of today."""
-        return replace(self, width=self.width.on(model))
+        return replace(self, width=self.width.in_model(model))
 
     def by_path(self) -> Self:
         """The same known by paths alone, as another model of the same architecture has it."""
@@ -140,7 +140,7 @@ class Exchanging(Edit):
                 "shape is fixed. Do it before the model is sharded."
             )
         assert isinstance(site.move, _Dead)
-        self._move = move = site.move.on(model)
+        self._move = move = site.move.in_model(model)
         self.name, self.module = made or site.find(model)
         self.renames, self.beside = {}, {}
         # Other numbers at every change of a model, since those of the last time may have given dead units again; the same on all ranks.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from sensli.errors import one_of
+from sensli.errors import WrongType, one_of
 from sensli.modules import checks
 from sensli.modules.running import device_of, tf32_note_of, to_device, without_autocast
 from sensli.modules.wrappers import averages_in, bare
@@ -47,22 +47,37 @@ def move_from_dict(data: Mapping[str, Any]) -> Move:
     return move
 
 
+Init = str | Sequence[str] | None  # how what is new gets its weights
+_INIT_NAMES = ", ".join(map(repr, (*INITS, *STARTS)))
 _LOOKED_FOR = {"twin": "no stack of blocks", "relu": "no ReLU"}
 
 
-def check_request(layer: str, kernel_size: int | None, init: str) -> int | None:
+def check_request(form: str, kernel_size: int | None) -> int | None:
     """Raise if a layer is asked for that does not exist; the kernel size as a number."""
-    checks.one_of("layer", layer, ("auto", *FORMS, "twin"))
-    checks.one_of("init", init, INITS)
+    checks.one_of("form", form, ("auto", *FORMS, "twin"))
     if kernel_size is None:
         return None
     return checks.odd("kernel_size", kernel_size, 3, "a new convolution must keep the size of its feature map")
 
 
-def check_growth(grow: str, start: str) -> None:
-    """Raise if something is to grow, or to start, in a way that does not exist."""
-    checks.one_of("grow", grow, GROW)
-    checks.one_of("start", start, STARTS)
+def check_init(init: Init) -> tuple[str, str]:
+    """How new blocks and how new units get their weights, from what was said about either or both of them."""
+    given = init if isinstance(init, (tuple, list)) and init else (init,)
+    if init is None:
+        given = ()
+    elif not all(isinstance(each, str) for each in given):
+        checks.refuse(
+            "init",
+            f"one of {_INIT_NAMES}, or one for blocks and one for units (for example ('copy', 'random'))",
+            init,
+            WrongType,
+        )
+    for each in given:
+        checks.one_of("init", each, (*INITS, *STARTS))
+    of_blocks, of_units = ([each for each in given if each in known] for known in (INITS, STARTS))
+    if len(of_blocks) > 1 or len(of_units) > 1:
+        checks.refuse("init", "at most one for blocks and one for units", init, ValueError)
+    return (*of_blocks, "copy")[0], (*of_units, "sensitive")[0]
 
 
 def check_units(units: int | float) -> int | float:
@@ -77,13 +92,12 @@ def find_sites(
     model: nn.Module,
     example: Any,
     *,
-    layer: str = "auto",
+    what: str = "layers",
     where: Where = None,
+    form: str = "auto",
     kernel_size: int | None = None,
-    init: str = "copy",
-    grow: str = "layers",
     units: int | float = 0.25,
-    start: str = "sensitive",
+    init: Init = None,
 ) -> Sites:
     """Find the places where a model can grow without changing its function: by an identity layer, or by more units in a layer.
 
@@ -93,21 +107,20 @@ def find_sites(
         model: The network.
         example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments; keys that ``forward`` does
             not take, such as labels, are left out.
-        layer: The form of the new layers: ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"``, or ``"auto"`` to choose
-            what fits each place (default: "auto").
+        what: What to grow: ``"layers"``, ``"units"`` (more units, channels, hidden features or attention heads for layers that
+            exist) or ``"both"`` (default: "layers").
         where: Which sites to keep: a kind (``"conv"``, ``"linear"``, ``"block"``, ``"units"``), the path of a module (with all that
             is in it) or a pattern such as ``"head.*"``, a list of these, or a function of a `Site` that returns a bool. None keeps
             all of them.
+        form: The form of the new layers: ``"relu"``, ``"residual"``, ``"parametric"``, ``"twin"``, or ``"auto"`` to choose
+            what fits each site (default: "auto").
         kernel_size: The kernel size of new convolutions, an odd number. None takes the neighbour's if it is odd, otherwise 3.
-        init: How a twin gets the weights that need not be zero: ``"copy"`` takes those of its neighbour, ``"fresh"`` draws new
-            ones with the same spread (default: "copy").
-        grow: What to grow: ``"layers"``, ``"units"`` (more units, channels, hidden features or attention heads for layers that
-            exist) or ``"both"`` (default: "layers").
         units: How many units a layer would get, of attention how many heads: a number, or a share of those it has, at least one
             (default: 0.25).
-        start: How new units start: ``"sensitive"`` chooses the rows that are worth most among several that are made for the data,
-            ``"random"`` draws them, ``"gradmax"`` leaves them zero and chooses the columns that read them, ``"net2net"`` copies units
-            that are there (default: "sensitive").
+        init: How what is new gets its weights, or a pair for blocks and units. The weights of a block that need not be zero:
+            ``"copy"`` takes those of its neighbor, ``"fresh"`` draws new ones with the same spread. Units: ``"sensitive"`` chooses the
+            incoming weights that are worth most among several that are made for the data, ``"random"`` draws them, ``"gradmax"`` leaves
+            them zero and chooses the outgoing weights, ``"net2net"`` copies units that are there. None takes "copy" and "sensitive".
 
     Returns:
         The sites in the order of the data flow, with the places that were skipped and why.
@@ -116,14 +129,14 @@ def find_sites(
         BadExample: If the example does not run through the model.
         UnsupportedModel: If the model as a whole cannot be read.
     """
-    kernel_size = check_request(layer, kernel_size, init)
-    check_growth(grow, start)
-    units = check_units(units)
+    checks.one_of("what", what, GROW)
+    kernel_size, units = check_request(form, kernel_size), check_units(units)
+    block_init, unit_init = check_init(init)
     model = bare(model)
     check_where(where, model)
     check_values(checks.example("example", example))
     with torch.inference_mode(False):
-        found, skipped, notes = _search(model, example, Request(layer, kernel_size, init, grow, units, start))
+        found, skipped, notes = _search(model, example, Request(form, kernel_size, block_init, what, units, unit_init))
     found, skipped = _outside_of_averages(model, found, skipped)
     sites = [replace(site, _root=Ref.to("", model)) for site in found]
     remember(model, sites)
@@ -150,7 +163,7 @@ def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site
     if (note := tf32_note_of(model)) is not None:
         flow.note(note)
     trial = LayerRehearsal(flow, example)
-    kinds = [kind for kind in KINDS if request.grow in ("both", kind.grows)]
+    kinds = [kind for kind in KINDS if request.what in ("both", kind.grows)]
     search = Search(model, example, flow, request, kinds)
     sites, skipped = search.find(trial)
     lists = {parent_of(block.path) for stack in search.stacks if stack.added for block in stack.blocks}
@@ -160,6 +173,6 @@ def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site
         sites, others = within.find(trial)
         skipped = [*skipped, *(each for each in others if each not in skipped)]
     if not sites and not skipped:
-        what = _LOOKED_FOR.get(request.layer, "no activation, no linear layer and no convolution")
+        what = _LOOKED_FOR.get(request.form, "no activation, no linear layer and no convolution")
         skipped = [Skipped("", f"{what} was reached by the example, so there is nowhere to grow")]
     return sites, skipped, flow.notes

@@ -307,7 +307,7 @@ class Placing:
 
     def __init__(self, search: Search) -> None:
         self.search, self.around = search, search.around
-        self.layer, self.kernel_size = search.request.layer, search.request.kernel_size
+        self.layer, self.kernel_size = search.request.form, search.request.kernel_size
 
     def sites(
         self,
@@ -361,7 +361,7 @@ class Placing:
         if self.layer == "relu" and not from_relu:
             source = activation.name if activation else "this"
             raise Refused(
-                f'is not idempotent: an identity layer + ReLU after {source} would change the function; use layer="residual"'
+                f'is not idempotent: an identity layer + ReLU after {source} would change the function; use form="residual"'
             )
         return self.layer
 
@@ -462,15 +462,15 @@ class LayerKind(Kind):
     grows: ClassVar[str] = "layers"
 
     def propose(self, search: Search) -> None:
-        if search.request.layer != "twin":
+        if search.request.form != "twin":
             _Visit(search).all()
 
     def at(self, search: Search, call: ModuleCall, side: str, seen: SeenTensor) -> Iterator[Site]:
-        if search.request.layer != "twin":
+        if search.request.form != "twin":
             yield from Placing(search).sites(call, side, seen, block=True, form="residual")
 
     def otherwise(self, search: Search) -> None:
-        if search.request.layer not in ("relu", "twin"):
+        if search.request.form not in ("relu", "twin"):
             _Visit(search).layers()
 
 

@@ -300,7 +300,7 @@ class Point(Plain):
         """The same point with every module that it names taken from elsewhere."""
         return replace(self, anchor=bind(self.anchor), neighbours=tuple(map(bind, self.neighbours)))
 
-    def on(self, model: nn.Module) -> Point:
+    def in_model(self, model: nn.Module) -> Point:
         """The same point of another model, bound to its modules; the paths must be there."""
         return self.bound(lambda ref: Ref.to(ref.path, model.get_submodule(ref.path)))
 

@@ -28,12 +28,12 @@ class Refused(SensliError):
 class Request:
     """What `find_sites` was asked for."""
 
-    layer: str = "auto"
+    form: str = "auto"
     kernel_size: int | None = None
-    init: str = "copy"
-    grow: str = "layers"
+    block_init: str = "copy"
+    what: str = "layers"
     units: int | float = 0.25
-    start: str = "sensitive"
+    unit_init: str = "sensitive"
 
 
 @dataclass
@@ -84,8 +84,8 @@ class Search:
         self.taken: set[Any] = set()  # graph nodes of points that have a site
         self.skipped: dict[str, str] = {}
         # Forms that go wherever an activation does look into blocks too; the others respect them as units.
-        blocks = request.layer in ("auto", "residual", "twin")
-        self.stacks = find_stacks(flow, added=added and request.layer != "residual") if blocks else []
+        blocks = request.form in ("auto", "residual", "twin")
+        self.stacks = find_stacks(flow, added=added and request.form != "residual") if blocks else []
         self.around = Surroundings(flow, self.stacks)
 
     def find(self, trial: LayerRehearsal) -> tuple[list[Site], list[Skipped]]:

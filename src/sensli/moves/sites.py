@@ -227,7 +227,7 @@ class Kind:
     """A way to grow: finds its moves in a model, and reads them from JSON. One that only reads them says nothing else."""
 
     move: ClassVar[type[Any]]  # its Move, with the tag and from_dict
-    grows: ClassVar[str] = "nothing"  # what `find_sites(grow=...)` calls it
+    grows: ClassVar[str] = "nothing"  # what `find_sites(what=...)` calls it
 
     def propose(self, search: Search) -> None:
         """Visit the points of the model that this kind cares for, and offer a site or a reason at each."""
@@ -326,7 +326,7 @@ class Site(Plain):
             raise UnknownSite(
                 f"'{self}' is not a site of this {type(model).__name__}: the module that names it is not part of the model. "
                 "It belongs to another model or was removed or replaced since. Call find_sites on this model again; if this is a copy of "
-                "the model that the site was found in, site.on(model) is the same place in it."
+                "the model that the site was found in, site.in_model(model) is the same place in it."
             )
         return found
 
@@ -350,7 +350,7 @@ class Site(Plain):
             lines.append(f"  {edit.name}: new")
         return "\n".join(lines)
 
-    def on(self, other: nn.Module) -> Site:
+    def in_model(self, other: nn.Module) -> Site:
         """The same site of an equal model: of a deep copy, or of one that was built and grown in the same way.
 
         What was measured stays with the site: new units of a width start with the same rows. If the model that the site was found

@@ -222,7 +222,7 @@ def find_stacks(model: nn.Module, example: Any) -> Sites:
     with torch.inference_mode(False):
         example = to_device(example, device_of(model))
         flow = record(model, example)
-        search = Search(model, example, flow, Request(layer="twin"), [])
+        search = Search(model, example, flow, Request(form="twin"), [])
         finder = TwinFinder(flow, example, "copy")
         found, skipped = list[Site](), list[Skipped]()
         for stack in sorted(search.stacks, key=lambda stack: stack.blocks[0].began):
@@ -266,7 +266,9 @@ def _place(search: Search, finder: TwinFinder, stack: Stack, last: ModuleCall) -
 def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:
     """Refuse a stack whose copies would not each run once, or with which the model returns something of another shape."""
     here = replace(
-        site, point=site.point.on(trial), move=site.move.bound(lambda r: Ref.to(r.path, trial.get_submodule(r.path)))
+        site,
+        point=site.point.in_model(trial),
+        move=site.move.bound(lambda r: Ref.to(r.path, trial.get_submodule(r.path))),
     )
     edit = here.move.plan(trial, here)
     edit.build()

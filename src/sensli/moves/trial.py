@@ -446,7 +446,7 @@ class LayerRehearsal(Rehearsal):
     @contextmanager
     def _inserted(self, sites: Sequence[Site], *, themselves: bool = False) -> Iterator[list[NewLayer]]:
         """The copy with a layer at every site, in their order: with what stands in for it, or with the layers ``themselves``."""
-        bound = [replace(site, point=site.point.on(self.model)) for site in sites]
+        bound = [replace(site, point=site.point.in_model(self.model)) for site in sites]
         real = _first_of_equals(self.model, sites)
         standing: Counter[Site] = Counter()
         layers: list[nn.Module] = []

@@ -17,7 +17,7 @@ from sensli.errors import HistoryError
 from sensli.modules import checks
 from sensli.surgery.history import Growth, History
 from sensli.surgery.outline import Unit
-from sensli.surgery.record import Look
+from sensli.surgery.record import Decision
 from sensli.text.commands import PER, UNMEASURED
 from sensli.text.tables import html_table, short_number
 
@@ -235,11 +235,11 @@ def page_data(
         "intro": intro,
         "measure": measure,
         "caption": caption(measure),
-        "unit": record.unit,
+        "unit": record.step_name,
         "calls": record.calls,
         "frames": list(films[0].calls) if films else _frames(history),
         "curves": [asdict(curve) for curve in curves],
-        "looks": [_look(look, numbers) for look in record.looks],
+        "looks": [_look(look, numbers) for look in record.decisions],
         # What a Grower made and, where a layer got more units, how many it had and has.
         "growths": [
             {"number": growth.number, "call": growth.call, "site": str(growth.site), "units": _units(growth)}
@@ -261,17 +261,17 @@ def _frames(history: History) -> list[int]:
     record = history.record
     step = max(1, record.calls // FRAMES)
     stops = {0, record.calls, *range(0, record.calls, step)}
-    for look in record.looks:
+    for look in record.decisions:
         stops |= {look.call - 1, look.call}
     return sorted(stops)
 
 
-def _look(look: Look, numbers: set[int]) -> dict[str, Any]:
+def _look(look: Decision, numbers: set[int]) -> dict[str, Any]:
     """A look with its line, and the mean over the existing weights, of which the threshold is a multiple."""
     mean = next((m.value / m.ratio for m in look.merits if m.ratio and not math.isnan(m.ratio)), None)
     return {
         **look.to_dict(),
         "line": str(look),
         "mean": mean,
-        "undone": [number for number in look.inserted if number not in numbers],
+        "undone": [number for number in look.growths if number not in numbers],
     }

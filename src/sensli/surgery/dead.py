@@ -33,7 +33,7 @@ def recycle(
 
     A unit is dead if it is exactly zero wherever it is read, on all the data, in the mode the model is in, without dropout (for
     example after a ReLU) and, on the first batch, with it. The output on the data stays to the bit. What the optimizer keeps of these
-    units starts again too. All widths that ``find_sites(model, example, grow="units")`` offers are looked at. Rows that would give a
+    units starts again too. All widths that ``find_sites(model, example, what="units")`` offers are looked at. Rows that would give a
     dead unit again, as seen on the first batch, are replaced by their opposite. A refused or failed call changes nothing.
 
     Args:
@@ -160,7 +160,7 @@ def _exchange(
         if batches is not None:
             checks.batches("batches", batches)
         change.keep(model, *as_optimizers(optimizer))
-        widths = find_sites(model, example, grow="units", units=1)
+        widths = find_sites(model, example, what="units", units=1)
         found = find_dead(model, widths, example, batches, together, move)
         growths = [renew(model, site, optimizer=optimizer, check=found.check) for site in found.sites]
         together.agree()

@@ -169,11 +169,11 @@ def grow(
     *,
     optimizer: Optimizers = None,
     scheduler: Schedulers = None,
-    lr_scale: float = 1.0,
+    lr_factor: float = 1.0,
     check: Any = None,
     group: int | dict[str, Any] | None = None,
     freeze_rest: bool = False,
-    own_rate: float | None = None,
+    new_lr_factor: float | None = None,
 ) -> Growth:
     """Grow the model in place at a site of any kind; the function does not change, and training can continue.
 
@@ -187,7 +187,7 @@ def grow(
             found: its line, its place (``"after features.1"``) or its path, if that is clear.
         optimizer: The optimizer or optimizers that train the model.
         scheduler: The learning-rate scheduler or schedulers of the optimizer.
-        lr_scale: Multiplies all learning rates from now on (default: 1.0).
+        lr_factor: Multiplies all learning rates from now on (default: 1.0).
         check: A batch on which the output must not change, in the mode the model is in and with the same random numbers. As in
             `measure` a pair is ``(input, target)``, of which the input is used; for a model with several arguments give
             ``((x, mask), None)`` or a dict of keyword arguments. New units that were never measured get random rows that fit it.
@@ -195,7 +195,7 @@ def grow(
             of existing parameters stay in the group of their parameter.
         freeze_rest: Whether only what is new trains from now on (default: False): the new layer, those that came with ``freeze_rest``
             before, and those that have not trained yet. Refused where existing parameters get new entries.
-        own_rate: A factor: the new layer gets separate parameter groups with this many times its neighbours' learning rate. Refused
+        new_lr_factor: A factor: the new layer gets separate parameter groups with this many times its neighbours' learning rate. Refused
             where existing parameters get new entries.
 
     Returns:
@@ -213,8 +213,8 @@ def grow(
         network = bare(model)
         site = named(network, site) if isinstance(site, str) else as_site("site", site)
         checks.flag("freeze_rest", freeze_rest)
-        lr_scale = check_factor(lr_scale)
-        check_needed(optimizer, lr_scale=lr_scale != 1, group=group is not None)
+        lr_factor = check_factor(lr_factor)
+        check_needed(optimizer, lr_factor=lr_factor != 1, group=group is not None)
         if check is not None:
             checks.batch("check", check)
         change.keep(model, *as_optimizers(optimizer), *as_schedulers(scheduler))
@@ -230,11 +230,11 @@ def grow(
             together.prepare(module, edit.site.path)
         if edit.added:
             edit.prepared()
-        _refuse_parts(edit, freeze_rest, own_rate)
+        _refuse_parts(edit, freeze_rest, new_lr_factor)
         joining = plan_joining(optimizer, edit.new, group=group, renames=edit.renames)
         resizing = plan_resizing(optimizer, edit.resized)
-        rates = plan_rate_scaling(optimizer, scheduler, lr_scale)
-        own = None if own_rate is None else plan_own_rate(optimizer, scheduler, joining, own_rate)
+        rates = plan_rate_scaling(optimizer, scheduler, lr_factor)
+        own = None if new_lr_factor is None else plan_own_rate(optimizer, scheduler, joining, new_lr_factor)
         together.agree(last=False)  # before sharded parameters and states are gathered, for which all ranks are needed
         resting = _to_freeze(network) if freeze_rest else []
         resizing.build()
@@ -278,7 +278,7 @@ insert = grow
 """The name of `grow` for layers: both take sites of every kind and do the same."""
 
 
-def _refuse_parts(edit: Edit, freeze_rest: bool, own_rate: float | None) -> None:
+def _refuse_parts(edit: Edit, freeze_rest: bool, new_lr_factor: float | None) -> None:
     """Refuse what is meant for new parameters where there are none, or where it would divide a parameter."""
     divided = [each.name for each in edit.resized if each.is_parameter]
     if edit.new and not divided:
@@ -290,11 +290,11 @@ def _refuse_parts(edit: Edit, freeze_rest: bool, own_rate: float | None) -> None
         raise UnsupportedSite(
             f"freeze_rest must be False here, got True: '{edit.site}' {why} cannot train alone. Leave it out, or grow a layer."
         )
-    if own_rate is not None:
-        check_own_factor(own_rate)
+    if new_lr_factor is not None:
+        check_own_factor(new_lr_factor)
         raise OptimizerError(
-            f"own_rate must be None here, got {own_rate}: '{edit.site}' {why} cannot have a separate learning rate. Leave it out, "
-            "or grow a layer."
+            f"new_lr_factor must be None here, got {new_lr_factor}: '{edit.site}' {why} cannot have a separate learning rate. Leave it "
+            "out, or grow a layer."
         )
 
 
@@ -326,7 +326,7 @@ def _refuse_resting_units(model: nn.Module, growth: Growth) -> None:
     if not isinstance(move, Width):
         return
     with suppress(UnknownSite):  # a later growth has taken the place apart
-        width = move.on(model)
+        width = move.in_model(model)
         for fill in ("row", "column"):
             parts = []
             for axis in width.axes:
@@ -485,7 +485,7 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
     with AllOrNothing() as change:
         try:
             change.keep(model, *as_optimizers(optimizer), *as_schedulers(scheduler))
-            again = grow(model, growth.site.by_path(), optimizer=optimizer, scheduler=scheduler, own_rate=own)
+            again = grow(model, growth.site.by_path(), optimizer=optimizer, scheduler=scheduler, new_lr_factor=own)
         except (SensliError, ValueError, TypeError, RuntimeError) as error:
             let_memory_through(error)
             raise _misfit(model, growth, str(error)) from error

@@ -13,7 +13,7 @@ from sensli.errors import HistoryError, WrongType, brief
 from sensli.modules import checks
 from sensli.moves.sites import Site
 from sensli.surgery.rates import OwnRate, RateScaling
-from sensli.surgery.record import UNITS, Record
+from sensli.surgery.record import STEP_NAMES, Record
 from sensli.text.commands import PER
 from sensli.text.files import write_bytes
 from sensli.text.records import Plain, check_types, lenient, strict
@@ -56,7 +56,7 @@ class Growth(Plain):
         resized: The parameters and buffers that got another shape: name, old shape, new shape.
         renames: Old to new, for parameter names that the container could not keep.
         beside: The shapes of the neighbours' parameters.
-        rates: What ``lr_scale`` changed, or None.
+        rates: What ``lr_factor`` changed, or None.
         own_rate: The separate parameter groups that were added, or None.
         frozen: The names of the parameters that were frozen by this growth.
         freeze_rest: Whether it came with ``freeze_rest``: it trains on when a later growth does.
@@ -87,7 +87,7 @@ class Growth(Plain):
     @property
     def _line(self) -> str:
         """What has grown, when, and why there."""
-        why = [f"{unit} {self.details[unit]}" for unit in UNITS if unit in self.details]
+        why = [f"{unit} {self.details[unit]}" for unit in STEP_NAMES if unit in self.details]
         if "merit" in self.details:
             why.append(f"merit {self.details['merit']:.2e}")
         if self.details.get("ratio") is not None:
@@ -102,7 +102,7 @@ class Growth(Plain):
     @property
     def call(self) -> int | None:
         """The call of `Grower.step` that it came with, or None."""
-        return next((self.details[unit] for unit in UNITS if unit in self.details), None)
+        return next((self.details[unit] for unit in STEP_NAMES if unit in self.details), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -232,7 +232,7 @@ class History(Sequence[Growth]):
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        header = ["growth", self.record.unit, "merit", "ratio", "+parameters"]
+        header = ["growth", self.record.step_name, "merit", "ratio", "+parameters"]
         rows = [
             [
                 f"{growth.number}: {growth._what}",
@@ -358,10 +358,10 @@ class History(Sequence[Growth]):
 def _check_record(record: Record) -> None:
     if record.stride < 1 or record.calls < 0:
         raise ValueError(f"stride {record.stride} and calls {record.calls} cannot be negative")
-    for unit in (record.unit, *(look.unit for look in record.looks)):
-        if unit not in UNITS:
+    for unit in (record.step_name, *(look.step_name for look in record.decisions)):
+        if unit not in STEP_NAMES:
             raise ValueError(f"unit is {unit!r}")
-    for look in record.looks:
+    for look in record.decisions:
         if look.per not in (None, *PER):
             raise ValueError(f"the look at call {look.call} compares merits per {look.per!r}")
         if look.call < 0 or any(not 0 <= index < len(look.merits) for index in look.chosen):

@@ -87,7 +87,7 @@ Holders: TypeAlias = dict[str, tuple[Any, ...]]
 
 def check_factor(factor: float) -> float:
     """The factor as a number; one that means nothing is refused."""
-    return checks.positive("lr_scale", factor, 0.5, error=OptimizerError)
+    return checks.positive("lr_factor", factor, 0.5, error=OptimizerError)
 
 
 def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: float) -> RateScaling:
@@ -259,14 +259,14 @@ def keep_groups(optimizer: Optimizer, schedulers: Sequence[LRScheduler], order: 
 
 def check_own_factor(factor: float) -> float:
     """The factor as a number; one that means nothing is refused."""
-    return checks.positive("own_rate", factor, 0.1, error=OptimizerError)
+    return checks.positive("new_lr_factor", factor, 0.1, error=OptimizerError)
 
 
 def check_own_rate(optimizers: Optimizers, factor: float) -> float:
     """The factor as a number; one that means nothing, or that there is no rate for, is refused."""
     factor = check_own_factor(factor)
     if not as_optimizers(optimizers):
-        raise OptimizerError("own_rate= needs optimizer=: the rate belongs to the optimizer, and none was given.")
+        raise OptimizerError("new_lr_factor= needs optimizer=: the rate belongs to the optimizer, and none was given.")
     return factor
 
 
@@ -285,7 +285,7 @@ def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joini
             if not ours and isinstance(value, list) and len(value) == groups and name not in (*_RATES, *_OTHERS):
                 raise OptimizerError(
                     f"{called(scheduler)}.{name} is as long a list as the optimizer has groups ({groups}); if it holds one entry each, "
-                    "a new group would break it, and what the new entry should be is not known here. Leave out own_rate=, so that the new "
+                    "a new group would break it, and what the new entry should be is not known here. Leave out new_lr_factor=, so that the "
                     "layer joins its neighbour's group, or use a scheduler of torch."
                 )
     added: dict[tuple[int, int], tuple[int, int]] = {}  # from the neighbours' groups to the new ones

@@ -91,7 +91,7 @@ def _shown(arm: TriedArm) -> str:
     return "no finite number" if arm.score is None else f"{arm.score:.4g}"
 
 
-UNITS = ("epoch", "step")  # what one call of `Grower.step` may be called
+STEP_NAMES = ("epoch", "step")  # what one call of `Grower.step` may be called
 LIMIT = 4096  # metrics kept; beyond it every second one goes, so that a look at every step costs no memory
 
 
@@ -135,7 +135,7 @@ class SiteMerit(Plain):
 
 
 @dataclass(frozen=True)
-class Look(Plain):
+class Decision(Plain):
     """One look at all sites and the decision. Prints one line for each growth, or one that says why there was none.
 
     Attributes:
@@ -147,13 +147,13 @@ class Look(Plain):
         batches: How many batches were used.
         samples: How many samples were used, if known.
         merits: All merits, best first.
-        inserted: The numbers of the growths.
+        growths: The numbers of the growths.
         chosen: The indices of the merits that were taken, in the same order.
         parameters: The parameters of the model before the look.
         flops: The FLOPs of the model before the look, per sample; counted only if it grew.
         added: The parameters that each of the growths added.
         per: What the merits were compared by: per added ``"parameters"`` or ``"flops"``; None if as they are.
-        unit: What a call is called: ``"epoch"`` or ``"step"``.
+        step_name: What a call is called: ``"epoch"`` or ``"step"``.
         tried: How the candidates did in a trial, and what it cost; None if there was none.
         kept: Whether the growths keep the function.
         rule: By which rule the place was taken, where the merit did not decide it; empty otherwise.
@@ -170,20 +170,20 @@ class Look(Plain):
     batches: int = 0
     samples: int | None = None
     merits: tuple[SiteMerit, ...] = ()
-    inserted: tuple[int, ...] = ()
+    growths: tuple[int, ...] = field(default=(), metadata={"key": "inserted"})
     chosen: tuple[int, ...] = ()
     parameters: int | None = None
     flops: int | None = None
     added: tuple[int, ...] = ()  # of two widths at once the second may cost more than it would have alone
     per: str | None = None
-    unit: str = "epoch"
+    step_name: str = field(default="epoch", metadata={"key": "unit"})
     tried: Tried | None = None
     kept: bool = True
     rule: str = ""  # older files do not say it
     preset: str = ""
 
     @classmethod
-    def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Look:
+    def of(cls, merits: Merits | None, taken: Sequence[Merit], **facts: Any) -> Decision:
         """Make a look from what was measured, if anything was, and from the merits that were taken.
 
         Args:
@@ -219,14 +219,14 @@ class Look(Plain):
 
     def __str__(self) -> str:
         lines, parameters = [self.preset] if self.preset else [], self.parameters
-        if not self.inserted:
-            return "\n".join([*lines, f"{self.unit} {self.call}: nothing inserted | {self.reason}"])
+        if not self.growths:
+            return "\n".join([*lines, f"{self.step_name} {self.call}: nothing grown | {self.reason}"])
         taken = [self.merits[index] for index in self.chosen]
         for merit, added in zip(taken, self._added, strict=False):
             lines.append(self._line(merit, added, parameters))
             parameters = None if parameters is None else parameters + added
         if self.tried is not None:
-            lines.append(f"{self.unit} {self.call}: {self.tried}")
+            lines.append(f"{self.step_name} {self.call}: {self.tried}")
         return "\n".join(lines)
 
     def _line(self, merit: SiteMerit, added: int, parameters: int | None) -> str:
@@ -237,7 +237,7 @@ class Look(Plain):
         change = "" if self.kept else " | the function is not kept"
         rule = f" | {self.rule}" if self.rule else ""
         sign = "" if merit.site.startswith("-") else "+"
-        grown = f"{self.unit} {self.call}: {sign}{merit.site.removeprefix('+')}"
+        grown = f"{self.step_name} {self.call}: {sign}{merit.site.removeprefix('+')}"
         return f"{grown}{worth} | {cost}{flops}{rule}{change}"
 
 
@@ -246,23 +246,23 @@ class Record(Plain):
     """The looks, the metrics and the layers of one training run, oldest first.
 
     Attributes:
-        looks: One `Look` for each call on which the trigger fired.
+        decisions: One `Decision` for each call on which the trigger fired.
         metrics: Pairs of call and metric.
         outlines: Pairs of call and the layers of the model from then on.
         stride: Every how many calls a metric is kept.
         calls: The number of calls so far.
-        unit: What a call is called: ``"epoch"`` or ``"step"``.
+        step_name: What a call is called: ``"epoch"`` or ``"step"``.
         metric: What the metric is called, if that is known.
     """
 
     _needed = ("looks", "metrics", "outlines", "stride", "calls")
 
-    looks: list[Look] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list, metadata={"key": "looks"})
     metrics: list[tuple[int, float | None]] = field(default_factory=list)
     outlines: list[tuple[int, tuple[Unit, ...]]] = field(default_factory=list)
     stride: int = 1
     calls: int = 0
-    unit: str = "epoch"
+    step_name: str = field(default="epoch", metadata={"key": "unit"})
     metric: str | None = None
 
     def __bool__(self) -> bool:
@@ -301,7 +301,7 @@ class Record(Plain):
 
     def copied(self) -> Record:
         """A copy that does not change with this one."""
-        return replace(self, looks=list(self.looks), metrics=list(self.metrics), outlines=list(self.outlines))
+        return replace(self, decisions=list(self.decisions), metrics=list(self.metrics), outlines=list(self.outlines))
 
     def become(self, other: Record) -> None:
         """Take the content of another record in place, because others may hold this one.
@@ -309,8 +309,8 @@ class Record(Plain):
         Args:
             other: The record to take the content of.
         """
-        self.looks[:], self.metrics, self.outlines[:] = other.looks, other.metrics, other.outlines
-        self.stride, self.calls, self.unit, self.metric = other.stride, other.calls, other.unit, other.metric
+        self.decisions[:], self.metrics, self.outlines[:] = other.decisions, other.metrics, other.outlines
+        self.stride, self.calls, self.step_name, self.metric = other.stride, other.calls, other.step_name, other.metric
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -21,9 +21,9 @@ from sensli.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.grower import Grower
 from sensli.growing.options import Rates, Trial, used
-from sensli.growing.triggers import AtMost, Budget, Diminishing, Every, Pays, Trigger
+from sensli.growing.triggers import Diminishing, Every, Limit, Pays, Trigger
 from sensli.modules.flops import PRODUCTS, FlopCounter, Rule, count_flops
-from sensli.surgery.record import Look
+from sensli.surgery.record import Decision
 from sensli_lab.compare.jobs import Job, Run, RunLook
 from sensli_lab.compare.steps import ReplayedSteps
 from sensli_lab.compare.task import Loss, Task, TaskData, TaskPart
@@ -34,6 +34,9 @@ from sensli_lab.work.workers import Save, Tell, ignore
 
 
 Batch = tuple[Tensor, Tensor]
+
+
+_NAMES = {"grow": "what", "count": "max_growths"}  # of options of `Grower`, before and now
 
 
 class Sampling:
@@ -235,12 +238,13 @@ class JobTraining:
 
     def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
         """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
-        options = dict(self.job.method.options)
+        # Stored runs are known by the names that these options had when they were made.
+        options = {_NAMES.get(name, name): value for name, value in self.job.method.options.items()}
         rates = Rates(freeze_rest=options.pop("freeze_rest", False))
-        known = used(options.get("strategy", "sensli"), options.get("grow"))
+        known = used(options.get("strategy", "sensli"), options.get("what"))
         common = {"tau": 0.0, "floor": 0.0, "units": self.task.units}
         return Grower(
-            model, optimizer, preset="paper", example=self.task.sample(), trigger=self._trigger() & Budget(flops=self.limit),
+            model, optimizer, preset="paper", example=self.task.sample(), trigger=self._trigger() & Limit(flops=self.limit),
             max_factor=None, rates=rates, scheduler=scheduler, trial=self._trial, seed=run_seed(self.job.seed, 0, "place"),
             **{**{name: value for name, value in common.items() if name in known}, **options},
         )  # fmt: skip
@@ -249,7 +253,7 @@ class JobTraining:
         """At which of the calls that are due it looks: at all of them, unless it waits, and then not more often than the others."""
         if not self.job.method.waits:
             return Every(1)
-        late = Diminishing() & AtMost(len(self.task.looks))
+        late = Diminishing() & Limit(growths=len(self.task.looks))
         return Pays() | late if self.job.method.pays else late
 
     def _metric(self) -> float | None:
@@ -315,7 +319,7 @@ class JobTraining:
             before = len(self.grower.history)
             self._prepare_trial()
             self.grower.step(batches, self.task.loss, metric=metric)
-        looks = self.grower.history.record.looks
+        looks = self.grower.history.record.decisions
         look = looks[-1] if looks and looks[-1].call == self.grower.calls else None  # None: the trigger has not fired
         decision = counted.total - self._trained_in_trial(look)
         if look is not None:
@@ -338,7 +342,7 @@ class JobTraining:
             left = max(self.run.budget - self.spent, 0.0)
             self._trial.steps = max(1, round(self.job.method.trial * left / self._cost_of_a_step()))
 
-    def _trained_in_trial(self, look: Look | None) -> int:
+    def _trained_in_trial(self, look: Decision | None) -> int:
         """FLOPs of the steps of a trial that count as training: the winner's, whose network the model is now."""
         tried = None if look is None else look.tried
         if self._trial is None or tried is None:
@@ -407,7 +411,7 @@ class JobTraining:
         self.run = Run.from_dict(found.extra["run"])
         self.spent, self.batches.taken, self._losses = found.extra["spent"], found.extra["taken"], found.extra["losses"]
         self._since = found.extra.get("since", [])
-        if self.grower is not None and (looks := self.grower.history.record.looks) and not looks[-1].inserted:
+        if self.grower is not None and (looks := self.grower.history.record.decisions) and not looks[-1].growths:
             # The look before has paid for this search, and a run that was not interrupted still knows the sites, or that there are none.
             with suppress(SensliError):
                 self.grower.sites()

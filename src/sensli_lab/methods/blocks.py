@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites
 from sensli.growing.strategy import Strategy
-from sensli.growing.triggers import Moment
+from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
@@ -48,13 +48,13 @@ class LlamaPro(PaperMethod):
 
     def __init__(self, *, count: int = 1, where: Any = None) -> None:
         self.count = checks.whole("count", count, 1)
-        self._search = RememberedSites(layer="twin", where=where)
+        self._search = RememberedSites(form="twin", where=where)
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
-        return cls(count=options.count, where=options.where)
+        return cls(count=options.max_growths, where=options.where)
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         ends = [merit.site for merit in merits if merit.site.side == "after"] or [merit.site for merit in merits]
         apart = max(1, len(ends) // self.count)
         return ends[apart - 1 :: apart][: self.count]
@@ -111,7 +111,7 @@ class GStack(PaperMethod):
         merits = [Merit(site, 0.0 if site.path in copied else _stack(site).copies + 1.0) for site in sites]
         return Merits(merits, norm=UNMEASURED, batches=0)
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         ranked = sorted((merit for merit in merits if merit.value > 0), key=lambda merit: -merit.site.parameters)
         largest: dict[str, Site] = {}  # of each stack, which its last block names
         for merit in ranked:
@@ -179,7 +179,7 @@ class AutoGrow(PaperMethod):
         self.start = checks.one_of("start", start, LASTS)
         self.least = checks.at_least("least", least, 0, LEAST)
         self.seed = check_seed(seed)
-        self._search = RememberedSites(layer="twin", where=where)
+        self._search = RememberedSites(form="twin", where=where)
         self.closed: list[str] = []
         self.last: str | None = None  # the stage that was grown last
         self.metric: float | None = None  # as it was then
@@ -220,14 +220,14 @@ class AutoGrow(PaperMethod):
         ]
         return unmeasured(found, len(every))
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
-        if self.last is not None and self.last not in self.closed and self._stalled(moment.metric):
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
+        if self.last is not None and self.last not in self.closed and self._stalled(context.metric):
             self.closed.append(self.last)
         stages = [stage(merit.site) for merit in merits]
         chosen = self._next(stages)
         if chosen is None:
             return []
-        self.last, self.metric = stages[chosen], moment.metric
+        self.last, self.metric = stages[chosen], context.metric
         return [merits[chosen].site]
 
     def _next(self, stages: Sequence[str]) -> int | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from sensli.growing.looking import Sensli
 from sensli.growing.options import Options
-from sensli.growing.triggers import Moment
+from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merits
 from sensli.moves.sites import Site
@@ -39,7 +39,7 @@ class RandomPlace(Sensli):
 class RandomStart(Sensli):
     """Chooses by the merits of the best rows, and hands over the sites as they were before the measurement, whose rows are random."""
 
-    takes: ClassVar[frozenset[str]] = Sensli.takes - {"start"}
+    takes: ClassVar[frozenset[str]] = Sensli.takes - {"init"}
 
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
@@ -53,6 +53,6 @@ class RandomStart(Sensli):
 class RandomUnits(UnitMethod):
     """Random widths with random rows; nothing is measured."""
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         drawn = torch.randperm(len(merits), generator=self.generator, device=self.generator.device).tolist()
         return [merits[index].site for index in drawn]

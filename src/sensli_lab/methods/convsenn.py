@@ -26,7 +26,7 @@ from torch.func import functional_call, grad, vmap
 from sensli.errors import MeasurementError, ZeroMerits
 from sensli.growing.looking import RememberedSites
 from sensli.growing.strategy import Strategy, read_generator, save_generator
-from sensli.growing.triggers import Moment
+from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction, scalar_loss, split
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
@@ -133,7 +133,7 @@ class ConvSenn(PaperMethod):
         self, *, tau: float = TAU, price: float = 0.0, units: int | float = 2, where: Any = None, seed: int = 0
     ) -> None:
         self.tau, self.price = checks.at_least("tau", tau, 0, TAU), checks.at_least("price", price, 0, 1e-9)
-        self._search = RememberedSites(layer="auto", where=where, grow="both", units=check_units(units), start="random")
+        self._search = RememberedSites(form="auto", where=where, what="both", units=check_units(units), init="random")
         self.generator = torch.Generator().manual_seed(check_seed(seed))
 
     @classmethod
@@ -155,7 +155,7 @@ class ConvSenn(PaperMethod):
             merits.append(Merit(site, value * price, ratio=value * price / now))
         return Merits(merits, norm="ConvSENN", batches=len(batches), samples=sum(map(count_samples, batches)))
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         return by_value(merit for merit in merits if merit.ratio is not None and merit.ratio >= self.tau)
 
     def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:

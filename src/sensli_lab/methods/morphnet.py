@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.errors import SensliError
-from sensli.growing.triggers import Moment
+from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.modules.flops import count_flops
@@ -113,7 +113,7 @@ class Sparsity:
 def _of_today(width: Width, model: nn.Module) -> Width | None:
     """A width with the units that it has now; None where it is gone, or its layers no longer agree."""
     try:
-        width = width.on(model)
+        width = width.in_model(model)
     except SensliError:
         return None
     axes, units = [], set()
@@ -163,7 +163,7 @@ def _entries(width: Width, axis: Axis) -> Tensor:
 
 def redrawn(site: Site, network: nn.Module, share: float, made: set[tuple[str, str]], source: torch.Generator) -> Site:
     """The site with a share of units more; ``made`` are the weights whose rows belong to a width, as path and name."""
-    width = width_of(site).on(network)
+    width = width_of(site).in_model(network)
     more = max(1, round(share * width.units))
     values: list[Tensor | None] = []
     shifts: list[Tensor | None] = []
@@ -221,7 +221,7 @@ class MorphNet(UnitMethod):
         narrow = []
         for site in in_order(widths):
             width = width_of(site)
-            size = sizes(width.on(network))
+            size = sizes(width.in_model(network))
             small = [unit for unit in size.argsort().tolist() if size[unit] < THRESHOLD]
             small = small[: max(0, width.units - LEAST)]
             if small:
@@ -245,7 +245,7 @@ class MorphNet(UnitMethod):
             ]
         return unmeasured(sites)
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         if self.phase == REST:
             self.sparsity.begin(merit.site for merit in merits)
             self.phase = SHRINK

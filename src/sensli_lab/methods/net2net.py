@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites
 from sensli.growing.strategy import Strategy
-from sensli.growing.triggers import Moment
+from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merits
@@ -45,10 +45,10 @@ class InTurn(PaperMethod):
     """
 
     takes: ClassVar[frozenset[str]] = frozenset({"where", "kernel_size"})
-    form: ClassVar[str]  # as in `find_sites(layer=...)`
+    form: ClassVar[str]  # as in `find_sites(form=...)`
 
     def __init__(self, *, where: Any = None, kernel_size: int | None = None) -> None:
-        self._search = RememberedSites(layer=self.form, where=where, kernel_size=kernel_size)
+        self._search = RememberedSites(form=self.form, where=where, kernel_size=kernel_size)
         self.last: str | None = None  # the place that grew last
 
     @classmethod
@@ -60,7 +60,7 @@ class InTurn(PaperMethod):
         original = [site for site in found if not _INSERTED.search(site.path)]
         return Sites(original, found.skipped, model_name=type(model).__name__)
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         places = [_place(merit.site) for merit in merits]
         turns = turns_of(self.last, places)
         self.last = places[turns[0]]
@@ -84,7 +84,7 @@ def _place(site: Site) -> str:
 # ---- Net2Net (Chen, Goodfellow, Shlens 2016), wider: every new unit is a copy of one that is there, and both share what
 # read the one.
 #
-# How is `start="net2net"`; where is left to the user, so the widths are taken in turn. The paper widens all layers at
+# How is `init="net2net"`; where is left to the user, so the widths are taken in turn. The paper widens all layers at
 # once, once, on a trained network (``count`` large enough does that), and begins again with a tenth of the learning
 # rate. Its way deeper is `"net2net-deeper"`. The function is kept.
 

@@ -204,7 +204,7 @@ def pair_of(site: Site, model: nn.Module) -> Pair | str:
     width = site.move
     if not isinstance(width, Width):
         return "it is not a width"
-    width = width.on(model)
+    width = width.in_model(model)
     rows, columns = ([axis for axis in width.axes if axis.fill == fill] for fill in ("row", "column"))
     if len({axis.module.path for axis in rows}) != 1 or len(columns) != 1 or width.heads or width.blocks:
         return "it takes units that one layer makes and one layer reads"

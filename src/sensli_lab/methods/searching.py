@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from sensli.errors import UnsupportedModel, ZeroMerits
 from sensli.growing.looking import RememberedSites
 from sensli.growing.strategy import Strategy, read_generator, save_generator
-from sensli.growing.triggers import Moment
+from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction, scalar_loss, split
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
@@ -70,7 +70,7 @@ class UnitMethod(PaperMethod):
     def __init__(self, *, units: int | float = 0.25, where: Any = None, seed: int = 0) -> None:
         self.units = check_units(units)
         self._search = RememberedSites(
-            layer="auto", where=where, grow="units", units=1 if self.by_ones else self.units, start=self.start_of_sites
+            form="auto", where=where, what="units", units=1 if self.by_ones else self.units, init=self.start_of_sites
         )
         self.generator = torch.Generator().manual_seed(check_seed(seed))
         self.turn = 0
@@ -82,7 +82,7 @@ class UnitMethod(PaperMethod):
     def keeps_function(self) -> bool:
         return self.keeps
 
-    def choose(self, merits: Merits, moment: Moment) -> list[Site]:
+    def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         worth = [merit for merit in merits if merit.value > 0]
         if not self.in_turn:
             return by_value(worth)
@@ -164,7 +164,7 @@ def by_one(score: Score[Scoring]) -> Score[Scoring]:
                 raise ZeroMerits(told)
             if together.rank != 0:
                 assert isinstance(told, Merits)
-                found = told.with_sites([merit.site.on(network) for merit in told])
+                found = told.with_sites([merit.site.in_model(network) for merit in told])
             return found
 
     return scored
@@ -222,7 +222,7 @@ def mean_loss(
 
 def apply_growth(model: nn.Module, site: Site) -> Edit:
     """Grow a model at a site, and nothing that follows it: for a copy."""
-    here = site.on(model)
+    here = site.in_model(model)
     edit = here.move.plan(model, here)
     edit.build()
     edit.apply()

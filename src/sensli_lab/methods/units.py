@@ -18,8 +18,8 @@ from sensli_lab.methods.searching import UnitMethod
 # ---- GradMax (Evci, van Merrienboer, Unterthiner, Vladymyrov, Pedregosa 2022): zero rows, and columns that give these the
 # largest gradient.
 #
-# How is `start="gradmax"`. Where is not part of the method: its code widens all layers at once or takes them in turn,
-# as here; the singular values that it computes could rank them (`Grower(grow="units", start="gradmax")` does that).
+# How is `init="gradmax"`. Where is not part of the method: its code widens all layers at once or takes them in turn,
+# as here; the singular values that it computes could rank them (`Grower(what="units", init="gradmax")` does that).
 # It looks at one batch. The function is kept.
 
 

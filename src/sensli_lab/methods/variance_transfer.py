@@ -95,7 +95,7 @@ def generations(model: nn.Module, history: History) -> list[tuple[nn.Parameter, 
         if not isinstance(growth.site.move, Width):
             continue
         try:
-            changed = resizes(model, growth.site.move.by_path().on(model), made=True)
+            changed = resizes(model, growth.site.move.by_path().in_model(model), made=True)
         except SensliError:
             continue  # its layers are called otherwise by now, after a growth of another kind: they keep one rate
         for each in changed:

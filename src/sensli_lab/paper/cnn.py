@@ -50,7 +50,7 @@ def repeats(network: Network) -> list[int]:
 
 
 def grown(network: Network, places: Sequence[int]) -> list[int]:
-    """Convolutions per stage after insertions at these places, one after another; -1: nothing was inserted."""
+    """Convolutions per stage after insertions at these places, one after another; -1: nothing has grown."""
     stages = repeats(network)
     for place in places:
         if place < 0:
@@ -305,9 +305,9 @@ class CnnTraining:
             self.example = torch.zeros(1, colours, size, size, device=self.device, dtype=float_type(settings))
             self.grower = Grower(
                 self.model, self.optimizer, preset="paper", example=self.example, trigger=At(*settings.insert_at), tau=settings.tau,
-                norm="operator", select=settings.select, layer="relu", where="conv", confidence=settings.confidence,
+                norm="operator", select=settings.select, form="relu", where="conv", confidence=settings.confidence,
                 tolerance=settings.tolerance,
-                rates=Rates(lr_scale=settings.lr_scale), scheduler=self.schedule,
+                rates=Rates(lr_factor=settings.lr_scale), scheduler=self.schedule,
                 seed=run_seed(self.job.seed, self.job.runs[0], "place"), max_factor=None, floor=0.0,
             )  # fmt: skip
             if before is not None:
@@ -395,7 +395,7 @@ class CnnTraining:
 
 def five_norms(model: nn.Module, example: Tensor, batches: datasets.Batches) -> Tensor:
     """The squared norms 1 to 5 of the paper at every place, [places, norms], over all batches in one pass."""
-    catch = Catch(model, find_sites(model, example, layer="relu", where="conv"), weights=False)
+    catch = Catch(model, find_sites(model, example, form="relu", where="conv"), weights=False)
     parameters = list(model.parameters())
     samples = 0
     with catch.hooked(), torch.enable_grad():

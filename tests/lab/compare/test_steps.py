@@ -26,7 +26,7 @@ def network() -> nn.Module:
 def grown(form: str) -> nn.Module:
     """With a layer of this form that has left its start, and a parameter that nothing uses."""
     model = network()
-    insert(model, find_sites(model, X[:1], layer=form)[1])
+    insert(model, find_sites(model, X[:1], form=form)[1])
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
     model.register_parameter("unused", nn.Parameter(torch.zeros(2)))

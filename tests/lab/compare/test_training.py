@@ -99,7 +99,7 @@ def test_a_trial_costs_its_losers_and_its_winner_has_trained() -> None:
         one.advance()
         steps += training_flops(one.model, one.batches.at(0), TINY.loss)
     assert one.grower is not None
-    tried = one.grower.history.record.looks[0].tried
+    tried = one.grower.history.record.decisions[0].tried
     assert tried is not None and len(tried.arms) == 3, "no growth, the best layer, the best units"
     kinds = {arm.name.startswith("+") for arm in tried.arms[1:]}
     assert kinds == {True, False}
@@ -266,7 +266,7 @@ def test_every_method_makes_its_grower() -> None:
     for method in methods(TINY).values():
         grower = JobTraining(Job(TINY, method, 0), data).grower
         if grower is not None:
-            known = used(grower.options.strategy, grower.options.grow)
+            known = used(grower.options.strategy, grower.options.what)
             own = {"tau": 0.0, "floor": 0.0, "units": TINY.units, **method.options}
             assert {name: getattr(grower.options, name) for name in own if name in known} == {
                 name: value for name, value in own.items() if name in known
@@ -286,7 +286,7 @@ def test_results_of_before_stay_valid() -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_that_reads_the_metric_says_so(name: str) -> None:
     made = class_of(name)
-    assert made.needs_metric == ("moment.metric" in inspect.getsource(made.choose))
+    assert made.needs_metric == ("context.metric" in inspect.getsource(made.choose))
 
 
 def test_a_random_start_has_the_place_of_the_best_rows_and_other_rows() -> None:
@@ -328,7 +328,7 @@ def test_the_small_network_is_the_smallest_and_no_other_is_larger_than_the_large
 
 
 def test_the_transformer_grows_in_depth_and_in_all_its_widths() -> None:
-    sites = find_sites(Transformer(1), TEXT.sample(), grow="both", units=TEXT.units)
+    sites = find_sites(Transformer(1), TEXT.sample(), what="both", units=TEXT.units)
     grown = {"blocks.0": "block", "blocks.0.attention.all": "units", "blocks.0.up": "units"}
     assert {site.path: site.kind for site in sites} == grown
     assert TEXT.forward_flops["wide"] == TEXT.forward_flops["middle"], (

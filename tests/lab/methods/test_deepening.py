@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models import snapshot
 from sensli import Grower, History, load_checkpoint, replay, save_checkpoint, undo
 from sensli.errors import FunctionChanged, SensliError
-from sensli.growing.triggers import At, Budget, Every
+from sensli.growing.triggers import At, Every, Limit
 from sensli.moves.stacking import find_stacks
 from sensli.surgery.growth import grow
 from sensli_lab.methods import blocks
@@ -203,7 +203,7 @@ def test_a_training_that_is_saved_and_loaded_goes_on_to_the_bit(name: str, tmp_p
             grower.step(BATCHES, F.cross_entropy, metric=metric)
 
     kind, _ = DEEPENING[name]
-    limits = {"trigger": Every(1) & Budget(parameters=2000)}
+    limits = {"trigger": Every(1) & Limit(parameters=2000)}
     model = made(kind)
     optimizer = adam(model)
     grower = grower_of(model, optimizer, name, **limits)
@@ -272,7 +272,7 @@ def test_g_stack_takes_the_largest_factor_that_fits_and_stacks_once() -> None:
         model,
         torch.optim.Adam(model.parameters()),
         "g-stack",
-        trigger=Every(1) & Budget(parameters=limit + 1),
+        trigger=Every(1) & Limit(parameters=limit + 1),
         log=told.append,
     )
     grower.step(BATCHES, F.cross_entropy)
@@ -285,7 +285,7 @@ def test_g_stack_takes_the_largest_factor_that_fits_and_stacks_once() -> None:
 
 def test_g_stack_stacks_several_lists_as_count_says() -> None:
     model = made("stages")
-    grower = grower_of(model, torch.optim.Adam(model.parameters()), GStack(factor=3), count=2)
+    grower = grower_of(model, torch.optim.Adam(model.parameters()), GStack(factor=3), max_growths=2)
     expected = X
     first, second = (copy.deepcopy(list(blocks)) for blocks in (model.first, model.second))
     for block in first * 3 + second * 3:
@@ -389,7 +389,7 @@ def test_autogrow_adds_a_new_block_whose_last_norm_is_drawn(start: str) -> None:
         trigger=Every(1),
         strategy=AutoGrow(start=start, where="2", seed=5),
         max_factor=None,
-        count=1,
+        max_growths=1,
     )
     before = copy.deepcopy(model)
     for number in range(count):
@@ -566,7 +566,7 @@ def test_a_random_place_is_that_of_the_selection() -> None:
 def test_llama_pro_copies_each_nth_block_as_its_code_does() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(*(Block() for _ in range(8))), nn.Linear(WIDTH, 3)).double()
-    grower = grower_of(model, torch.optim.Adam(model.parameters()), "llama-pro", count=4)
+    grower = grower_of(model, torch.optim.Adam(model.parameters()), "llama-pro", max_growths=4)
     grower.step(BATCHES, F.cross_entropy)
     # The released script: a copy after block i wherever (i + 1) is divisible by 8 / 4.
     assert [growth.site.place for growth in grower.history] == [f"after 0.{i}" for i in range(8) if (i + 1) % 2 == 0]

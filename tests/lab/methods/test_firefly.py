@@ -25,7 +25,7 @@ def normed() -> nn.Sequential:
 
 
 def extended(model: nn.Module, batches: Any) -> Extended:
-    sites = find_sites(model, batches[0][0], grow="units", units=1, start="net2net")
+    sites = find_sites(model, batches[0][0], what="units", units=1, init="net2net")
     return Extended(model, pairs_of(model, sites), torch.Generator().manual_seed(0))
 
 
@@ -74,7 +74,7 @@ def test_training_moves_candidates_alone_and_downhill() -> None:
 
 def test_the_best_of_all_layers_are_taken_splits_and_new_ones() -> None:
     model, batches = mlp(), data()
-    sites = find_sites(model, batches[0][0], grow="units", units=1, start="net2net")
+    sites = find_sites(model, batches[0][0], what="units", units=1, init="net2net")
     merits = Firefly(units=6).score(model, sites, batches, F.cross_entropy)
     found = Extended(model, pairs_of(model, sites), torch.Generator().manual_seed(0))
     found.train(batches, F.cross_entropy)

@@ -130,7 +130,7 @@ def test_it_removes_small_units_then_widens_alike_and_draws_again() -> None:
         and "-2" in str(told[1]).split("FLOPs")[0].split(",")[-1]
     )
     assert "widened all layers alike" in told[2].reason
-    assert not told[0].inserted
+    assert not told[0].growths
     for index, parts in (
         (0, (slice(0, 3), slice(0, 4))),
         (2, (slice(0, 2), slice(0, 3))),

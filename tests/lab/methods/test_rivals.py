@@ -138,7 +138,7 @@ def test_the_closed_form_of_senn_is_not_below_its_search() -> None:
 def test_north_adds_what_no_unit_has_yet() -> None:
     model, batches = mlp(), data(count=4)
     for pair in seen(model, batches)[:1]:
-        pair.width.on(model)
+        pair.width.in_model(model)
         site, excess = North().start(pair, lambda _: 0.0)
         assert excess >= 0 and isinstance(site.move, Width) and site.move._entries is not None
         rows = torch.cat([site.move._entries.values[0], site.move._entries.values[1][:, None]], 1)  # type: ignore[index,list-item]
@@ -163,9 +163,9 @@ def test_every_method_grows_a_network_and_says_whether_the_function_stays(name: 
         mean_loss(model, batches).backward()
         optimizer.step()
     keeps = name not in ("tiny", "nest", "splitting", "firefly", "variance-transfer", "convsenn", "morphnet")
-    assert all(("not kept" in str(look)) is not keeps for look in told if look.inserted)
+    assert all(("not kept" in str(look)) is not keeps for look in told if look.growths)
     if name not in ("north", "senn", "morphnet"):  # these may find that nothing would help, or begin otherwise
-        assert [bool(look.inserted) for look in told] == [True, True]
+        assert [bool(look.growths) for look in told] == [True, True]
     # Variance transfer makes the outputs smaller first, here from a loss that was below that of equal outputs; MorphNet begins again.
     assert (
         mean_loss(model, batches).item() < before
@@ -223,7 +223,7 @@ def test_llama_pro_spaces_blocks_evenly() -> None:
         example=batches[0][0],
         trigger=Every(1),
         strategy="llama-pro",
-        count=2,
+        max_growths=2,
         max_factor=None,
     )
     grower.step(batches, F.cross_entropy)
@@ -263,7 +263,7 @@ def test_a_strategy_that_measures_nothing_logs_no_merit(strategy: str, make: Any
         log=writer,
     )
     grower.step(batches, F.cross_entropy)
-    (growth,), (look,) = grower.history, grower.history.record.looks
+    (growth,), (look,) = grower.history, grower.history.record.decisions
     assert look.measured == measures
     assert any(tag.startswith("sensli/merit") for tag in writer.tags) == measures and "sensli/parameters" in writer.tags
     for text in (*writer.texts, str(look), str(growth), words(page_data(grower.history))[1].split("<table")[0]):

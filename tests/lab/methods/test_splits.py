@@ -31,7 +31,7 @@ def normed() -> nn.Sequential:
 
 
 def sites_of(model: nn.Module, batches: Any) -> Any:
-    return find_sites(model, batches[0][0], grow="units", units=1, start="net2net")
+    return find_sites(model, batches[0][0], what="units", units=1, init="net2net")
 
 
 @pytest.mark.parametrize(

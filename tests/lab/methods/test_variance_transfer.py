@@ -175,7 +175,7 @@ def test_rates_of_generations_follow_undo_and_another_growth_of_the_same_number(
         optimizer.step()
 
     for units in (2, 3):
-        history.append(grow(model, find_sites(model, x, grow="units", units=units)[0], optimizer=optimizer))
+        history.append(grow(model, find_sites(model, x, what="units", units=units)[0], optimizer=optimizer))
         step()
         if units == 2:
             undo(model, history[-1], optimizer=optimizer)

@@ -171,7 +171,7 @@ def test_a_look_computes_what_is_counted_for_it():
     network, stages = Network("cnn", (8,), channels=(4, 6)), [2, 1]
     model = cnn.build(network, CIFAR, 0, stages)
     x, y = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
-    sites = find_sites(model, x, layer="relu", where="conv")
+    sites = find_sites(model, x, form="relu", where="conv")
     with FlopCounterMode(display=False) as counter:
         measure(model, sites, [(x, y)], cross_entropy, norm="frobenius")
     elements = (

@@ -40,7 +40,7 @@ def grow_alone(case: Settings, seed: int, run: int) -> tuple[list[float], list[i
         tau=0,
         norm="frobenius",
         select=case.select,
-        layer="relu" if case.network.kind == "fnn" else "residual",
+        form="relu" if case.network.kind == "fnn" else "residual",
         rates=Rates(lr_scale=case.lr_scale),
     )
     everything = [(data.train_x, data.train_y)]

@@ -201,7 +201,7 @@ class Seen(triggers.Trigger):
     def __init__(self, metrics: list[Any]) -> None:
         self.metrics = metrics
 
-    def fires(self, moment: triggers.Moment) -> bool:
+    def fires(self, moment: triggers.TriggerContext) -> bool:
         self.metrics.append(moment.metric)
         return False
 

@@ -108,15 +108,15 @@ def refused() -> None:
     batches = data(rank, world)
     model = shard(make_model())
     assert "use measure" in raised(lambda: Probe(model, find_sites(model, batches[0][0]))).lower()
-    sites = find_sites(model, batches[0][0], layer="residual")
+    sites = find_sites(model, batches[0][0], form="residual")
     with Probe(model, sites, ratio=False) as probe:
         cross_entropy(model(batches[0][0]), batches[0][1]).backward()
     plain = make_model()
     whole = data(0, 1)[:1]
-    expected = measure(plain, find_sites(plain, whole[0][0], layer="residual"), whole, cross_entropy)
+    expected = measure(plain, find_sites(plain, whole[0][0], form="residual"), whole, cross_entropy)
     assert all(abs(a.value / b.value - 1) < 1e-9 for a, b in zip(probe.merits(), expected, strict=True))
     level: dict[str, Any] = {"confidence": 0.9, "tolerance": 0.5}
-    expected = measure(plain, find_sites(plain, whole[0][0], layer="residual"), data(0, 1, 30), cross_entropy, **level)
+    expected = measure(plain, find_sites(plain, whole[0][0], form="residual"), data(0, 1, 30), cross_entropy, **level)
     found = measure(model, sites, data(rank, world, 30), cross_entropy, **level)
     assert (found.clear, found.samples) == (True, expected.samples) and expected.batches < 30
     assert all(abs(a.value / b.value - 1) < 1e-9 for a, b in zip(found, expected, strict=True))

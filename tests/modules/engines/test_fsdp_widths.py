@@ -93,7 +93,7 @@ def verbs() -> None:
         optimizer, other = make(model.parameters()), make(plain.parameters())
         step(model, optimizer, batches[0])
         step(plain, other, joined[0])
-        sites, theirs = (find_sites(m, joined[0][0][:3], grow="units", units=3) for m in (model, plain))
+        sites, theirs = (find_sites(m, joined[0][0][:3], what="units", units=3) for m in (model, plain))
         assert [str(site) for site in sites] == [str(site) for site in theirs] and len(sites) == 3
         merits, expected = measure(model, sites, batches, cross_entropy), measure(plain, theirs, joined, cross_entropy)
         assert all(abs(a.value / b.value - 1) < 1e-9 for a, b in zip(merits, expected, strict=True))
@@ -123,7 +123,7 @@ def back(growths: list[Any], before: dict[str, Tensor], grown: dict[str, Tensor]
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     step(model, optimizer, batches[0])
     assert same(everything(model, optimizer), before)
-    merits = measure(model, find_sites(model, batches[0][0], grow="units", units=3), batches, cross_entropy)
+    merits = measure(model, find_sites(model, batches[0][0], what="units", units=3), batches, cross_entropy)
     for _ in range(2):
         made = [grow(model, merit, optimizer=optimizer) for merit in merits]
         assert same(everything(model, optimizer), grown)
@@ -138,7 +138,7 @@ def make_optimizer(model: nn.Module) -> Any:
 
 
 def make_grower(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-    options: dict[str, Any] = {"grow": "both", "units": 2, "per": "parameters", "tau": 0.0, "layer": "residual"}
+    options: dict[str, Any] = {"what": "both", "units": 2, "per": "parameters", "tau": 0.0, "form": "residual"}
     return Grower(model, optimizer, preset="paper", example=data(0, 1)[0][0][:3], trigger=triggers.Every(1), **options)
 
 
@@ -176,7 +176,7 @@ def probed() -> None:
     model, plain = shard(make_model()), make_model()
     optimizer, other = OPTIMIZERS["AdamW"](model.parameters()), OPTIMIZERS["AdamW"](plain.parameters())
     for number in range(2):
-        sites, theirs = (find_sites(m, joined[0][0][:3], grow="units", units=2) for m in (model, plain))
+        sites, theirs = (find_sites(m, joined[0][0][:3], what="units", units=2) for m in (model, plain))
         with Probe(model, sites, ratio=False) as probe, Probe(plain, theirs, ratio=False) as expected:
             step(model, optimizer, batches[number])
             step(plain, other, joined[number])
@@ -197,7 +197,7 @@ def refused() -> None:
     model = shard(make_model())
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     step(model, optimizer, batches[0])
-    site = find_sites(model, batches[0][0], grow="units")[1]
+    site = find_sites(model, batches[0][0], what="units")[1]
     before = everything(model, optimizer)
     odd = optimizer.state[model[3].up.weight]  # type: ignore[index, union-attr]
     if rank == 1:
@@ -217,10 +217,10 @@ def refused() -> None:
         small = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1)).double()  # one row: a rank has none
         small = fully_shard(small, shard_placement_fn=place)
         if place is not None:
-            sites = find_sites(small, batches[0][0], grow="units", units=1)
+            sites = find_sites(small, batches[0][0], what="units", units=1)
             assert len(sites) == 0 and "2.weight is sharded along axis 1" in dict(sites.skipped)["0"]
         output = small(batches[0][0])
-        (site,) = find_sites(small, batches[0][0], grow="units", units=2)
+        (site,) = find_sites(small, batches[0][0], what="units", units=2)
         grow(small, site)
         assert torch.allclose(small(batches[0][0]), output, rtol=1e-12, atol=1e-12)
         small(batches[0][0]).sum().backward()

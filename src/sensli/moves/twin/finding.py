@@ -506,7 +506,7 @@ class TwinKind(Kind):
     grows: ClassVar[str] = "layers"
 
     def propose(self, search: Search) -> None:
-        if search.request.layer not in ("auto", "twin"):
+        if search.request.form not in ("auto", "twin"):
             return
         self._say_uncalled(search)
         # All twins before any other kind: between two blocks the one may have a twin where the other has none.
@@ -515,7 +515,7 @@ class TwinKind(Kind):
                 if stack.added or seen.node not in search.taken:
                     sites = self._null(search, block, seen) if stack.added else self._twin(search, block, side, seen)
                     among = (replace(site, _container=stack.container) for site in sites)
-                    search.offer(block, side, seen, among, quiet=search.request.layer == "auto")
+                    search.offer(block, side, seen, among, quiet=search.request.form == "auto")
 
     def _say_uncalled(self, search: Search) -> None:
         """Lists of blocks that are only holders of their parts: what a person takes for a stack has no block to copy."""
@@ -551,6 +551,6 @@ class TwinKind(Kind):
     def _finder(self, search: Search) -> TwinFinder:
         """What was learned on one block is tried first on its equals, also in the next search of the same run."""
         finder: TwinFinder = search.learned.setdefault(
-            self, TwinFinder(search.flow, search.example, search.request.init)
+            self, TwinFinder(search.flow, search.example, search.request.block_init)
         )
         return finder

@@ -227,7 +227,7 @@ class WidthRehearsal(Rehearsal):
     def _on_copy(self, site: Site) -> _Tried:
         """The site on trial, bound to the copy once."""
         if id(site) not in self._tried:
-            self._tried[id(site)] = _Tried(site, width_of(site).by_path().on(self.model))
+            self._tried[id(site)] = _Tried(site, width_of(site).by_path().in_model(self.model))
         return self._tried[id(site)]
 
     def _run(self, training: bool, *, gradients: bool = False) -> list[Tensor]:

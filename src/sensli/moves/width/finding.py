@@ -152,7 +152,7 @@ class Siting:
             if self._is_read_elsewhere(axis):
                 raise NoWidth(f"other code reads {axis.module.path}.{axis.name} too, and would see the new entries")
         axes = tuple(replace(axis, overwritten=self._is_overwritten(axis)) for axis in move.axes)
-        move = replace(move, more=more, axes=axes, start=request.start, layers=layers_in(self.model))
+        move = replace(move, more=more, axes=axes, start=request.unit_init, layers=layers_in(self.model))
         try:
             resized = resizes(self.model, move)
             if is_sharded(self.model):
@@ -278,7 +278,7 @@ class WidthKind(Kind):
         for site in as_configured(trial, search.model, good):
             search.keep(siting.calls[site.path], siting.calls[site.path].ended, site)
         for path, why in grouping.refused.items():
-            if search.request.grow == "units":  # what was said of layers is of no use there
+            if search.request.what == "units":  # what was said of layers is of no use there
                 search.skipped[path] = why
             else:
                 search.skipped.setdefault(path, why)

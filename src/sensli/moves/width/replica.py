@@ -97,7 +97,7 @@ class UserHooks:
             if value() is not None:
                 raise MeasurementError(
                     f"a forward hook on a {type(module).__name__} changes values and keeps them, so it cannot run with candidates for new "
-                    "units. Keep them in a hook that returns None, or measure only layers (grow='layers')."
+                    "units. Keep them in a hook that returns None, or measure only layers (what='layers')."
                 )
 
     def _lending(self, hook: Callable[..., Any], key: Key, its: nn.Module) -> Callable[..., Any]:
@@ -152,7 +152,7 @@ class ReaderCall:
         if self.read is None:
             raise MeasurementError(
                 f"'{self.path}' was called outside of a pass of the model, by loss_fn for example, so what new units would give it to read "
-                "is not known. Call the model itself, or measure only layers (grow='layers')."
+                "is not known. Call the model itself, or measure only layers (what='layers')."
             )
         return self.read[id(asker), self.path][self.number]
 
@@ -305,7 +305,7 @@ class Replica:
             raise MeasurementError(
                 f"the model's code fails with candidates for new units ({type(error).__name__}: {error}), although it did not for "
                 "find_sites. Find the sites with an example like the training data; if forward takes a gradient itself, measure only "
-                "layers (grow='layers')."
+                "layers (what='layers')."
             ) from error
         finally:
             random_state.restore(now)
@@ -321,7 +321,7 @@ class Replica:
             if self._hooks.changes_all(self._givers[path]):
                 raise MeasurementError(
                     f"a hook of all modules (register_module_forward_hook) changes what '{path}' gives, before it can be caught. Set it on "
-                    "the modules themselves, or measure only layers (grow='layers')."
+                    "the modules themselves, or measure only layers (what='layers')."
                 )
             if self._again[path] != before:
                 raise self._went_astray(path, before)
@@ -330,7 +330,7 @@ class Replica:
         return MeasurementError(
             f"'{path}' was called {before} times in the pass, and {self._again[path]} times when the model's code ran once more with "
             "candidates for new units: it draws at random, or decides by the values, which layers run. Measure in eval mode, or only "
-            "layers (grow='layers')."
+            "layers (what='layers')."
         )
 
     # --- the copy ---

@@ -219,20 +219,20 @@ class GradMaxStart(Start):
 
     def refusal(self, site: Site, trial: WidthRehearsal) -> str:
         assert isinstance(site.move, Width)
-        width = site.move.by_path().on(trial.model)
+        width = site.move.by_path().in_model(trial.model)
         problem = _problem(width)
         if problem:
             return problem
         if trial.largest(site) > _STEEPEST * _smallest(width):
-            return 'start="gradmax" needs units that are zero where their rows are, and here they are not'
+            return 'init="gradmax" needs units that are zero where their rows are, and here they are not'
         try:
             slope = _slope(trial, width)
         except MeasurementError:
-            return 'start="gradmax" needs the gradient where rows are zero, and the model\'s code cannot give it (a checkpoint, say)'
+            return 'init="gradmax" needs the gradient where rows are zero, and the model\'s code cannot give it (a checkpoint, say)'
         if slope == 0:
-            return 'start="gradmax" needs a gradient where rows are zero, and here is none (torch\'s ReLU has the slope 0 at 0)'
+            return 'init="gradmax" needs a gradient where rows are zero, and here is none (torch\'s ReLU has the slope 0 at 0)'
         if slope > _STEEPEST:
-            return 'start="gradmax" needs units that may be small, and a norm on the way makes them all equally large'
+            return 'init="gradmax" needs units that may be small, and a norm on the way makes them all equally large'
         return ""
 
     def entries(self, width: Width) -> Entries:
@@ -289,16 +289,16 @@ def _problem(width: Width) -> str:
     norms = [axis.module.path for axis in width.axes if axis.fill in ("one", "zero")]
     if norms:
         return (
-            f'start="gradmax" needs units that may be small, and {norms[0]} is a norm that makes them all equally large'
+            f'init="gradmax" needs units that may be small, and {norms[0]} is a norm that makes them all equally large'
         )
     if {axis.module.path for axis in makers} != {makers[0].module.path} or makers[0].outer * makers[0].inner > 1:
-        return 'start="gradmax" needs units that one row makes, and here several do (a gate, heads, a stream, depthwise kernels)'
+        return 'init="gradmax" needs units that one row makes, and here several do (a gate, heads, a stream, depthwise kernels)'
     role = role_of(module)
     if not isinstance(role, MapRole) or not role.makes or not role.can_unfold:
-        return f'start="gradmax" does not know {makers[0].module.path} ({type(module).__name__})'
+        return f'init="gradmax" does not know {makers[0].module.path} ({type(module).__name__})'
     columns = sum(existing(width, axis).numel() // width.units for axis in width.filled_with("column"))
     if role.inputs_per_unit * columns > _LARGEST:
-        return f'start="gradmax" would need the singular vectors of a {role.inputs_per_unit} x {columns} matrix, which is too large'
+        return f'init="gradmax" would need the singular vectors of a {role.inputs_per_unit} x {columns} matrix, which is too large'
     return ""
 
 

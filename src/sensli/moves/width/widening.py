@@ -99,7 +99,7 @@ class Widening(Edit):
             self._plan(model, site, strict)
         else:
             self.name, self.module = made
-            self.site, self._move = site, site.move.on(model)
+            self.site, self._move = site, site.move.in_model(model)
             self.resized = recall(self.module, resizes(model, self._move, made=True))
         self.copies = bool(self._move.sources)
         check_sizes(self._move)
@@ -116,7 +116,7 @@ class Widening(Edit):
                 f"'{site}' is for all blocks of this {type(model).__name__}, but their number has changed. Call find_sites again."
             )
         sources = move.sources or STARTS[move.start].sources(move.units, move.more)
-        self._move = move = replace(move.on(model), sources=sources)
+        self._move = move = replace(move.in_model(model), sources=sources)
         self.name, self.module = site.find(model)
         if strict and move.layers not in (None, layers_in(model)):
             raise MovedSite(

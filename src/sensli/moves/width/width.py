@@ -198,7 +198,7 @@ class Width(Plain):
         from sensli.moves.width.gauge import ReaderGauge
         from sensli.moves.width.starts import STARTS
 
-        gauge = STARTS[self.start].gauge(self.on(model), model)
+        gauge = STARTS[self.start].gauge(self.in_model(model), model)
         if isinstance(gauge, ReaderGauge):
             gauge.watch(model)
         return gauge
@@ -238,7 +238,7 @@ class Width(Plain):
         factors = tuple(replace(factor, module=bind(factor.module)) for factor in self.factors)
         return replace(self, axes=axes, sizes=sizes, factors=factors)
 
-    def on(self, model: nn.Module) -> Width:
+    def in_model(self, model: nn.Module) -> Width:
         """The same bound to the modules of a model, with their paths of today."""
         return self.bound(lambda ref: Ref.to(*find_part(model, ref)))
 
