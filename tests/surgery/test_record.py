@@ -101,7 +101,7 @@ def test_one_line_per_decision() -> None:
         f"epoch 2: +{merit.site} | merit {merit.value:.1e}, {merit.ratio:.2g} x mean | 42 -> 62 parameters, x1.5, +{32 / before:.0%} FLOPs"
     ).replace("%", " %")
     both = grow(calls=2, max_growths=2).history.record.decisions[0]
-    assert len(str(both).splitlines()) == 2 and both.inserted == (1, 2)
+    assert len(str(both).splitlines()) == 2 and both.growths == (1, 2)
     assert "| 42 -> 62 parameters, x1.5," in str(both) and "| 62 -> 82 parameters, x1.3," in str(both)
     assert "(2 layers at once)" in both.reason
 
