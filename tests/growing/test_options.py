@@ -143,7 +143,7 @@ def test_a_function_is_not_taken_for_the_selection_of_the_same_name() -> None:
     def smallest(merits: Merits) -> Merit:
         return merits.ranked[1]
 
-    growing = grower(deep(), select=smallest)
+    growing = grower(deep(), select=smallest, tau=1e-6)
     assert growing.step(DATA, loss_fn) is not None
     reason, second = growing.history.record.decisions[0].reason, growing.last_merits.ranked[1]  # type: ignore[union-attr]
     assert f"and {second.ratio:.2g} x the mean" in reason and "largest" not in reason
@@ -171,11 +171,11 @@ def test_between_blocks_the_default_takes_the_middle_and_says_so() -> None:
     growing = grower(model, tau=tau, log=lambda look: lines.append(str(look)))
     growth = growing.step(DATA, loss_fn)
     assert growth is not None and growth.site == middle.site
-    assert lines[0].endswith(" | the middle of 5 places between blocks")
+    assert lines[0].endswith(" | the middle of 5 sites between blocks")
     look = growing.history.record.decisions[0]
-    assert look.select == "auto" and look.rule == "the middle of 5 places between blocks"
+    assert look.select == "auto" and look.rule == "the middle of 5 sites between blocks"
     assert look.reason == (
-        "it is the middle of 5 places between blocks, where no merit is known to tell the better one, and the largest merit there, "
+        "it is the middle of 5 sites between blocks, where no merit is known to tell the better one, and the largest merit there, "
         f"{merits.best.ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
     )
     again = type(look).from_dict(look.to_dict())
@@ -192,7 +192,7 @@ def test_several_blocks_are_spaced_evenly_by_default() -> None:
     growing = grower(model, max_growths=2)
     growing.step(DATA, loss_fn)
     assert [str(growth.site) for growth in growing.history] == [str(sites[1]), str(sites[3])]
-    assert growing.history.record.decisions[0].rule == "one of 5 places between blocks, evenly spaced"
+    assert growing.history.record.decisions[0].rule == "one of 5 sites between blocks, evenly spaced"
 
 
 def test_places_stay_in_their_stack_after_a_growth() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ def test_a_look_without_insertion_is_kept_with_its_reason() -> None:
 
 
 def test_the_reason_of_a_control_names_the_largest_merit() -> None:
-    look = grow(calls=2, select="smallest").history.record.decisions[0]
+    look = grow(calls=2, select="smallest", tau=1e-6).history.record.decisions[0]
     assert look.chosen == (1,)
     assert look.reason.startswith("select=smallest gave it, and the largest merit, ")
-    own = grow(calls=2, select=lambda merits: merits.worst).history.record.decisions[0]
+    own = grow(calls=2, select=lambda merits: merits.worst, tau=1e-6).history.record.decisions[0]
     assert own.chosen == (1,) and own.reason.startswith("select=<lambda> gave it, and ")
 
 
@@ -75,9 +76,11 @@ def test_the_reason_tells_what_a_stack_competed_with() -> None:
     (first, *_) = ordered("auto", merits, 1)
     assert first.site is units
     assert reason_of(merits, [first], select="auto", tau=0.0) == (
-        "its merit, 1.0e-03, is more than 4.0e-04, that of the middle of 4 places between blocks, which counts for all of them "
-        "(their largest is 1.8e-02)"
+        "its merit, 1.0e-03, is the largest of those that compete (of the 4 sites between blocks only the middle one, "
+        "Twin(Block) after 2 with 4.0e-04, because merits at the ends of a stack mislead)"
     )
+    assert "tau" not in reason_of(merits, [replace(first, ratio=0.5)], select="largest", tau=0.0)
+    assert "is at least tau = 0.1" in reason_of(merits, [replace(first, ratio=0.5)], select="largest", tau=0.1)
     second = next(merit for merit in merits if merit.value == 0.0001)  # a limit left the first one out
     assert reason_of(merits, [second], select="auto", tau=0.0).startswith(
         "its merit is the largest of those that passed"

@@ -339,8 +339,8 @@ def rule_of(merits: Merits, taken: Sequence[Merit], select: str) -> str:
     if len(own) < 2:
         return ""
     if len(taken) == 1 and taken[0] is own[spread(1, len(own))[0]]:
-        return f"the middle of {len(own)} places between blocks"
-    return f"one of {len(own)} places between blocks, evenly spaced"
+        return f"the middle of {len(own)} sites between blocks"
+    return f"one of {len(own)} sites between blocks, evenly spaced"
 
 
 def _stack(merits: Merits, merit: Merit) -> list[Merit]:
@@ -386,10 +386,10 @@ def reason_of(
         ground = f"its {merit} is the largest of {len(merits)}{_ahead(worth_of(first, per), worth_of(ranked[1], per))}"
     elif select == "auto" and first is ordered(select, merits, 1, per=per)[0]:
         own = _stack(merits, ranked[0])
-        middle = worth_of(own[spread(1, len(own))[0]], per)
+        middle = own[spread(1, len(own))[0]]
         ground = (
-            f"its {merit}, {worth_of(first, per):.1e}, is more than {middle:.1e}, that of the middle of {len(own)} places between blocks, "
-            f"which counts for all of them (their largest is {worth_of(ranked[0], per):.1e})"
+            f"its {merit}, {worth_of(first, per):.1e}, is the largest of those that compete (of the {len(own)} sites between blocks only "
+            f"the middle one, {middle.site} with {worth_of(middle, per):.1e}, because merits at the ends of a stack mislead)"
         )
     elif select in BY_MERIT:
         ground = f"its {merit} is the largest of those that passed the limits"
@@ -398,9 +398,11 @@ def reason_of(
     ratio, whose = (best.ratio, "the largest merit, ") if control else (first.ratio, "")
     if rule:
         ratio, whose = max(_stack(merits, first), key=lambda each: each.value).ratio, "the largest merit there, "
-    passed = ""
-    if ratio is not None:
-        passed = f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
+    passed = (
+        f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
+        if tau and ratio is not None  # with tau = 0 everything passes
+        else ""
+    )
     what = "growths" if any(each.site.kind == "units" for each in chosen) else "layers"
     more = f" ({len(chosen)} {what} at once)" if len(chosen) > 1 else ""
     return f"{ground}{passed}{more}"
