@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from browser import opened, too_wide
-from recorded import infinite
+from recorded import grow, infinite
 from sensli import Grower, History, triggers
 from sensli.growing.looking import Sensli
 from sensli.page import Film, page_data, write_page
@@ -94,11 +95,16 @@ def test_a_box_gets_wider_at_the_growth(browser: Any, wider: tuple[Path, History
         assert chosen.site == "+2 units in 0 (Conv2d 4 -> 6), read by 2"
         assert page.locator("#decision .line").inner_text().startswith(f"epoch 2: {chosen.site} | merit ")
         assert page.locator(".bar.won .name span").first.inner_text() == chosen.site
-        assert f"grown: {chosen.site}" in page.locator("#state").inner_text()
+        assert f"Grew: {chosen.site}" in page.locator("#state").inner_text()
         page.keyboard.press("n")
         assert page.evaluate(boxes) == [unit.path for unit in history.record.outlines[2][1]]
         page.keyboard.press("n")
         assert "4 → 8 units" in page.locator("#network svg").text_content() and page.evaluate(added) == [4]
+        assert "4 → 6 → 8 units" in page.locator("#network svg > g > text").all_text_contents()
+        parts = page.eval_on_selector_all(
+            "[data-part]", "all => all.map(e => [e.dataset.part, e.textContent, e.classList.contains('now')])"
+        )
+        assert parts == [["2", "epoch 2: 4 → 6", False], ["2", "epoch 6: 6 → 8", True]]
         page.keyboard.press("p")
         assert "4 → 6 units" in page.locator("#network svg").text_content()
         words = page.locator("#words").text_content()
@@ -195,7 +201,7 @@ def test_an_infinite_ratio_is_shown(browser: Any, tmp_path: Path) -> None:
 
 
 def test_the_slider_moves_the_picture(browser: Any, film: tuple[Path, History]) -> None:
-    with opened(browser, film[0]) as page:
+    with opened(browser, film[0], place="epoch=60") as page:
         assert page.locator("#epoch").inner_text() == "epoch 60"
         before, cursor = page.evaluate(CANVAS), page.get_attribute("#cursor", "x1")
         columns = "new Set([...document.querySelectorAll('[data-column]')].map(c => c.dataset.column)).size"
@@ -206,11 +212,11 @@ def test_the_slider_moves_the_picture(browser: Any, film: tuple[Path, History]) 
         page.wait_for_function(f"{columns} === 4")
         assert page.evaluate(CANVAS) != before
         assert page.get_attribute("#cursor", "x1") != cursor
-        assert "The first look at all places is at epoch 20" in page.locator("#decision").inner_text()
+        assert "The first check of all sites is at epoch 20" in page.locator("#decision").inner_text()
         page.keyboard.press("n")
         assert page.locator("#epoch").inner_text() == "epoch 20"
         page.wait_for_function(f"{columns} === 5")
-        assert "inserted: Linear(10, 10) + ReLU after " in page.locator("#state").inner_text()
+        assert "Grew: Linear(10, 10) + ReLU after " in page.locator("#state").inner_text()
         page.keyboard.press("ArrowLeft")
         assert page.locator("#epoch").inner_text() == "epoch 19"
 
@@ -279,3 +285,195 @@ def test_without_javascript_the_words_are_there(browser: Any, film: tuple[Path, 
         for look in history.record.decisions:
             assert str(look) in text and look.reason in text
         assert page.get_by_text("The film needs JavaScript").is_visible()
+
+
+def test_the_film_starts_at_the_beginning_with_a_large_button(browser: Any, film: tuple[Path, History]) -> None:
+    with opened(browser, film[0], reduced_motion="reduce") as page:
+        page.clock.install()
+        assert page.locator("#epoch").inner_text() == "epoch 0"
+        start = page.locator("#start").bounding_box()
+        assert start is not None and min(start["width"], start["height"]) > 80
+        page.clock.run_for(3000)
+        assert page.input_value("#slider") == "0"  # nothing moves that nobody asked for
+        page.click("#start")
+        assert page.locator("#start").is_hidden() and page.evaluate("document.activeElement.id") == "play"
+        page.clock.run_for(1500)
+        assert int(page.input_value("#slider")) > 3
+    with opened(browser, film[0], place="epoch=20") as page:
+        assert page.locator("#start").is_hidden()
+        page.focus("#slider")
+        page.keyboard.press("Home")
+        assert page.locator("#start").is_visible()
+
+
+def test_the_subtitle_says_what_came_of_it(
+    browser: Any, wider: tuple[Path, History], film: tuple[Path, History]
+) -> None:
+    first, last = (sum(unit.parameters for unit in wider[1].record.outlines[place][1]) for place in (0, -1))
+    with opened(browser, wider[0]) as page:
+        text = f"Started with {first:,} parameters, grew 3 times to {last:,} ({100 * (last / first - 1):+.0f} %). Metric 1 → 1."
+        assert page.locator("header p").inner_text() == text
+    with opened(browser, film[0]) as page:
+        assert " grew twice to " in page.locator("header p").inner_text()
+
+
+def test_every_resized_box_is_marked(browser: Any, wider: tuple[Path, History]) -> None:
+    """Where channels are added, the layer that reads them changes too."""
+    marked = (
+        "[...document.querySelectorAll('[data-resized]')]"
+        ".map(e => [e.dataset.unit, e.dataset.resized, e.classList.contains('current')])"
+    )
+    with opened(browser, wider[0], place="epoch=1", reduced_motion="reduce") as page:
+        assert page.evaluate(marked) == []
+        page.keyboard.press("n")
+        assert page.evaluate(marked) == [["2", "1", True]]
+        assert "148 → 220" in page.locator("#network svg > g > text").all_text_contents()
+        assert "2 Conv2d(6, 4, 3) (resized at epoch 2)" in page.get_attribute("#network svg", "aria-label")
+        page.keyboard.press("n")
+        assert [path.replace(".anchor", "") for path, *_ in page.evaluate(marked)] == ["2"]
+
+
+def test_what_is_new_is_called_by_its_epoch(browser: Any, wider: tuple[Path, History]) -> None:
+    with opened(browser, wider[0], place="epoch=8", reduced_motion="reduce") as page:
+        names = page.locator("#network svg > g > text").all_text_contents()
+        assert "new, epoch 4" in names and not any("grown" in name for name in names)
+        assert "Conv2d 1→8, 3×3" in names and "Linear 64→2" in names
+        assert page.locator("#epoch").is_visible()
+        seen = "[...document.querySelectorAll('#state span:not(.spoken)')].map(e => e.textContent).join('')"
+        assert page.evaluate(seen) == "No more checks"  # the counter alone says the epoch
+
+
+@pytest.fixture(scope="module")
+def stacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
+    """A stack of blocks in which units grew, although the site before the first block had by far the largest merit."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(self.up(self.norm(x)).relu())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), *(Block() for _ in range(4)), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[1].down.weight.mul_(5)
+        for block in model[2:5]:  # their twins would do as little as they do
+            block.up.weight.mul_(0.03)
+            block.up.bias.mul_(0.03)
+    x, y = torch.randn(32, 4), torch.randint(0, 2, (32,))
+    grower = Grower(
+        model, preset="paper", example=x[:1], trigger=triggers.At(2), tau=0, grow="both", units=2, select="auto", unit="step",
+    )  # fmt: skip
+    noise = torch.randn(120)
+    for step in range(120):
+        grower.step([(x, y)], cross_entropy, metric=float(3 * 0.98**step + 0.2 * noise[step]))
+    file = write_page(tmp_path_factory.mktemp("stacked") / "page.html", page_data(grower.history))
+    return file, grower.history
+
+
+def test_bars_of_sites_that_did_not_compete_say_why(browser: Any, stacked: tuple[Path, History]) -> None:
+    file, history = stacked
+    look = history.record.looks[0]
+    chosen, largest = look.merits[look.chosen[0]], look.merits[0]
+    assert chosen.kind == "units" and largest.kind == "block" and largest.value > 2 * chosen.value
+    with opened(browser, file, place="step=2") as page:
+        aside = page.eval_on_selector_all(
+            ".bar.aside", "all => all.map(e => [e.querySelector('.name span').textContent, e.dataset.aside])"
+        )
+        assert dict(aside)[largest.site] == "between blocks only the middle site competes" and len(aside) == 4
+        assert chosen.site not in dict(aside) and "Twin(Block) after 2" not in dict(aside)  # the middle of five
+        won, other = (
+            page.locator(f".bar{name} .fill").first.bounding_box()["width"]
+            for name in (".won", ":not(.won):not(.aside)")
+        )
+        assert won >= other  # the choice is the longest of those that competed
+        decision = page.locator("#decision").inner_text()
+        assert "Did not compete: between blocks only the middle site competes" in decision
+        assert "is the largest of those that compete" in decision and "tau" not in decision
+        assert page.locator("#words td", has_text="between blocks only the middle site competes").count() == 4
+
+
+def test_a_noisy_curve_is_smoothed(browser: Any, stacked: tuple[Path, History], film: tuple[Path, History]) -> None:
+    rough = """name => { const ys = [...document.querySelector(name).points].map(p => p.y);
+        return ys.slice(1).reduce((sum, y, i) => sum + Math.abs(y - ys[i]), 0); }"""
+    with opened(browser, stacked[0], place="step=120") as page:
+        assert page.evaluate(rough, "[data-past]") < 0.35 * page.evaluate(rough, "#loss polyline:not([data-past])")
+        assert "line: mean of 5" in page.locator("#legend").inner_text()
+        last = stacked[1].record.metrics[-1][1]
+        assert float(page.locator("[data-curve]").get_attribute("data-value")) == last
+    with opened(browser, film[0]) as page:
+        assert "mean of" not in page.locator("#legend").inner_text()
+
+
+def test_the_loss_can_be_seen_over_flops(browser: Any, film: tuple[Path, History], tmp_path: Path) -> None:
+    ends = """() => Object.fromEntries([...document.querySelectorAll('[data-past]')].map(e => [e.dataset.past, [...e.points].at(-1).x]))"""
+    with opened(browser, film[0], place="epoch=60") as page:
+        by_epoch = page.evaluate(ends)
+        assert len(set(by_epoch.values())) == 1 and len(by_epoch) == 3
+        page.check("#flops")
+        by_cost = page.evaluate(ends)
+        assert by_cost["baseline"] < by_cost["grown"]
+        assert page.locator("#loss .time").last.text_content().endswith("FLOPs per sample")
+    history = grown_and_not(tmp_path)
+    with opened(browser, history, place="epoch=4") as page:
+        assert page.locator("#cost").is_visible()
+        page.check("#flops")
+        # 3 x 64 FLOPs in each of two epochs, 3 x 96 in the two after the growth; the other network: 3 x 64 in each of four
+        assert page.locator("#loss .time").last.text_content() == "960 FLOPs per sample"
+        by_cost = page.evaluate(ends)
+        left = page.evaluate("document.querySelector('#loss .grid').x1.baseVal.value")
+        assert (by_cost["baseline"] - left) / (by_cost["grown"] - left) == pytest.approx(768 / 960, abs=0.01)
+
+
+def grown_and_not(folder: Path) -> Path:
+    """The page of a training with that of the same network that did not grow beside it."""
+    grown, still = grow(max_factor=None, trigger=triggers.At(2)), grow(trigger=triggers.At(100))
+    assert len(grown.history) == 1 and len(still.history) == 0
+    return write_page(folder / "two.html", page_data(grown.history, baseline=still.history))
+
+
+def test_a_second_training_is_a_second_curve(browser: Any, tmp_path: Path) -> None:
+    with opened(browser, grown_and_not(tmp_path), place="epoch=4") as page:
+        curves = page.eval_on_selector_all("[data-curve]", "all => all.map(e => e.dataset.curve)")
+        assert curves == ["grown", "baseline"]
+
+
+@pytest.mark.parametrize("which", ["film", "wider", "stacked"])
+def test_the_page_can_be_saved_as_a_picture(browser: Any, which: str, request: pytest.FixtureRequest) -> None:
+    file, _ = request.getfixturevalue(which)
+    with opened(browser, file, place="epoch=40", color_scheme="dark") as page:
+        with page.expect_download() as download:
+            page.click("#save")
+        assert download.value.suggested_filename.endswith(".png")
+        image = Image.open(download.value.path()).convert("RGB")
+        assert image.width == 2400 and image.height > 800
+        assert image.getpixel((2, 2)) == (20, 23, 28)  # the page's colour
+        orange = sum(count for count, pixel in image.getcolors(1 << 24) if pixel == (255, 154, 77))
+        assert orange > 500  # what has grown
+
+
+def test_a_growth_takes_a_third_of_a_second(browser: Any, wider: tuple[Path, History]) -> None:
+    width = "document.querySelector('[data-unit=\"0\"]').width.baseVal.value"
+    with opened(browser, wider[0], place="epoch=1") as page:
+        page.clock.install()
+        page.clock.pause_at(page.evaluate("Date.now() + 1000"))
+        before = page.evaluate(width)
+        page.keyboard.press("n")
+        page.clock.run_for(150)
+        during = page.evaluate(width)
+        page.clock.run_for(250)
+        after = page.evaluate(width)
+        assert before < during < after
+        page.clock.run_for(500)
+        assert page.evaluate(width) == after
+
+
+@pytest.mark.parametrize("width", [390, 768, 1024, 1400])
+def test_no_text_is_cut_at_any_width(
+    browser: Any, width: int, stacked: tuple[Path, History], film: tuple[Path, History]
+) -> None:
+    for file, place in ((stacked[0], "step=2"), (film[0], "epoch=20")):
+        with opened(browser, file, place=place, viewport={"width": width, "height": 900}) as page:
+            assert page.evaluate("document.documentElement.scrollWidth") <= width and too_wide(page) == []

@@ -135,8 +135,7 @@ def test_names_and_legends(browser: Any, page_file: Path) -> None:
         assert "of eval_loss" not in page.content() and "epoch" not in page.locator("body").inner_text().lower()
         legend = page.locator("#key").inner_text()
         assert all(
-            word in legend
-            for word in ("from the start", "inserted", "just now", "measured", "width of a box: parameters")
+            word in legend for word in ("from the start", "new", "just now", "measured", "width of a box: parameters")
         )
         name = page.locator("#network svg text", has_text="…").first
         assert name.locator("title").text_content().startswith("residual_transformer_stage.blocks.")
@@ -148,7 +147,7 @@ def test_a_name_that_stands_out_is_not_wider_than_its_box(browser: Any, tmp_path
     data["looks"][9]["merits"][4]["kind"] = "units"
     file = write_page(tmp_path / "page.html", data)
     with opened(browser, file, place="epoch=30", viewport=size("phone"), reduced_motion="reduce") as page:
-        assert page.locator("#state").text_content().startswith("epoch 30 | grown: ")  # units are not inserted
+        assert page.locator("#state").text_content().startswith("epoch 30 | Grew: ")
         name = page.locator("rect.now + text")
         seen = set()
         for width in range(320, 420, 6):

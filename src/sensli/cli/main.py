@@ -160,6 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--metric", help="what the metric is called, such as 'validation loss' (default: as the file says, or 'metric')"
     )
+    report.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="FILE",
+        help="the history of a training to compare with, for example of the same model that never grew: a second curve",
+    )
     report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
     report.set_defaults(run=_report)
 
@@ -245,7 +251,8 @@ def _report(args: argparse.Namespace) -> None:
     from sensli.page import page_data, read_history, write_page
 
     history = read_history(args.file)
-    data = page_data(history, title=args.title, measure=args.metric)
+    baseline = None if args.baseline is None else read_history(args.baseline)
+    data = page_data(history, title=args.title, measure=args.metric, baseline=baseline)
     beside = args.file if args.file.name else args.file.resolve()  # "." has no name
     page = write_page(args.out or beside.with_suffix(".html"), data)
     if args.json:

@@ -20,11 +20,41 @@ const logarithmic = (lines) => {
   }
   return { ticks, until: 10 ** until, part: (value) => (Math.log10(value) - from) / (until - from) };
 };
+
+// --- noisy curves: a running mean is drawn over the values themselves ---
+const isNoisy = (values) => { // goes up and down all the time, and by more than a hair
+  const changes = values.slice(1).map((value, i) => value - values[i]);
+  const turns = changes.slice(1).filter((change, i) => change * changes[i] < 0).length / Math.max(1, changes.length - 1);
+  const sorted = [...values].sort((a, b) => a - b), span = sorted[Math.floor(0.98 * (sorted.length - 1))] - sorted[0];
+  const usual = changes.map(Math.abs).sort((a, b) => a - b)[Math.floor(changes.length / 2)];
+  return values.length >= 60 && turns > 0.4 && usual > 0.005 * span;
+};
+const REACH = 4; // per cent of a curve that one value of the mean covers
+const curves = data.curves.map((curve) => { // the values that are there; with their mean where they are noisy
+  const points = curve.calls.map((c, i) => ({ c, cost: curve.flops ? curve.flops[i] : null, value: curve.values[i] })).filter((point) => point.value !== null);
+  const noisy = isNoisy(points.map((point) => point.value)), half = noisy ? Math.max(2, Math.round((REACH * points.length) / 200)) : 0;
+  points.forEach((point, i) => {
+    const near = noisy ? points.slice(Math.max(0, i - half), i + half + 1) : [point];
+    point.mean = near.reduce((sum, each) => sum + each.value, 0) / near.length;
+  });
+  return { ...curve, points, over: noisy ? 2 * half + 1 : 1 };
+});
+
+// --- the horizontal axis: calls, or what the training had cost ---
+const priced = curves.length > 0 && curves.every((curve) => curve.flops) && curves.find((curve) => curve.role === "grown");
+const byCost = () => Boolean(priced) && at("flops").checked;
+const spentAt = (c) => { const index = last(priced.calls, (each) => each <= c); return index < 0 ? 0 : priced.flops[index]; };
+const position = (point) => (byCost() ? point.cost : point.c);
+const limitAt = (epoch) => (byCost() ? spentAt(epoch) : epoch); // how far the film has come on that axis
+const pointAt = (curve, epoch) => { const limit = limitAt(epoch); return curve.points[last(curve.points, (point) => position(point) <= limit)]; };
+
 const chartKey = (epoch) => [
-  ...data.curves.filter((curve) => curve.name !== data.measure || valueAt(curve, epoch) !== null).map((curve) => {
-    const value = valueAt(curve, epoch), sign = make("b", { style: { color: colour(curve.role) } }, "━ "), alone = curve.name === data.measure;
-    return make("span", { "data-curve": curve.name, "data-value": String(value) }, sign, `${alone ? "" : curve.name} ${value === null ? "" : short(value)}`);
+  ...curves.filter((curve) => curve.name !== data.measure || valueAt(curve, epoch) !== null).map((curve) => {
+    const point = pointAt(curve, epoch), value = byCost() ? (point ? point.value : null) : valueAt(curve, epoch), alone = curve.name === data.measure;
+    const sign = make("b", { style: { color: colour(curve.role) } }, "━ "), shown = curve.over > 1 && point ? point.mean : value;
+    return make("span", { "data-curve": curve.name, "data-value": String(value), title: value === null ? "" : `${when(epoch)}: ${short(value)}` }, sign, `${alone ? "" : curve.name} ${shown === null ? "" : short(shown)}`);
   }),
+  ...(curves.some((curve) => curve.over > 1) ? [make("span", { class: "over" }, `line: mean of ${Math.max(...curves.map((curve) => curve.over))}`)] : []),
   ...(data.looks.some((look) => look.inserted.length) ? [swatch("look grew", "grew")] : []),
   ...(data.looks.some((look) => !look.inserted.length) ? [swatch("look", "nothing grew")] : []),
 ];
@@ -37,33 +67,34 @@ const chart = (epoch) => {
   const width = widthOf("loss"), height = narrow.matches ? 104 : Math.max(110, room("loss").clientHeight - 2), bottom = 22, top = 8, lines = Math.max(2, Math.floor(height / 42));
   const scale = at("log").checked ? logarithmic(lines) : straight(lines);
   const left = 10 + Math.max(...scale.ticks.map((value) => lengthOf(shortTick(value))));
-  const x = (c) => left + (c / Math.max(data.calls, 1)) * (width - left - 8), y = (value) => top + (1 - Math.min(1, scale.part(value))) * (height - top - bottom);
-  const svg = drawing(width, height, `${data.measure} by ${data.unit}. At ${when(epoch)}: ${data.curves.map((c) => `${c.name} ${short(valueAt(c, epoch) || 0)}`).join(", ")}`);
+  const end = byCost() ? Math.max(...curves.flatMap((curve) => curve.points.map((point) => point.cost))) : data.calls;
+  const x = (where) => left + (where / Math.max(end, 1)) * (width - left - 8), y = (value) => top + (1 - Math.min(1, scale.part(value))) * (height - top - bottom);
+  const svg = drawing(width, height, `${data.measure} by ${byCost() ? "FLOPs" : data.unit}. At ${when(epoch)}: ${data.curves.map((c) => `${c.name} ${short(valueAt(c, epoch) || 0)}`).join(", ")}`);
   for (const value of scale.ticks) {
     svg.append(draw("line", { x1: left, x2: width - 8, y1: y(value), y2: y(value), class: "grid" }));
     svg.append(draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end", class: "soft tick" }, shortTick(value)));
   }
-  const every = Math.max(1, Math.ceil(round(data.calls / 5))), end = when(data.calls), time = (c, anchor, text) => svg.append(draw("text", { x: x(c), y: height - 5, "text-anchor": anchor, class: "soft time" }, text));
-  for (let c = 0; c < data.calls; c += every) {
-    if (x(c) + lengthOf(whole(c)) / 2 < width - 16 - lengthOf(end)) time(c, c ? "middle" : "start", whole(c)); // where there is room beside the last
+  const every = byCost() ? round(end / 5) : Math.max(1, Math.ceil(round(end / 5))), tick = byCost() ? counted : whole, named = byCost() ? `${counted(end)}FLOPs per sample` : when(end);
+  const time = (where, anchor, text) => svg.append(draw("text", { x: x(where), y: height - 5, "text-anchor": anchor, class: "soft time" }, text));
+  for (let where = 0; where < end; where += every) {
+    if (x(where) + lengthOf(tick(where)) / 2 < width - 16 - lengthOf(named)) time(where, where ? "middle" : "start", tick(where)); // where there is room beside the last
   }
-  time(data.calls, "end", end);
-  for (const look of data.looks) svg.append(draw("line", { x1: x(look.call), x2: x(look.call), y1: top, y2: height - bottom, class: look.inserted.length ? "look grew" : "look" }));
-  for (const curve of [...data.curves].sort((a, b) => (a.role === "grown") - (b.role === "grown"))) { // the grown one on top
-    const skip = Math.max(1, Math.floor(curve.calls.length / 800));
-    const points = curve.calls.map((c, i) => [c, curve.values[i], i]).filter(([, value]) => value !== null);
-    const path = (test) => points.filter(([c, , i]) => test(c) && (i % skip === 0 || c === epoch)).map(([c, value]) => `${x(c).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
-    const line = { fill: "none", stroke: colour(curve.role), "stroke-linejoin": "round" };
-    svg.append(draw("polyline", { ...line, points: path(() => true), "stroke-width": 1, opacity: 0.3 }));
-    svg.append(draw("polyline", { ...line, points: path((c) => c <= epoch), "stroke-width": 2.2, "data-past": curve.name }));
-    for (const [c, value] of points.filter(([, v]) => v > scale.until)) { // a value above the chart is a mark at its upper edge
-      const mark = draw("path", { d: `M${x(c)} ${top - 6} l4 6 h-8 Z`, fill: colour(curve.role), "data-above": value });
-      mark.append(draw("title", {}, `${when(c)}: ${short(value)}, above the chart`));
+  time(end, "end", named);
+  const limit = limitAt(epoch);
+  for (const look of data.looks) { const at = x(limitAt(look.call)); svg.append(draw("line", { x1: at, x2: at, y1: top, y2: height - bottom, class: look.inserted.length ? "look grew" : "look" })); }
+  for (const curve of [...curves].sort((a, b) => (a.role === "grown") - (b.role === "grown"))) { // the grown one on top
+    const skip = Math.max(1, Math.floor(curve.points.length / 800)), now = pointAt(curve, epoch);
+    const path = (test, name) => curve.points.filter((point, i) => test(point) && (i % skip === 0 || point === now)).map((point) => `${x(position(point)).toFixed(1)},${y(point[name]).toFixed(1)}`).join(" ");
+    const line = { fill: "none", stroke: colour(curve.role), "stroke-linejoin": "round" }, past = (point) => position(point) <= limit;
+    svg.append(draw("polyline", { ...line, points: path(() => true, "value"), "stroke-width": 1, opacity: 0.3 }));
+    svg.append(draw("polyline", { ...line, points: path(past, "mean"), "stroke-width": 2.2, "data-past": curve.name, "data-over": curve.over }));
+    for (const point of curve.points.filter((each) => each.value > scale.until)) { // a value above the chart is a mark at its upper edge
+      const mark = draw("path", { d: `M${x(position(point))} ${top - 6} l4 6 h-8 Z`, fill: colour(curve.role), "data-above": point.value });
+      mark.append(draw("title", {}, `${when(point.c)}: ${short(point.value)}, above the chart`));
       svg.append(mark);
     }
-    const value = valueAt(curve, epoch);
-    if (value !== null) svg.append(draw("circle", { cx: x(Math.min(epoch, curve.calls[curve.calls.length - 1])), cy: y(value), r: 4, fill: colour(curve.role) }));
+    if (now) svg.append(draw("circle", { cx: x(position(now)), cy: y(now.mean), r: 4, fill: colour(curve.role) }));
   }
-  svg.append(draw("line", { x1: x(epoch), x2: x(epoch), y1: top, y2: height - bottom, class: "cursor", id: "cursor" }));
+  svg.append(draw("line", { x1: x(limit), x2: x(limit), y1: top, y2: height - bottom, class: "cursor", id: "cursor" }));
   room("loss").replaceChildren(svg);
 };

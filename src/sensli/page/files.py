@@ -147,7 +147,7 @@ def _find(data: Any, depth: int = 6) -> Mapping[str, Any] | None:
 
 
 SCRIPTS = (  # in this order: each uses the earlier ones
-    "tools.js", "network.js", "boxes.js", "graph.js", "decision.js", "boundary.js", "chart.js", "film.js"
+    "tools.js", "network.js", "boxes.js", "graph.js", "decision.js", "boundary.js", "chart.js", "save.js", "film.js"
 )  # fmt: skip
 
 

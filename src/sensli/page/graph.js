@@ -1,13 +1,14 @@
 // A small network on the plane: every unit and every weight.
 const graph = (film, frame, epoch) => {
-  const units = unitsAt(epoch), layers = film.weights[frame], width = widthOf("network"), bottom = 46;
-  const height = narrow.matches ? 300 : Math.max(220, room("network").clientHeight - 2);
+  const units = unitsAt(epoch), layers = film.weights[frame], width = widthOf("network"), bottom = 62;
+  const height = narrow.matches ? 300 : Math.max(170, room("network").clientHeight - 2);
   const edge = Math.min(60, width * 0.1), apart = (width - 2 * edge) / layers.length, tight = apart < 96;
-  const columns = [{ key: "input", size: layers[0].weight[0].length, name: "input" }].concat(layers.map((layer, i) => {
+  const columns = [{ key: "input", size: layers[0].weight[0].length, name: "input", more: "" }].concat(layers.map((layer, i) => {
     const unit = units.find((u) => inside(layer.path, u.path)) || { growth: null, path: layer.path };
     const from = units.indexOf(unit), until = units.findIndex((u, k) => k > from && u.parameters > 0);
-    const names = units.slice(from, until < 0 ? units.length : until).map((u) => nameOf(u.path)).join(", ");
-    return { key: layer.path, size: layer.weight.length, before: unit.growth ? null : unitsBefore(unit, epoch), unit, growth: unit.growth, name: i === layers.length - 1 && !tight ? `${names} (output)` : names };
+    const parts = units.slice(from, until < 0 ? units.length : until).flatMap((u) => pretty(u.label).split(" + "));
+    const end = i === layers.length - 1, name = tight ? parts[0].replace(/^\w+ /, "") : parts[0];
+    return { key: layer.path, size: layer.weight.length, before: unit.growth ? null : unitsBefore(unit, epoch), unit, growth: unit.growth, name, more: end ? "output" : parts.slice(1).map((part) => `+ ${part}`).join(" "), path: nameOf(layer.path) };
   }));
   const wanted = new Map(columns.map((c, i) => [c.key, { ...c, place: edge + i * apart, grow: 1 }]));
   const spacing = (column) => Math.min(40, (height - bottom - 24) / Math.max(column.size, 1)), radius = (column) => Math.min(8, spacing(column) * 0.42);
@@ -31,8 +32,11 @@ const graph = (film, frame, epoch) => {
         }));
       }
       const middle = { x: column.place, "text-anchor": "middle", opacity: column.grow };
-      svg.append(label(column.name, space, { ...middle, y: height - 22 }));
-      const born = column.growth ? `${tight ? "at" : "inserted at"} ${whole(bornAt(column.growth, epoch))}` : "";
+      const text = label(column.name, space, { ...middle, y: height - 38 });
+      if (column.path) text.append(draw("title", {}, column.path));
+      svg.append(text);
+      if (column.more) svg.append(label(column.more, space, { ...middle, y: height - 22, class: "soft" }));
+      const born = column.growth ? tight ? `at ${whole(bornAt(column.growth, epoch))}` : when(bornAt(column.growth, epoch)) : "";
       const note = born || (column.before ? `${column.before} → ${column.unit.units}${tight ? "" : " units"}` : "");
       if (note) svg.append(label(note, space, { ...middle, y: height - 6, class: "fresh" }));
     }

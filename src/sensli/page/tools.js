@@ -9,8 +9,16 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 const whole = (value) => value.toLocaleString("en-US");
 const short = (value) => { const size = Math.abs(value); return size === 0 ? "0" : size < 1e-3 || size >= 1e6 ? value.toExponential(2) : size < 1e4 ? value.toPrecision(4) : whole(Math.round(value)); };
 const when = (call) => `${data.unit} ${whole(call)}`; // "epoch 40", "step 12,000"
+const pretty = (label) => label.replace(/(\w+)\((\d+), (\d+)(?:, ([\dx]+))?\)/g, (_, name, from, to, kernel) => { // "Linear 10→10", "Conv2d 4→6, 3×3"
+  const sides = kernel && !kernel.includes("x") ? Array(Number((/Conv(\d)d/.exec(name) || [0, 1])[1])).fill(kernel).join("×") : (kernel || "").replaceAll("x", "×");
+  return `${name} ${from}→${to}${kernel ? `, ${sides}` : ""}`;
+});
+const counted = (value) => { // "3.2 G"
+  const [size, sign] = [[1e15, " P"], [1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"], [1, " "]].find(([least]) => value >= least) || [1, " "];
+  return `${Number((value / size).toPrecision(3))}${sign}`;
+};
 const merit = (value) => value.toExponential(2).replace(/e([+-])(\d)$/, "e$10$2");
-const icons = { play: "M6 3 L16 10 L6 17 Z", stop: "M5 3h4v14H5z M11 3h4v14h-4z", previous: "M4 3h2.5v14H4z M16 3 L7.5 10 L16 17 Z", next: "M13.5 3H16v14h-2.5z M4 3 L12.5 10 L4 17 Z" };
+const icons = { play: "M6 3 L16 10 L6 17 Z", stop: "M5 3h4v14H5z M11 3h4v14h-4z", previous: "M4 3h2.5v14H4z M16 3 L7.5 10 L16 17 Z", next: "M13.5 3H16v14h-2.5z M4 3 L12.5 10 L4 17 Z", save: "M8.7 2h2.6v7h3.5L10 14.2 5.2 9h3.5z M3 15.5h14V18H3z" };
 const last = (list, test) => list.reduce((found, item, index) => (test(item) ? index : found), -1);
 const inside = (path, outer) => path === outer || path.startsWith(`${outer}.`);
 
