@@ -19,6 +19,7 @@ from browser import chromium, opened  # noqa: E402
 from sensli_lab.demo import demo  # noqa: E402
 
 STILL, SIZE, FRAMES = 600, {"width": 1200, "height": 900}, 24
+WIDE, COLOURS = 960, 256  # of the film: enough for the shades of the boundaries
 
 
 def main() -> None:
@@ -27,19 +28,25 @@ def main() -> None:
         demo(Path(folder), seed=1, as_json=True)
         with opened(browser, Path(folder) / "growth.html", viewport=SIZE, reduced_motion="reduce") as page:
             last = int(page.get_attribute("#slider", "max") or 0)
-            frames, times = [], []
+            pictures = []
             for step in range(FRAMES):
                 where = round(step * last / (FRAMES - 1))
                 page.evaluate(
-                    f"(() => {{ const s = document.getElementById('slider'); s.value = {where}; s.dispatchEvent(new Event('input')); }})()"
+                    f"(() => {{ const s = document.getElementById('slider'); s.value = {where}; s.dispatchEvent(new Event('input')); "
+                    "document.getElementById('start').hidden = true; })()"  # a picture has nothing to press
                 )
                 picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-                frames.append(
-                    picture.resize((720, 540), Image.Resampling.LANCZOS).quantize(
-                        64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-                    )
-                )
-                times.append(200)
+                pictures.append(picture.resize((WIDE, WIDE * 3 // 4), Image.Resampling.LANCZOS))
+            # one palette for all of them, of what has most colours in some: with one each, the shades would flicker
+            lower = [
+                picture.crop((0, picture.height * 2 // 3, *picture.size)) for picture in pictures[::4] + pictures[-1:]
+            ]
+            sheet = Image.new("RGB", (WIDE, sum(part.height for part in lower)))
+            for number, part in enumerate(lower):
+                sheet.paste(part, (0, number * part.height))
+            palette = sheet.quantize(COLOURS, Image.Quantize.MEDIANCUT, kmeans=2)
+            frames = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures]
+            times = [200] * FRAMES
             times[0], times[-1] = 700, 2500
             frames[0].save(
                 assets / "growth.gif", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True
