@@ -477,3 +477,4 @@ def test_no_text_is_cut_at_any_width(
     for file, place in ((stacked[0], "step=2"), (film[0], "epoch=20")):
         with opened(browser, file, place=place, viewport={"width": width, "height": 900}) as page:
             assert page.evaluate("document.documentElement.scrollWidth") <= width and too_wide(page) == []
+            assert "…" not in page.locator("#network").inner_text()

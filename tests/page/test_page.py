@@ -20,9 +20,10 @@ from sensli.checkpoint.checkpoint import save_checkpoint
 from sensli.cli.main import main
 from sensli.errors import HistoryError
 from sensli.page import page_data, read_history
-from sensli.page.data import words
+from sensli.page.data import resized_in, spent, with_rivals, words
 from sensli.page.files import render
 from sensli.surgery.outline import Unit
+from sensli.surgery.record import Look, SiteMerit, Tried, TriedArm
 
 
 def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,3 +209,86 @@ def test_tables_in_a_notebook() -> None:
         html = shown._repr_html_()
         assert html.startswith("<table>") and str(sites[0].move) in html
     assert f"{merits.best.value:.3e}" in merits._repr_html_()
+
+
+def reasons(look: Look, *paths: str) -> list[str]:
+    """Why the sites of a check did not compete, in the order of their merits."""
+    return [row["aside"] for row in with_rivals(look, [Unit(path, "", 1) for path in paths])]
+
+
+def test_what_did_not_compete_is_told() -> None:
+    def site(path: str, value: float, kind: str = "linear", side: str = "after") -> SiteMerit:
+        return SiteMerit(f"{kind} {side} {path}", path, side, value, value, None, 10, 10, kind)
+
+    blocks = [
+        site("b.0", 9, "block", "before"),
+        site("b.2", 5, "block"),
+        site("b.1", 3, "block"),
+        site("b.0", 2, "block"),
+    ]
+    plain = [site("x", 4), site("y", 0.5)]
+    facts: dict[str, Any] = {"call": 1, "tau": 1.0, "reason": "", "norm": "frobenius", "inserted": (1,)}
+    middle, paths = "between blocks only the middle site competes", ("b.0", "b.1", "b.2", "x", "y")
+    auto = Look(**facts, select="auto", merits=(*blocks, *plain), chosen=(4,))
+    assert reasons(auto, *paths) == [
+        middle,
+        middle,
+        "",
+        middle,
+        "",
+        "below tau = 1",
+    ]  # of 4: before 0, after 0, 1 and 2
+    largest = Look(**facts, select="largest", merits=(*blocks, *plain), chosen=(1,))
+    assert reasons(largest, *paths) == ["left out by the limits", "", "", "", "", "below tau = 1"]
+    first = Look(**facts, select="first", merits=tuple(plain), chosen=(0,))
+    assert reasons(first, *paths) == ["the merit did not decide: select=first did"] * 2
+    arms = (TriedArm("no growth", 1, 1, 0.1), TriedArm(plain[0].site, 1, 1, 0.2))
+    tried = Look(**facts, select="auto", merits=tuple(plain), chosen=(0,), tried=Tried(arms, 1, "metric"))
+    assert reasons(tried, *paths) == ["", "not in the trial, which decided"]
+    unmeasured = Look(**{**facts, "norm": "none"}, select="first", merits=tuple(plain), chosen=(0,))
+    assert reasons(unmeasured, *paths) == ["", ""]
+
+
+def test_a_resized_tensor_is_found_under_the_name_that_it_has_then() -> None:
+    """A block that comes in moves the numbers of those after it."""
+    history = grow(2, grow="units", units=2, where=lambda site: site.path == "2").history
+    (growth,) = history
+    later = replace(
+        growth, number=2, resized=(), renames={"4.weight": "5.weight"}, details={"epoch": 3}, parameters=("4.weight",)
+    )
+    both = History([growth, later])
+    units = [Unit(path, "", 1, changes=(1,) if path == "2.anchor" else ()) for path in ("0", "2.anchor", "4", "5")]
+    assert resized_in(units, 2, both) == [[], [], [1], []]
+    assert resized_in(units, 3, both) == [[], [], [], [1]]
+    assert resized_in(units, 1, both) == [[], [], [], []]
+
+
+def test_flops_are_summed_where_they_are_known() -> None:
+    history = grow(max_factor=None).history
+    cost, record = spent(history.record), history.record
+    assert cost is not None and [cost(call) for call in range(5)] == [0, 192, 384, 672, 960]
+    assert page_data(history)["curves"][0]["flops"] == [192, 384, 672, 960]
+    other = page_data(history, baseline=grow(trigger=triggers.At(9)).history)["curves"]
+    assert [curve["flops"] for curve in other] == [[192, 384, 672, 960], [192, 384, 576, 768]]
+    record.looks[0] = replace(record.looks[0], flops=None)  # older files do not say them
+    assert spent(record) is None and page_data(history)["curves"][0]["flops"] is None
+    undone = grow().history
+    undone.pop()
+    assert page_data(undone)["curves"][0]["flops"] is None
+    assert spent(grow(tau=1e9).history.record) is None
+
+
+def test_the_subtitle() -> None:
+    assert (
+        page_data(grow(2).history)["subtitle"] == "Started with 42 parameters, grew once to 62 (+48 %). Metric 1 → 0.5."
+    )
+    assert page_data(grow(tau=1e9).history)["subtitle"] == "42 parameters, 2 checks, nothing grew. Metric 1 → 0.25."
+
+
+def test_report_with_a_second_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grow().history.save(tmp_path / "grown.json")
+    grow(trigger=triggers.At(9)).history.save(tmp_path / "still.json")
+    assert main(["report", str(tmp_path / "grown.json"), "--baseline", str(tmp_path / "still.json")]) == 0
+    assert '"name":"baseline"' in (tmp_path / "grown.html").read_text()
+    assert main(["report", str(tmp_path / "grown.json"), "--baseline", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err

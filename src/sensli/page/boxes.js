@@ -7,7 +7,7 @@ const noteOf = (unit, units, epoch, small, space) => {
   if (widths.length) { // every step of it where there is room, otherwise the first and the last
     return [chain(widths, small), chain(widths, true), chain([widths[0], widths[widths.length - 1]], small)].find((text) => lengthOf(text) <= space) || chain([widths[0], widths[widths.length - 1]], true);
   }
-  if (resized) return resized.map(whole).join(" → ");
+  if (resized) return [resized.map(whole).join(" → "), `+${whole(resized[1] - resized[0])}`].find((text) => lengthOf(text) <= space - 4) || whole(resized[1]);
   return unit.parameters ? whole(unit.parameters) : "";
 };
 const marks = (look, units) => { // unit index -> merit of the site after (or before) it, at the last check
@@ -38,7 +38,7 @@ const boxes = (epoch) => {
     const block = around(unit, units), own = block ? nameOf(unit.path.slice(block.path.length + 1)) : nameOf(unit.path);
     return `${block ? "↳ " : ""}${unit.growth === null ? own : `new, ${when(bornAt(unit.growth, epoch))}`}`;
   });
-  const notes = units.map((unit) => noteOf(unit, units, epoch, small, width * 0.3));
+  const notes = units.map((unit) => noteOf(unit, units, epoch, small, width * 0.3 - 2));
   const left = 10 + Math.min(width * (small ? 0.28 : 0.32), Math.max(40, ...names.map((name) => lengthOf(name))));
   const widest = drawn.map((u) => (u.changes || []).length ? lengthOf(chain([u.units || 0, u.units || 0], small)) : 0);
   const right = 10 + Math.min(width * 0.3, Math.max(50, ...widest, ...notes.map((note) => lengthOf(note))));

@@ -42,9 +42,10 @@ const curves = data.curves.map((curve) => { // the values that are there; with t
 
 // --- the horizontal axis: calls, or what the training had cost ---
 const priced = curves.length > 0 && curves.every((curve) => curve.flops) && curves.find((curve) => curve.role === "grown");
-const byCost = () => Boolean(priced) && at("flops").checked;
+let axis = "c"; // or "cost", as the switch says
+const byCost = () => axis === "cost";
 const spentAt = (c) => { const index = last(priced.calls, (each) => each <= c); return index < 0 ? 0 : priced.flops[index]; };
-const position = (point) => (byCost() ? point.cost : point.c);
+const position = (point) => point[axis];
 const limitAt = (epoch) => (byCost() ? spentAt(epoch) : epoch); // how far the film has come on that axis
 const pointAt = (curve, epoch) => { const limit = limitAt(epoch); return curve.points[last(curve.points, (point) => position(point) <= limit)]; };
 
@@ -59,6 +60,7 @@ const chartKey = (epoch) => [
   ...(data.looks.some((look) => !look.inserted.length) ? [swatch("look", "nothing grew")] : []),
 ];
 const chart = (epoch) => {
+  axis = priced && at("flops").checked ? "cost" : "c";
   at("legend").replaceChildren(...chartKey(epoch));
   if (!known.length) {
     room("loss").replaceChildren(make("p", { class: "hint" }, "No metric was recorded. Call grower.step(batches, loss_fn, metric=loss), or give a GrowthCallback monitor=\"eval_loss\" or the like, to see it here."));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
@@ -85,31 +85,29 @@ def with_rivals(look: Look, units: Sequence[Unit]) -> list[dict[str, Any]]:
         return rows
     if look.tried is not None:
         tried = {arm.name for arm in look.tried.arms}
-        _set_aside(rows, [row for row in rows if row["site"] not in tried], "not in the trial, which decided")
+        _set_aside([row for row in rows if row["site"] not in tried], "not in the trial, which decided")
         return rows
     if look.select == "smallest":  # by merit, the other way round
         return rows
     if look.select not in BY_MERIT:
-        _set_aside(rows, rows, f"the merit did not decide: select={look.select} did")
+        _set_aside(rows, f"the merit did not decide: select={look.select} did")
         return rows
     stacks = _stacks(rows, units) if look.select == "auto" else []
     for own in stacks:
         others = [row for row in own if row is not own[spread(1, len(own))[0]]]
-        _set_aside(rows, others, "between blocks only the middle site competes")
+        _set_aside(others, "between blocks only the middle site competes")
     single = [row for row in rows if not any(row is each for own in stacks for each in own)]
-    _set_aside(
-        rows, [r for r in single if r["ratio"] is not None and r["ratio"] < look.tau], f"below tau = {look.tau:g}"
-    )
+    below = [row for row in single if row["ratio"] is not None and row["ratio"] < look.tau]
+    _set_aside(below, f"below tau = {look.tau:g}")
     if look.chosen:
         first = rows[look.chosen[0]]["worth"]
-        _set_aside(rows, [row for row in single if row["worth"] > first], "left out by the limits")
+        _set_aside([row for row in single if row["worth"] > first], "left out by the limits")
     return rows
 
 
-def _set_aside(rows: list[dict[str, Any]], those: list[dict[str, Any]], why: str) -> None:
+def _set_aside(rows: Iterable[dict[str, Any]], why: str) -> None:
     for row in rows:
-        if any(row is each for each in those):
-            row["aside"] = row["aside"] or why
+        row["aside"] = row["aside"] or why
 
 
 def _stacks(rows: list[dict[str, Any]], units: Sequence[Unit]) -> list[list[dict[str, Any]]]:

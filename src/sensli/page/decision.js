@@ -34,7 +34,7 @@ const bars = (look) => {
   const hint = (text, options = {}) => parts.push(make("p", { class: "hint", ...options }, text));
   if (look.merits.length > all.length) hint(`${look.merits.length - all.length} more sites are listed in the text below.`);
   if (look.per && ["auto", "largest", "smallest"].includes(look.select)) hint(`chosen by the merit per added ${look.per === "flops" ? "FLOP" : "parameter"}, which the bars show`);
-  hint(threshold ? `dashed: tau = ${look.tau} x the mean of the existing weights, ${merit(threshold)}` : look.tau ? `tau = ${look.tau}` : "", { id: "tau", "data-tau": String(look.tau), ...(look.tau ? {} : { hidden: "" }) });
+  hint(threshold ? `mark in the bars: tau = ${look.tau} x the mean of the existing weights, ${merit(threshold)}` : look.tau ? `tau = ${look.tau}` : "", { id: "tau", "data-tau": String(look.tau), ...(look.tau ? {} : { hidden: "" }) });
   return parts;
 };
 const fade = (id) => { // a panel that scrolls shows that there is more

@@ -2,7 +2,7 @@
 const graph = (film, frame, epoch) => {
   const units = unitsAt(epoch), layers = film.weights[frame], width = widthOf("network"), bottom = 62;
   const height = narrow.matches ? 300 : Math.max(170, room("network").clientHeight - 2);
-  const edge = Math.min(60, width * 0.1), apart = (width - 2 * edge) / layers.length, tight = apart < 96;
+  const edge = Math.min(60, width * 0.1), apart = (width - 2 * edge) / layers.length, tight = apart < 84;
   const columns = [{ key: "input", size: layers[0].weight[0].length, name: "input", more: "" }].concat(layers.map((layer, i) => {
     const unit = units.find((u) => inside(layer.path, u.path)) || { growth: null, path: layer.path };
     const from = units.indexOf(unit), until = units.findIndex((u, k) => k > from && u.parameters > 0);
