@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from browser import opened, too_wide
-from recorded import grow, infinite
-from sensli import Grower, History, triggers
+from recorded import BATCHES, X, grow, infinite, make_model
+from sensli import Grower, History, Trial, triggers
 from sensli.growing.looking import Sensli
 from sensli.page import Film, page_data, write_page
 from sensli_lab import demo
@@ -478,3 +478,20 @@ def test_no_text_is_cut_at_any_width(
         with opened(browser, file, place=place, viewport={"width": width, "height": 900}) as page:
             assert page.evaluate("document.documentElement.scrollWidth") <= width and too_wide(page) == []
             assert "…" not in page.locator("#network").inner_text()
+
+
+def test_a_trial_shows_how_each_network_did(browser: Any, tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grower = Grower(
+        model, optimizer, preset="paper", example=X[:1], trigger=triggers.Every(1), tau=0, max_factor=None, trial=Trial(1),
+    )  # fmt: skip
+    grower.step(BATCHES, cross_entropy)
+    tried = grower.history.record.looks[0].tried
+    assert tried is not None and len(tried.arms) == 3
+    file = write_page(tmp_path / "page.html", page_data(grower.history))
+    with opened(browser, file, place="epoch=1", viewport={"width": 390, "height": 844}) as page:
+        shown = page.eval_on_selector_all("[data-trial]", "all => all.map(e => e.dataset.trial)")
+        assert sorted(map(float, shown)) == sorted(arm.score for arm in tried.arms[1:] if arm.score is not None)
+        assert "A trial decided: the mean loss of each network after it" in page.locator("#decision").inner_text()
+        assert too_wide(page) == []

@@ -24,7 +24,9 @@ const bars = (look) => {
     const ratio = entry.ratio === null ? "" : ` = ${entry.ratio.toPrecision(3)} x mean`, text = look.per ? `${merit(worth)} per ${look.per === "flops" ? "FLOP" : "parameter"}` : `${merit(entry.value)}${ratio}`;
     const value = make("span", { "data-merit": String(entry.value), title: `merit ${merit(entry.value)}${ratio}` }, text), kind = entry.kind === "units" ? "" : called(entry.path, look.call - 1);
     const fits = kind && lengthOf(`${entry.site}  ${kind}  ${text}`, BOLD) * 1.15 < space; // the name of the module at the site, where there is room
-    const name = make("div", { class: "name" }, nameInRoom(entry.site, roomy ? space - 190 : space), ...(fits ? [make("span", { class: "kind" }, kind)] : []), value);
+    const name = make("div", { class: "name" }, nameInRoom(entry.site, roomy ? space - (look.tried ? 280 : 190) : space), ...(fits ? [make("span", { class: "kind" }, kind)] : []), value);
+    const arm = look.tried && look.tried.arms.find((each) => each.name === entry.site);
+    if (arm) value.prepend(make("b", { "data-trial": String(arm.score) }, `trial ${arm.score === null ? "failed" : short(arm.score)}`), " · ");
     if (kind) name.title = kind;
     return make("div", { class: `bar${won ? " won" : aside ? " aside" : ""}`, ...(aside && !won ? { title: aside, "data-aside": aside } : {}) }, name, bar);
   };
@@ -33,6 +35,7 @@ const bars = (look) => {
   const parts = [make("div", { class: roomy ? "bars roomy" : "bars", role: "img", "aria-label": `Merits: ${all.map(({ entry, won, aside }) => `${entry.site} ${merit(entry.value)}${aside && !won ? ` (did not compete: ${aside})` : ""}`).join("; ")}` }, ...listed.map(row), ...groups)];
   const hint = (text, options = {}) => parts.push(make("p", { class: "hint", ...options }, text));
   if (look.merits.length > all.length) hint(`${look.merits.length - all.length} more sites are listed in the text below.`);
+  if (look.tried) hint(`A trial decided: the ${look.tried.score} of each network after it; without a growth ${look.tried.arms[0].score === null ? "not finite" : short(look.tried.arms[0].score)}.`);
   if (look.per && ["auto", "largest", "smallest"].includes(look.select)) hint(`chosen by the merit per added ${look.per === "flops" ? "FLOP" : "parameter"}, which the bars show`);
   hint(threshold ? `mark in the bars: tau = ${look.tau} x the mean of the existing weights, ${merit(threshold)}` : look.tau ? `tau = ${look.tau}` : "", { id: "tau", "data-tau": String(look.tau), ...(look.tau ? {} : { hidden: "" }) });
   return parts;
