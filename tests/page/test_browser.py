@@ -260,7 +260,7 @@ def test_a_report_shows_any_model_and_a_refusal(browser: Any, report: tuple[Path
         page.wait_for_function(f"{boxes}.length === 7")
         assert page.evaluate(boxes) == [unit.path for unit in history.record.outlines[1][1]]
         page.keyboard.press("n")
-        assert "nothing inserted" in page.locator("#decision").inner_text()
+        assert "nothing grown" in page.locator("#decision").inner_text()
         assert page.locator(".bar.won").count() == 0
         assert page.locator("#boundary").is_hidden()
         # a title is text, whatever stands in it
@@ -364,7 +364,7 @@ def stacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
             block.up.bias.mul_(0.03)
     x, y = torch.randn(32, 4), torch.randint(0, 2, (32,))
     grower = Grower(
-        model, preset="paper", example=x[:1], trigger=triggers.At(2), tau=0, grow="both", units=2, select="auto", unit="step",
+        model, preset="paper", example=x[:1], trigger=triggers.At(2), tau=0, what="both", units=2, select="auto", step_name="step",
     )  # fmt: skip
     noise = torch.randn(120)
     for step in range(120):
@@ -375,7 +375,7 @@ def stacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
 
 def test_bars_of_sites_that_did_not_compete_say_why(browser: Any, stacked: tuple[Path, History]) -> None:
     file, history = stacked
-    look = history.record.looks[0]
+    look = history.record.decisions[0]
     chosen, largest = look.merits[look.chosen[0]], look.merits[0]
     assert chosen.kind == "units" and largest.kind == "block" and largest.value > 2 * chosen.value
     with opened(browser, file, place="step=2") as page:
@@ -487,7 +487,7 @@ def test_a_trial_shows_how_each_network_did(browser: Any, tmp_path: Path) -> Non
         model, optimizer, preset="paper", example=X[:1], trigger=triggers.Every(1), tau=0, max_factor=None, trial=Trial(1),
     )  # fmt: skip
     grower.step(BATCHES, cross_entropy)
-    tried = grower.history.record.looks[0].tried
+    tried = grower.history.record.decisions[0].tried
     assert tried is not None and len(tried.arms) == 3
     file = write_page(tmp_path / "page.html", page_data(grower.history))
     with opened(browser, file, place="epoch=1", viewport={"width": 390, "height": 844}) as page:

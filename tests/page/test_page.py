@@ -23,7 +23,7 @@ from sensli.page import page_data, read_history
 from sensli.page.data import resized_in, spent, with_rivals, words
 from sensli.page.files import render
 from sensli.surgery.outline import Unit
-from sensli.surgery.record import Look, SiteMerit, Tried, TriedArm
+from sensli.surgery.record import Decision, SiteMerit, Tried, TriedArm
 
 
 def test_report_from_a_history_and_from_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,7 @@ def test_tables_in_a_notebook() -> None:
     assert f"{merits.best.value:.3e}" in merits._repr_html_()
 
 
-def reasons(look: Look, *paths: str) -> list[str]:
+def reasons(look: Decision, *paths: str) -> list[str]:
     """Why the sites of a check did not compete, in the order of their merits."""
     return [row["aside"] for row in with_rivals(look, [Unit(path, "", 1) for path in paths])]
 
@@ -229,7 +229,7 @@ def test_what_did_not_compete_is_told() -> None:
     plain = [site("x", 4), site("y", 0.5)]
     facts: dict[str, Any] = {"call": 1, "tau": 1.0, "reason": "", "norm": "frobenius", "inserted": (1,)}
     middle, paths = "between blocks only the middle site competes", ("b.0", "b.1", "b.2", "x", "y")
-    auto = Look(**facts, select="auto", merits=(*blocks, *plain), chosen=(4,))
+    auto = Decision(**facts, select="auto", merits=(*blocks, *plain), chosen=(4,))
     assert reasons(auto, *paths) == [
         middle,
         middle,
@@ -238,20 +238,20 @@ def test_what_did_not_compete_is_told() -> None:
         "",
         "below tau = 1",
     ]  # of 4: before 0, after 0, 1 and 2
-    largest = Look(**facts, select="largest", merits=(*blocks, *plain), chosen=(1,))
+    largest = Decision(**facts, select="largest", merits=(*blocks, *plain), chosen=(1,))
     assert reasons(largest, *paths) == ["left out by the limits", "", "", "", "", "below tau = 1"]
-    first = Look(**facts, select="first", merits=tuple(plain), chosen=(0,))
+    first = Decision(**facts, select="first", merits=tuple(plain), chosen=(0,))
     assert reasons(first, *paths) == ["the merit did not decide: select=first did"] * 2
     arms = (TriedArm("no growth", 1, 1, 0.1), TriedArm(plain[0].site, 1, 1, 0.2))
-    tried = Look(**facts, select="auto", merits=tuple(plain), chosen=(0,), tried=Tried(arms, 1, "metric"))
+    tried = Decision(**facts, select="auto", merits=tuple(plain), chosen=(0,), tried=Tried(arms, 1, "metric"))
     assert reasons(tried, *paths) == ["", "not in the trial, which decided"]
-    unmeasured = Look(**{**facts, "norm": "none"}, select="first", merits=tuple(plain), chosen=(0,))
+    unmeasured = Decision(**{**facts, "norm": "none"}, select="first", merits=tuple(plain), chosen=(0,))
     assert reasons(unmeasured, *paths) == ["", ""]
 
 
 def test_a_resized_tensor_is_found_under_the_name_that_it_has_then() -> None:
     """A block that comes in moves the numbers of those after it."""
-    history = grow(2, grow="units", units=2, where=lambda site: site.path == "2").history
+    history = grow(2, what="units", units=2, where=lambda site: site.path == "2").history
     (growth,) = history
     later = replace(
         growth, number=2, resized=(), renames={"4.weight": "5.weight"}, details={"epoch": 3}, parameters=("4.weight",)
@@ -270,7 +270,7 @@ def test_flops_are_summed_where_they_are_known() -> None:
     assert page_data(history)["curves"][0]["flops"] == [192, 384, 672, 960]
     other = page_data(history, baseline=grow(trigger=triggers.At(9)).history)["curves"]
     assert [curve["flops"] for curve in other] == [[192, 384, 672, 960], [192, 384, 576, 768]]
-    record.looks[0] = replace(record.looks[0], flops=None)  # older files do not say them
+    record.decisions[0] = replace(record.decisions[0], flops=None)  # older files do not say them
     assert spent(record) is None and page_data(history)["curves"][0]["flops"] is None
     undone = grow().history
     undone.pop()

@@ -25,6 +25,15 @@ from sensli.text.tables import html_table, short_number
 # ---- What a history says about the boxes of its record: units before and after, and growths that share a box.
 
 
+def growths_of(history: History) -> list[dict[str, Any]]:
+    """What a Grower made: number, call and site as text of each growth and, where a layer got more units, how many it had and has."""
+    return [
+        {"number": growth.number, "call": growth.call, "site": str(growth.site), "units": _units(growth)}
+        for growth in history
+        if growth.call is not None
+    ]
+
+
 def _units(growth: Growth) -> list[int] | None:
     weight = next((each for each in growth.resized if each.name == f"{growth.name}.weight"), None)
     shapes = zip(weight.old_shape, weight.new_shape, strict=True) if weight is not None else ()
@@ -49,7 +58,7 @@ def resized_in(units: Sequence[Unit], call: int, history: History) -> list[list[
     return [sorted(numbers - set(unit.changes)) for unit, numbers in zip(units, found, strict=True)]
 
 
-def apart(units: Sequence[Unit], call: int, history: History) -> list[Unit]:
+def separate_boxes(units: Sequence[Unit], call: int, history: History) -> list[Unit]:
     """The boxes, with a separate one for every new layer: older records draw a layer that went into a new one as part of its box."""
     boxes = list(units)
     for growth in history:
@@ -72,7 +81,7 @@ def apart(units: Sequence[Unit], call: int, history: History) -> list[Unit]:
 # ---- Which sites of a check competed, and why the others did not: what a bar is drawn like.
 
 
-def with_rivals(look: Look, units: Sequence[Unit]) -> list[dict[str, Any]]:
+def with_rivals(look: Decision, units: Sequence[Unit]) -> list[dict[str, Any]]:
     """The merits of a check as plain data, each with what was compared (``worth``) and why it did not compete (``aside``).
 
     ``units`` are the boxes before the check: they give the order of the sites between blocks, which a record does not say.
@@ -133,7 +142,7 @@ def spent(record: Record) -> Callable[[int], int] | None:
 
     A backward pass counts as two forward passes. What grows at a call counts from the next one on.
     """
-    grew = [look for look in record.looks if look.inserted]
+    grew = [look for look in record.decisions if look.growths]
     if not grew or any(look.flops is None for look in grew):
         return None
     costs = [(0, int(grew[0].flops or 0))]
@@ -167,7 +176,7 @@ def words(data: dict[str, Any]) -> tuple[str, str]:
 
 def _summary(data: dict[str, Any]) -> str:
     looks = data["looks"]
-    text = f"{_count(data['calls'], data['unit'])}, {_count(len(looks), 'check')} of all sites, {_grown(looks)}."
+    text = f"{_count(data['calls'], data['unit'])}, {_count(len(looks), 'check')} of all sites, {_describe_growths(looks)}."
     for curve in data["curves"]:
         known = [
             (call, value) for call, value in zip(curve["calls"], curve["values"], strict=True) if value is not None
@@ -183,7 +192,7 @@ def _summary(data: dict[str, Any]) -> str:
 def subtitle(history: History, measure: str, values: Sequence[float | None]) -> str:
     """The training in two sentences: how much it has grown, and what came of it."""
     record, numbers = history.record, {growth.number for growth in history}
-    times = sum(number in numbers for look in record.looks for number in look.inserted)
+    times = sum(number in numbers for look in record.decisions for number in look.growths)
     sizes = [sum(unit.parameters for unit in units) for _, units in record.outlines]
     parts = []
     if sizes and times:
@@ -191,7 +200,7 @@ def subtitle(history: History, measure: str, values: Sequence[float | None]) -> 
         often = {1: "once", 2: "twice"}.get(times, f"{times:,} times")
         parts.append(f"Started with {sizes[0]:,} parameters, grew {often} to {sizes[-1]:,}{more}.")
     elif sizes:
-        parts.append(f"{sizes[-1]:,} parameters, {_count(len(record.looks), 'check')}, nothing grew.")
+        parts.append(f"{sizes[-1]:,} parameters, {_count(len(record.decisions), 'check')}, nothing grew.")
     known = [value for value in values if value is not None]
     if len(known) > 1:
         parts.append(f"{caption(measure)} {known[0]:.3g} → {known[-1]:.3g}.")
@@ -204,7 +213,9 @@ def caption(name: str) -> str:
 
 
 def _look_in_words(look: dict[str, Any], unit: str) -> str:
-    title = f"{unit.capitalize()} {look['call']:,}: " + (_grown([look]) if look["inserted"] else "nothing grew")
+    title = f"{unit.capitalize()} {look['call']:,}: " + (
+        _describe_growths([look]) if look["inserted"] else "nothing grew"
+    )
     lines = "".join(f"<p class='line'>{escape(line)}</p>" for line in look["line"].splitlines())
     undone = "<p>Undone later.</p>" if look["undone"] else ""
     reason = f"<p>Why: {escape(look['reason'])}.</p>" if look["inserted"] else ""
@@ -268,8 +279,7 @@ class Film:
         pixels = (share.clamp(0, 1) * 255).round().to(torch.uint8)
         self.calls.append(call)
         self._pictures.append(base64.b64encode(bytes(pixels.tolist())).decode())
-        layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-        self._weights.append([{"path": path, "weight": _digits(layer.weight)} for path, layer in layers])
+        self._weights.append([{"path": path, "weight": _digits(weight)} for path, weight in _weights(model)])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -281,6 +291,12 @@ class Film:
             "pictures": self._pictures,
             "weights": self._weights,
         }
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield path, module.weight
 
 
 def _digits(weight: Tensor) -> list[list[float]]:
@@ -409,7 +425,7 @@ def _units_before(record: Record, call: int) -> tuple[Unit, ...]:
 
 
 def _boxes(units: Sequence[Unit], call: int, history: History) -> list[dict[str, Any]]:
-    boxes = apart(units, call, history)
+    boxes = separate_boxes(units, call, history)
     resized = resized_in(boxes, call, history)
     return [{**box.to_dict(), "resized": numbers} for box, numbers in zip(boxes, resized, strict=True)]
 
