@@ -56,7 +56,7 @@ def language(to: Path) -> None:
     exec(block.split("model, steps = ")[0].replace("[:7_920]", "[:79_200]"), names)
     model, data, loss_fn = names["LanguageModel"](), names["data"], names["loss_fn"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    options: dict[str, Any] = {"what": "both", "units": 0.5, "per": "flops", "tau": 0.0, "unit": "step"}
+    options: dict[str, Any] = {"what": "both", "units": 0.5, "per": "flops", "tau": 0.0, "step_name": "step"}
     trigger = triggers.Every(40) & triggers.Limit(growths=5)
     grower = Grower(model, optimizer, example=data[0][0][:1], trigger=trigger, **options)
     for step in range(240):
@@ -99,7 +99,7 @@ def residual(to: Path) -> None:
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
     model = nn.Sequential(stem, nn.Sequential(Block(6), Block(6)), head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    options: dict[str, Any] = {"what": "both", "per": "parameters", "tau": 0.0, "count": 1}
+    options: dict[str, Any] = {"what": "both", "per": "parameters", "tau": 0.0}
     trigger = triggers.Every(5) & triggers.Limit(growths=4)
     grower = Grower(model, optimizer, example=batches[0][0][:2], trigger=trigger, **options)
     for _ in range(30):

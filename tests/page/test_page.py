@@ -227,7 +227,7 @@ def test_what_did_not_compete_is_told() -> None:
         site("b.0", 2, "block"),
     ]
     plain = [site("x", 4), site("y", 0.5)]
-    facts: dict[str, Any] = {"call": 1, "tau": 1.0, "reason": "", "norm": "frobenius", "inserted": (1,)}
+    facts: dict[str, Any] = {"call": 1, "tau": 1.0, "reason": "", "norm": "frobenius", "growths": (1,)}
     middle, paths = "between blocks only the middle site competes", ("b.0", "b.1", "b.2", "x", "y")
     auto = Decision(**facts, select="auto", merits=(*blocks, *plain), chosen=(4,))
     assert reasons(auto, *paths) == [
