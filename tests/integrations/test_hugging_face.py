@@ -617,7 +617,7 @@ def test_a_trainer_widens_resumes_to_the_bit_and_saves_what_its_configuration_de
 
 def tried(*at: int, steps: int = 3, **options: Any) -> GrowthCallback:
     # Rows that do not depend on the data: those of the Trainer's loop and of one's own are then the same.
-    units = {} if options.get("grow") == "layers" else {"units": 4, "init": "random"}
+    units = {} if options.get("what") == "layers" else {"units": 4, "init": "random"}
     return grow(*at, **{"what": "both", "batches": 2, "trial": Trial(steps, candidates=2), **units, **options})
 
 

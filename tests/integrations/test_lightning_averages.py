@@ -133,7 +133,7 @@ class ByName(pl.Callback):  # type: ignore[misc, name-defined, unused-ignore]
 WHAT: dict[str, dict[str, Any]] = {
     "layers": {"form": "residual"},
     "units": {"what": "units"},
-    "both": {"what": "both", "count": 2},
+    "both": {"what": "both", "max_growths": 2},
     "a trial": {
         "what": "both",
         "trial": Trial(2, candidates=2, metric=lambda model: -sum(p.numel() for p in model.parameters())),

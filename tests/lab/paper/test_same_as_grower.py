@@ -41,7 +41,7 @@ def grow_alone(case: Settings, seed: int, run: int) -> tuple[list[float], list[i
         norm="frobenius",
         select=case.select,
         form="relu" if case.network.kind == "fnn" else "residual",
-        rates=Rates(lr_scale=case.lr_scale),
+        rates=Rates(lr_factor=case.lr_scale),
     )
     everything = [(data.train_x, data.train_y)]
     losses, places = [], []
