@@ -89,7 +89,7 @@ def fit(module: Any, folder: Path, epochs: int, *callbacks: Any, ckpt_path: Any 
 
 
 def growing(*epochs: int, **options: Any) -> GrowthCallback:
-    units = {"init": "random", "units": 2} if options.get("grow") in ("units", "both") else {}
+    units = {"init": "random", "units": 2} if options.get("what") in ("units", "both") else {}
     return GrowthCallback(triggers.At(*epochs), preset="paper", **{"tau": 0.0, **units, **options})
 
 
