@@ -1,0 +1,353 @@
+"""What an expansion changes in a model of this class, found on a small sibling: the same class, few blocks, small widths, random weights.
+
+The sibling is grown by the library itself, whose trial proves that its function is kept. What differs between the folders that the
+sibling leaves before and after is what has to differ in the real folder: which tensors are new, which of them are zero, and which fields of
+the configuration count blocks. Nothing here knows a model by its name.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sensli.errors import SensliError
+from sensli.expand.weights import ExpansionError, Stored, read_weights
+from sensli.modules import random_state
+from sensli.moves.finding import find_sites
+from sensli.moves.sites import Site
+from sensli.surgery.growth import grow
+from sensli.text.commands import imported
+
+# ---- The folder's configuration, and the class that it names.
+
+_SMALL = {  # fields that are widths or lengths, and how large they are in a sibling
+    "vocab_size": 128, "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_source_positions": 32,
+    "max_target_positions": 64, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_mel_bins": 16, "vocab_size_per_layer_input": 128,
+}  # fmt: skip
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_SHARED_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+_INNER = (
+    "intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "shared_intermediate_size",
+)  # fmt: skip
+_IDS = re.compile(r".*_token_id$|.*_token_index$")
+_HEAD = 16  # the width of a head in a sibling
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model folder's configuration and its class."""
+
+    folder: Path
+    config: Any
+    model_class: type[nn.Module]
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The configuration as the folder has it."""
+        found: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        return found
+
+
+def read_description(folder: Path, *, trust_remote_code: bool = False) -> Described:
+    """Read what a model folder is, or raise with the reason why it is none that can be expanded."""
+    transformers = imported("transformers", "sensli expand", extra="transformers")
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ExpansionError(f"{folder} is no folder. Give one that save_pretrained wrote, with config.json in it.")
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ExpansionError(
+                f"{folder} has an adapter and no model. Merge it first: peft's model.merge_and_unload(), then save_pretrained."
+            )
+        raise ExpansionError(f"{folder} is no model folder: it has no config.json.")
+    try:
+        stored = json.loads(path.read_text())
+        if not isinstance(stored, dict):
+            raise ValueError("it is no object")
+    except ValueError as error:
+        raise ExpansionError(f"{path} cannot be read: {error}. Get it again.") from error
+    if "quantization_config" in stored:
+        method = stored["quantization_config"].get("quant_method", "an unknown method")
+        raise ExpansionError(
+            f"{folder} is quantized ({method}), and a block of quantized weights cannot be zeroed exactly. Expand the model that it was "
+            "made from, and quantize the result."
+        )
+    if stored.get("auto_map") and not trust_remote_code:
+        raise ExpansionError(
+            f"{folder} brings its own code ({', '.join(sorted(stored['auto_map'].values()))}), which would be run. Read it, and then say "
+            "--trust-remote-code."
+        )
+    names = stored.get("architectures") or []
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ExpansionError(f"transformers cannot read {path}: {' '.join(str(error).split())}") from error
+    if not names:
+        raise ExpansionError(f"{path} does not say which class the model is of: it has no 'architectures'.")
+    model_class = getattr(transformers, names[0], None)
+    if model_class is None and trust_remote_code:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        reference = next((value for value in stored["auto_map"].values() if value.endswith(f".{names[0]}")), None)
+        model_class = reference and get_class_from_dynamic_module(reference, folder)
+    if model_class is None:
+        raise ExpansionError(
+            f"{path} names the class {names[0]}, which this version of transformers ({transformers.__version__}) has not."
+        )
+    return Described(folder, config, model_class)
+
+
+# ---- The sibling.
+
+
+def _sections(config: Any) -> Iterator[Any]:
+    """A configuration and those inside of it, such as those of text and of images."""
+    yield config
+    for name in getattr(type(config), "sub_configs", {}) or {}:
+        inner = getattr(config, name, None)
+        if inner is not None and not isinstance(inner, dict):
+            yield from _sections(inner)
+
+
+def shrink(config: Any, blocks: Mapping[str, int]) -> Any:
+    """A copy of a configuration with these counts of blocks and small widths; what is there per block is cut like it."""
+    small = copy.deepcopy(config)
+    before = {name: getattr(small, name) for name in blocks}
+    for section in _sections(small):
+        _shrink_section(section)
+    for name, count in blocks.items():
+        setattr(small, name, count)
+    for name, value in list(vars(small).items()):
+        for count_name, count in blocks.items():
+            if isinstance(value, (list, tuple)) and len(value) == before[count_name]:
+                setattr(small, name, list(value)[:count])
+    small.dtype = torch.float32
+    return small
+
+
+def _shrink_section(section: Any) -> None:
+    def get(name: str) -> int | None:
+        value = getattr(section, name, None)
+        return value if type(value) is int else None
+
+    for name, most in _SMALL.items():
+        value = get(name)
+        if value is not None and value > most:
+            setattr(section, name, most)
+    vocabulary = get("vocab_size")
+    for name in [name for name in vars(section) if _IDS.match(name)]:
+        value = getattr(section, name)
+        if type(value) is int and vocabulary and value >= vocabulary:
+            setattr(section, name, min(vocabulary - 1, value % vocabulary))
+        elif isinstance(value, list):
+            setattr(section, name, [each % (vocabulary or 2) for each in value])
+    heads = next((value for name in _HEADS if (value := get(name))), None)
+    hidden = next((value for name in _HIDDEN if (value := get(name))), None)
+    if heads and hidden:
+        few = heads if heads <= 4 else 4
+        shared = next((value for name in _SHARED_HEADS if (value := get(name))), None)
+        for name in _HEADS:
+            if get(name):
+                setattr(section, name, few)
+        for name in _SHARED_HEADS:
+            if get(name):
+                setattr(section, name, few if shared == heads else min(shared or 1, max(1, few // 2)))
+        for name in ("head_dim", "d_kv"):
+            if get(name):
+                setattr(section, name, _HEAD)
+        for name in _HIDDEN:
+            if get(name):
+                setattr(section, name, few * _HEAD)
+        if get("query_pre_attn_scalar"):
+            section.query_pre_attn_scalar = _HEAD
+    for name in _INNER:
+        if get(name):
+            setattr(section, name, 96)
+    chosen = next((name for name in ("num_experts_per_tok", "moe_k", "top_k") if get(name)), None)
+    if chosen and get(chosen) > 2:  # type: ignore[operator]
+        setattr(section, chosen, 2)
+    size, patch = getattr(section, "image_size", None), getattr(section, "patch_size", None)
+    if type(size) is int and type(patch) is int:
+        section.image_size = 2 * patch
+
+
+def example_for(model: Any) -> dict[str, torch.Tensor]:
+    """Something that a model of transformers can be called with: a few tokens, an image or a sound, and what a decoder is to begin with."""
+    config, name = model.config, getattr(model, "main_input_name", "input_ids")
+    generator = torch.Generator().manual_seed(0)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def tokens() -> torch.Tensor:
+        return torch.randint(3, getattr(text, "vocab_size", 64), (2, 12), generator=generator)
+
+    if name == "pixel_values":
+        size = config.image_size
+        return {name: torch.randn(2, getattr(config, "num_channels", 3), size, size, generator=generator)}
+    if name == "input_features":
+        length = 2 * getattr(config, "max_source_positions", 32)
+        example = {name: torch.randn(2, config.num_mel_bins, length, generator=generator)}
+    else:
+        example = {name: tokens()}
+    if getattr(config, "is_encoder_decoder", False):
+        example["decoder_input_ids"] = tokens()
+    return example
+
+
+# ---- What a growth of the sibling changes in its folder.
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """How a stack of blocks grows in files: what its tensors are called, which of a new one are zero, and which fields count it.
+
+    Attributes:
+        stack: What the names of its tensors begin with, before the number: ``"model.layers."``.
+        path: The path of the list of blocks in the model.
+        zero: The names, after the number, of the tensors that are zero in a new block; ``*`` stands for other numbers, as of experts.
+        known: All names after the number that the sibling has, likewise.
+        counts: The fields of the configuration that hold the number of blocks, ``"text_config.num_hidden_layers"`` inside of others.
+        lists: Those that hold one entry per block.
+    """
+
+    stack: str
+    path: str
+    zero: frozenset[str]
+    known: frozenset[str]
+    counts: tuple[str, ...]
+    lists: tuple[str, ...] = field(default=())
+
+
+def generic(name: str) -> str:
+    """The name of a tensor in a block with ``*`` for every number in it."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def find_rules(described: Described, blocks: int = 3) -> list[BlockRule]:
+    """The rules for every stack of blocks that the sibling can grow, in the order of the data flow. Raises if there is none."""
+    with random_state.kept(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build_sibling(described, blocks)
+        example = example_for(model)
+        try:
+            sites = find_sites(model, example, layer="twin")
+        except SensliError as error:
+            raise ExpansionError(f"a small {described.model_class.__name__} cannot be run: {error}") from error
+        inserted = [site for site in sites if _stack_of(site) is not None]
+        stacks = list(dict.fromkeys(_stack_of(site) for site in inserted))
+        if not stacks:
+            raise ExpansionError(
+                f"no block can be added to a {described.model_class.__name__} without changing its function: {sites.explain()}"
+            )
+        return [_rule_of(model, path, [s for s in inserted if _stack_of(s) == path]) for path in stacks if path]
+
+
+def build_sibling(described: Described, blocks: int) -> Any:
+    """The same class from the same configuration, with so many blocks and small widths."""
+    counts = {
+        name: blocks
+        for section in _sections(described.config)
+        for name, value in vars(section).items()
+        if type(value) is int
+        and re.fullmatch(r"(num_(hidden|decoder|encoder)?_?layers|n_layers?|(en|de)coder_layers|depth)", name)
+        and section is described.config
+    }
+    period = _period(described.config)
+    counts = dict.fromkeys(counts, max(blocks, period))
+    problems = []
+    for config in (shrink(described.config, counts),):
+        try:
+            model = described.model_class(config).eval()
+            _draw(model)
+            return model
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    raise ExpansionError(f"a small {described.model_class.__name__} cannot be built: {problems[-1]}")
+
+
+def _period(config: Any) -> int:
+    """After how many blocks every kind of block has come: lists with one entry per block say it."""
+    longest = 0
+    for value in vars(config).values():
+        if (
+            isinstance(value, (list, tuple))
+            and value
+            and all(isinstance(each, str) for each in value)
+            and len(value) > 3
+        ):
+            longest = max(longest, max(list(value).index(kind) for kind in set(value)) + 1)
+    return longest
+
+
+def _draw(model: nn.Module) -> None:
+    """Random weights without a zero: what is zero in a new block is then zero because it has to be."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.1 * noise if parameter.dim() > 1 else 1 + 0.1 * noise)
+
+
+def _stack_of(site: Site) -> str | None:
+    """The path of the list that a site's block would go into."""
+    path = site.path.rpartition(".")
+    return path[0] if path[2].isdigit() else None
+
+
+def _rule_of(model: Any, path: str, sites: list[Site]) -> BlockRule:
+    with tempfile.TemporaryDirectory() as folder:
+        before = _saved(model, Path(folder) / "before")
+        config = model.config.to_dict()
+        zero: set[str] = set()
+        rest: set[str] = set()
+        changed: dict[str, Any] = {}
+        prefix = ""
+        for number, site in enumerate(sites):
+            grown = copy.deepcopy(model)
+            growth = grow(grown, site.on(grown))
+            place = int(growth.name.rpartition(".")[2])
+            after = _saved(grown, Path(folder) / f"after{number}")
+            prefix = prefix or _prefix(before, after)
+            start = f"{prefix}{place}."
+            own = {generic(name.removeprefix(start)): each for name, each in after.items() if name.startswith(start)}
+            rest |= own.keys()
+            zero |= {name for name, tensor in own.items() if tensor.is_zero()}
+            changed |= dict(_changed_fields(config, grown.config.to_dict()))
+    counts = tuple(name for name, value in changed.items() if type(value) is int)
+    lists = tuple(name for name, value in changed.items() if isinstance(value, (list, tuple)))
+    return BlockRule(prefix, path, frozenset(zero), frozenset(rest), counts, lists)
+
+
+def _changed_fields(before: Mapping[str, Any], after: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields that differ, with their new values; those of a configuration inside of another by their path."""
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            yield from _changed_fields(old, value, f"{inside}{name}.")
+        elif old != value:
+            yield f"{inside}{name}", value
+
+
+def _saved(model: Any, folder: Path) -> dict[str, Stored]:
+    model.save_pretrained(folder)
+    return read_weights(folder)
+
+
+def _prefix(before: Mapping[str, Stored], after: Mapping[str, Stored]) -> str:
+    """What the names of the new tensors begin with, before their number."""
+    new = [name for name in after if name not in before]
+    found = {match[1] for name in new if (match := re.match(r"(.*?\.)\d+\.", name))}
+    if len(found) != 1:
+        raise ExpansionError(f"the names of a new block's tensors have no single number: {', '.join(new[:3])}.")
+    return found.pop()
