@@ -29,6 +29,7 @@ examples:
   sensli paper run 2                                  an experiment of the paper, with table and figure
   sensli compare run spirals --seeds 10               growing and fixed networks side by side, at equal FLOPs
   sensli sites saved/model --text notes.txt           where a language model would gain most
+  sensli expand saved/model --out deeper --blocks 8   a saved model with more blocks, which computes the same
 """
 
 
@@ -169,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
     report.set_defaults(run=_report)
 
-    for module in ("sensli_lab.paper.cli", "sensli_lab.compare.cli"):
+    for module in ("sensli.expand.command", "sensli_lab.paper.cli", "sensli_lab.compare.cli"):
         import_module(module).add_parser(commands)
     return parser
 

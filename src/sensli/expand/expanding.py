@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sensli.expand.record import RECORD, ExpansionRecord, expansion
 from sensli.expand.sibling import (
     BlockRule,
     Described,
@@ -31,7 +32,6 @@ from sensli.modules.running import to_device
 from sensli.text.commands import PLACES
 from sensli.text.records import dumps as strict_json
 
-RECORD = "expansion.json"  # what was added, in the folder of an expanded model
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf)$|.*\.index\.json$")
 Progress = Callable[[int, int], None]  # bytes written, of how many
 
@@ -76,7 +76,7 @@ def choose_places(place: str | Sequence[int], blocks: int | None, count: int) ->
 
 
 @dataclass(frozen=True)
-class Expansion:
+class StackPlan:
     """A planned expansion of one stack of blocks.
 
     Attributes:
@@ -153,7 +153,7 @@ def _set(data: dict[str, Any], path: str, value: Any) -> None:
 
 def plan(
     described: Described, tensors: Mapping[str, Stored], place: str | Sequence[int], blocks: int | None
-) -> Expansion:
+) -> StackPlan:
     """Find on a sibling how the model grows, and bind it to the tensors of the folder."""
     rules = find_rules(described)
     for rule in rules:
@@ -182,7 +182,7 @@ def plan(
             f"the blocks of {described.folder} have {sorted(unknown)[0]}, which a small {described.model_class.__name__} has not, so it is "
             "not known whether it must be zero."
         )
-    return Expansion(rule, stack, count, tuple(choose_places(place, blocks, count)))
+    return StackPlan(rule, stack, count, tuple(choose_places(place, blocks, count)))
 
 
 def _stack_in(tensors: Mapping[str, Stored], rule: BlockRule) -> str | None:
@@ -238,14 +238,12 @@ class Expanded:
     """What `expand` has written.
 
     Attributes:
-        folder: The new folder.
-        record: What expansion.json says.
+        record: What expansion.json says, and where it lies.
         check: How it was checked that the function is kept, in words.
         kept: Whether it is.
     """
 
-    folder: Path
-    record: dict[str, Any]
+    record: ExpansionRecord
     check: str
     kept: bool
 
@@ -309,14 +307,16 @@ def expand(
         check, kept = check_files(planned, tensors, part, start), True
         if start == "zero":
             check, kept = check_function(described, planned, part, stream=stream)
-        record = describe(planned, described, arranged, hashes, start=start, check=check)
+        record = describe(planned, described, config, arranged, hashes, start=start, check=check)
         (part / RECORD).write_text(strict_json(record, indent=1) + "\n")
-    return Expanded(target, record, check, kept)
+        write_card(part, source, expansion(part))
+    return Expanded(expansion(target), check, kept)
 
 
 def describe(
-    planned: Expansion,
+    planned: StackPlan,
     described: Described,
+    config: Mapping[str, Any],
     arranged: Mapping[str, Stored],
     hashes: Mapping[str, str],
     *,
@@ -330,11 +330,13 @@ def describe(
         "base": described.folder.resolve().name,
         "architecture": described.model_class.__name__,
         "stack": planned.rule.path,
+        "prefix": planned.stack,
         "blocks_before": planned.count,
         "places": list(planned.places),
         "new_blocks": planned.new_blocks,
         "start": start,
         "check": check,
+        "new_parameters": names_of_new(described, config, planned),
         "new_tensors": new,
         "zero_tensors": [name for name in new if arranged[name].file is None],
         "counts": list(planned.rule.counts),
@@ -343,10 +345,87 @@ def describe(
     }
 
 
+def names_of_new(described: Described, config: Mapping[str, Any], planned: StackPlan) -> list[str]:
+    """The parameters of the new blocks, as the model itself calls them: asked of one without memory."""
+    with torch.device("meta"):
+        model = described.model_class(type(described.config).from_dict(dict(config)))
+    starts = tuple(f"{planned.rule.path}.{number}." for number in planned.new_blocks)
+    return [name for name, _ in model.named_parameters() if name.startswith(starts)]
+
+
+def write_card(folder: Path, source: Path, record: ExpansionRecord) -> None:
+    """A model card: that of the base, and before it what was done."""
+    data, old = record.data, source / "README.md"
+    text = old.read_text() if old.is_file() else ""
+    front = re.match(r"---\n.*?\n---\n", text, re.S)
+    head = front[0] if front else f"---\nbase_model: {data['base']}\n---\n"
+    added = ", ".join(map(str, data["new_blocks"]))
+    lines = [
+        head,
+        f"# {data['base']}, expanded by {len(data['new_blocks'])} blocks\n",
+        f"This is `{data['base']}` ({data['architecture']}) with {len(data['new_blocks'])} new blocks in `{data['stack']}`: {added}.",
+        f"Start of the new blocks: `{data['start']}`. Check: {data['check']}. `{RECORD}` has the details.\n",
+        "## Train only the new blocks\n",
+        *(f"{tool}:\n\n```\n{code}\n```\n" for tool, code in record.lines()),
+        text.removeprefix(front[0] if front else ""),
+    ]
+    (folder / "README.md").write_text("\n".join(lines))
+
+
+# ---- The way back.
+
+
+def undo_expansion(folder: str | Path, out: str | Path, *, shard_size: str = "5GB", force: bool = False) -> Path:
+    """Write the model without the blocks that `expand` added.
+
+    Args:
+        folder: A folder that `expand` wrote, trained since or not.
+        out: The folder to write, which must not exist.
+        shard_size: The largest size of a file (default: "5GB").
+        force: Whether to do it although the old tensors have changed since (default: False).
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        ExpansionError: If a block is no longer there, or an old tensor has changed. Nothing was written.
+    """
+    source, target, most = Path(folder), Path(out), parse_size(shard_size)
+    record = expansion(source)
+    data, tensors = record.data, read_weights(source)
+    rule = BlockRule(
+        data["prefix"], data["stack"], frozenset(), frozenset(), tuple(data["counts"]), tuple(data["lists"])
+    )
+    planned = StackPlan(rule, data["prefix"], data["blocks_before"], tuple(data["places"]))
+    lacking = [name for name in data["hashes"] if name not in tensors]
+    if lacking:
+        raise ExpansionError(f"{source} lacks {lacking[0]}, which it had when it was expanded. Nothing was written.")
+    old = {name: before for name in tensors if (before := planned.old_name(name)) is not None}
+    if not force:
+        changed = [name for name in old if tensors[name].digest() != data["hashes"].get(name)]
+        if changed:
+            raise ExpansionError(
+                f"{len(changed)} old tensors of {source} have changed since, the first of them {changed[0]}: without the new blocks the "
+                "result is neither the base nor the trained model. Give --force (force=True) to write it nevertheless."
+            )
+    stored = json.loads((source / "config.json").read_text())
+    for name in rule.counts:
+        _set(stored, name, data["blocks_before"])
+    for name in rule.lists:
+        kept = [value for value, (_, new) in zip(_get(stored, name), planned.order, strict=True) if not new]
+        _set(stored, name, kept)
+    with writing_to(target, sum(tensors[name].size for name in old) + 2**20) as part:
+        for _ in write_weights(part, {before: tensors[name] for name, before in old.items()}, most):
+            pass
+        (part / "config.json").write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n")
+        copy_rest(source, part)
+    return target
+
+
 # ---- Checking the result.
 
 
-def check_files(planned: Expansion, tensors: Mapping[str, Stored], part: Path, start: str) -> str:
+def check_files(planned: StackPlan, tensors: Mapping[str, Stored], part: Path, start: str) -> str:
     """Read again what was written: every old tensor has its bytes, every map that must be zero is zero."""
     found = read_weights(part)
     for name, tensor in found.items():
@@ -362,7 +441,7 @@ def check_files(planned: Expansion, tensors: Mapping[str, Stored], part: Path, s
     return f"{len(found)} tensors were read again: {len(tensors)} old ones, and the maps that must be zero are zero"
 
 
-def check_function(described: Described, planned: Expansion, part: Path, *, stream: bool) -> tuple[str, bool]:
+def check_function(described: Described, planned: StackPlan, part: Path, *, stream: bool) -> tuple[str, bool]:
     """Compare the outputs before and after: of the models themselves, or of a sibling that is expanded in the same way."""
     size = sum(tensor.size for tensor in read_weights(described.folder).values())
     if stream or 2 * size > free_memory() / 2:
@@ -379,7 +458,7 @@ def check_function(described: Described, planned: Expansion, part: Path, *, stre
                     if name.startswith(planned.rule.stack)
                 }
             )
-            small = Expansion(planned.rule, planned.rule.stack, count, (0, count - 1))
+            small = StackPlan(planned.rule, planned.rule.stack, count, (0, count - 1))
             after.mkdir()
             for _ in write_weights(after, small.arrange(tensors, "zero"), 10**9):
                 pass

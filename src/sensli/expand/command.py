@@ -1,0 +1,115 @@
+"""`sensli expand`: the command, its progress and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sensli.errors import SensliError
+from sensli.text.commands import PLACES
+from sensli.text.records import dumps as strict_json
+
+_ADVICE = """\
+advice:
+  with everything but the new blocks frozen, take a smaller learning rate than 2e-4
+  a base far past 20 tokens per parameter, or more than twice its blocks, gains least
+  new blocks at the top cost less to train when all below is frozen"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the others."""
+    parser = commands.add_parser(
+        "expand",
+        help="add blocks to a saved model, on disk, without changing what it computes",
+        description="Write a saved model of the transformers library with more blocks into a new folder. The weights are copied file by "
+        "file, so a model of any size needs little memory. It computes the same, and loads with from_pretrained everywhere.",
+        epilog="examples: sensli expand path/to/model --out deeper --blocks 8; sensli expand path/to/model --out deeper --place 3,7,11; "
+        "sensli expand --undo deeper --out base-again",
+    )
+    parser.add_argument("model", metavar="MODEL_DIR", type=Path, nargs="?", help="a folder that save_pretrained wrote")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="the folder to write, which must not exist"
+    )
+    parser.add_argument("--blocks", metavar="N", type=int, help="how many blocks to add")
+    parser.add_argument(
+        "--place",
+        default="even",
+        help=f"where: {', '.join(PLACES)}, or the numbers of the blocks that a new one is to follow, such as 3,7,11 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--start",
+        choices=("zero", "copy"),
+        default="zero",
+        help="zero: new blocks are identities and the output is the same; copy: copies of their neighbors (default: %(default)s)",
+    )
+    parser.add_argument("--shard-size", default="5GB", help="the largest size of a file (default: %(default)s)")
+    parser.add_argument("--stream", action="store_true", help="check on a small sibling, without loading the model")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the folder brings")
+    parser.add_argument(
+        "--undo", metavar="DIR", type=Path, help="write a model without the blocks that were added to it"
+    )
+    parser.add_argument("--force", action="store_true", help="with --undo: although the old weights were trained since")
+    parser.add_argument("--json", action="store_true", help="print what was done as JSON, and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Expand, or undo, and say what came of it."""
+    from sensli.expand.expanding import expand, undo_expansion
+
+    if (args.model is None) == (args.undo is None):
+        raise SensliError("give either MODEL_DIR, the folder to expand, or --undo DIR, an expanded one.")
+    if args.undo is not None:
+        folder = undo_expansion(args.undo, args.out, shard_size=args.shard_size, force=args.force)
+        print(strict_json({"folder": str(folder)}, indent=1) if args.json else f"written: {folder}")
+        return
+    place = args.place
+    if place not in PLACES:
+        try:
+            place = [int(part) for part in place.split(",")]
+        except ValueError:
+            raise SensliError(
+                f"--place must be {', '.join(PLACES)}, or numbers of blocks such as 3,7,11, got {args.place!r}."
+            ) from None
+    with _progress(not args.json) as told:
+        done = expand(
+            args.model, args.out, args.blocks, place=place, start=args.start, shard_size=args.shard_size, stream=args.stream,
+            trust_remote_code=args.trust_remote_code, progress=told,
+        )  # fmt: skip
+    record = done.record
+    if args.json:
+        lines = dict(record.lines())
+        print(strict_json({"folder": str(record.folder), "check": done.check, "lines": lines, **record.data}, indent=1))
+        return
+    data = record.data
+    total = data["blocks_before"] + len(data["new_blocks"])
+    print(
+        f"written: {record.folder}   ({data['blocks_before']} -> {total} blocks; new: {', '.join(map(str, data['new_blocks']))})"
+    )
+    print(f"check: {done.check}")
+    print("\nTo train only the new blocks:")
+    for tool, code in record.lines():
+        print(f"\n# {tool}\n{code}")
+    print(f"\n{_ADVICE}")
+
+
+@contextmanager
+def _progress(wanted: bool) -> Iterator[Any]:
+    """A bar where there is a terminal and rich is installed; it ends with the work."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield None
+        return
+    console = Console(stderr=True)
+    if not wanted or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("writing")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
