@@ -12,6 +12,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,17 +143,21 @@ def _shrink_section(section: Any) -> None:
         value = getattr(section, name, None)
         return value if type(value) is int else None
 
+    def put(name: str, value: Any) -> None:
+        with suppress(AttributeError):  # some are computed from others
+            setattr(section, name, value)
+
     for name, most in _SMALL.items():
         value = get(name)
         if value is not None and value > most:
-            setattr(section, name, most)
+            put(name, most)
     vocabulary = get("vocab_size")
     for name in [name for name in vars(section) if _IDS.match(name)]:
         value = getattr(section, name)
         if type(value) is int and vocabulary and value >= vocabulary:
-            setattr(section, name, min(vocabulary - 1, value % vocabulary))
+            put(name, min(vocabulary - 1, value % vocabulary))
         elif isinstance(value, list):
-            setattr(section, name, [each % (vocabulary or 2) for each in value])
+            put(name, [each % (vocabulary or 2) for each in value])
     heads = next((value for name in _HEADS if (value := get(name))), None)
     hidden = next((value for name in _HIDDEN if (value := get(name))), None)
     if heads and hidden:
@@ -160,27 +165,27 @@ def _shrink_section(section: Any) -> None:
         shared = next((value for name in _SHARED_HEADS if (value := get(name))), None)
         for name in _HEADS:
             if get(name):
-                setattr(section, name, few)
+                put(name, few)
         for name in _SHARED_HEADS:
             if get(name):
-                setattr(section, name, few if shared == heads else min(shared or 1, max(1, few // 2)))
+                put(name, few if shared == heads else min(shared or 1, max(1, few // 2)))
         for name in ("head_dim", "d_kv"):
             if get(name):
-                setattr(section, name, _HEAD)
+                put(name, _HEAD)
         for name in _HIDDEN:
             if get(name):
-                setattr(section, name, few * _HEAD)
+                put(name, few * _HEAD)
         if get("query_pre_attn_scalar"):
-            section.query_pre_attn_scalar = _HEAD
+            put("query_pre_attn_scalar", _HEAD)
     for name in _INNER:
         if get(name):
-            setattr(section, name, 96)
+            put(name, 96)
     chosen = next((name for name in ("num_experts_per_tok", "moe_k", "top_k") if get(name)), None)
     if chosen and get(chosen) > 2:  # type: ignore[operator]
-        setattr(section, chosen, 2)
+        put(chosen, 2)
     size, patch = getattr(section, "image_size", None), getattr(section, "patch_size", None)
     if type(size) is int and type(patch) is int:
-        section.image_size = 2 * patch
+        put("image_size", 2 * patch)
 
 
 def example_for(model: Any) -> dict[str, torch.Tensor]:
