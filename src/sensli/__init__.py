@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from sensli import norms, triggers
     from sensli.checkpoint.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from sensli.errors import SensliError
+    from sensli.expanding.expanding import expand, undo_expansion
+    from sensli.expanding.record import expansion
     from sensli.growing.grower import Grower
     from sensli.growing.options import Rates, Trial
     from sensli.merits.measuring import measure
@@ -30,14 +32,16 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "Rates", "SensliError", "Site", "Sites", "Trial",
     "__version__",
-    "count_flops", "find_sites", "grow", "insert", "load_checkpoint", "measure", "norms", "recycle", "remove_dead",
-    "replay", "save_checkpoint", "triggers", "undo",
+    "count_flops", "expand", "expansion", "find_sites", "grow", "insert", "load_checkpoint", "measure", "norms", "recycle", "remove_dead",
+    "replay", "save_checkpoint", "triggers", "undo", "undo_expansion",
 ]  # fmt: skip
 
 # Where each name lives. They are imported when they are first asked for: torch takes seconds, which a help text need not wait for.
 _HOMES = {
     "errors": ("SensliError",),
     "checkpoint.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+    "expanding.expanding": ("expand", "undo_expansion"),
+    "expanding.record": ("expansion",),
     "growing.grower": ("Grower",),
     "growing.options": ("Rates", "Trial"),
     "merits.measuring": ("measure",),
@@ -51,7 +55,7 @@ _HOMES = {
     "surgery.growth": ("grow", "insert", "replay", "undo"),
 }
 _MODULES = (
-    "errors", "growing", "integrations", "merits", "modules", "moves", "norms", "page", "paper", "surgery", "text", "triggers",
+    "errors", "expanding", "growing", "integrations", "merits", "modules", "moves", "norms", "page", "paper", "surgery", "text", "triggers",
 )  # fmt: skip
 
 

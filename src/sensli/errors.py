@@ -57,6 +57,10 @@ class CheckpointError(SensliError):
     """A checkpoint cannot be written, or a file cannot be used as one."""
 
 
+class ExpansionError(SensliError):
+    """A saved model cannot be expanded, or an expansion cannot be undone. Nothing was written."""
+
+
 class DistributedError(SensliError):
     """The processes of a job do not agree, or one of them failed or is gone."""
 

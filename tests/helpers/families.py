@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 300, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _FEW = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 
@@ -33,9 +33,9 @@ def _of(config: str, model: str, **given: Any) -> Callable[[], Any]:
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
 _WHISPER = {
-    "d_model": 64, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96, "vocab_size": 300, "num_mel_bins": 16, "max_source_positions": 16, "max_target_positions": 32, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "d_model": 64, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "vocab_size": 300, "num_mel_bins": 16,
+    "max_source_positions": 16, "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Llama": _causal("Llama"),

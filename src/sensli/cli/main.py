@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
     report.set_defaults(run=_report)
 
-    for module in ("sensli.expand.command", "sensli_lab.paper.cli", "sensli_lab.compare.cli"):
+    for module in ("sensli.expanding.command", "sensli_lab.paper.cli", "sensli_lab.compare.cli"):
         import_module(module).add_parser(commands)
     return parser
 

@@ -70,6 +70,7 @@ GROW = ("layers", "units", "both")  # what may grow
 PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
 TRAINER_FILE = "sensli.json"  # beside the weights in every folder that a growing Trainer of Hugging Face saves
 PLACES = ("even", "middle", "top", "bottom")  # of new blocks in a saved model
+BLOCK_STARTS = ("zero", "fresh", "copy")  # what they begin as
 RESULTS = "results"  # the folder of the experiments
 DEVICES = ("auto", "cpu", "cuda", "mps")  # of the experiments
 TASKS = ("teacher", "spirals", "fashion", "vgg", "resnet", "text")  # of `sensli compare`

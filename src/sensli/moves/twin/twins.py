@@ -267,7 +267,7 @@ class Twin(Inserts):
         return self.build(source, whole)
 
     def stand_in(self, model: nn.Module, site: Site, anchor: nn.Module, *, real: bool) -> nn.Module:
-        return self.build(anchor, model, share=True) if real else _StandIn(self, site.point.slot)
+        return self.build(anchor, model, share=True) if real else _StandIn(self, site.point.slot, anchor)
 
     def relatives(self, anchor: nn.Module) -> dict[str, nn.Parameter]:
         return dict(anchor.named_parameters())  # the one that it is a copy of
@@ -332,9 +332,12 @@ class Twin(Inserts):
 class _StandIn(nn.Module):
     """What a twin does as long as it is an identity, at hardly any cost; it takes what the block takes."""
 
-    def __init__(self, twin: Twin, slot: Slot) -> None:
+    def __init__(self, twin: Twin, slot: Slot, anchor: nn.Module) -> None:
         super().__init__()
         self._twin, self._slot = twin, slot
+        for name, value in vars(anchor).items():  # the model may ask a block of which kind it is
+            if isinstance(value, (str, int)) and name not in self.__dict__:
+                self.__dict__[name] = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         value: Tensor = value_at(args, kwargs, self._slot)

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from sensli.expand.weights import ExpansionError
+from sensli.errors import ExpansionError
 
 RECORD = "expansion.json"  # in the folder of an expanded model
 _NEEDED = (
-    "format", "base", "architecture", "stack", "prefix", "blocks_before", "places", "new_blocks", "new_parameters", "new_tensors", "counts",
-    "lists", "hashes",
+    "format", "base", "architecture", "stack", "prefix", "blocks_before", "places", "sources", "new_blocks", "new_parameters", "fields",
+    "hashes", "earlier",
 )  # fmt: skip
 
 
@@ -75,7 +75,11 @@ class ExpansionRecord:
             "for name, parameter in model.named_parameters():\n"
             "    parameter.requires_grad_(name.startswith(new))",
         )
-        yield "PEFT", f"LoraConfig(layers_to_transform=[{numbers}], layers_pattern={pattern!r}, ...)"
+        modules = self.data["linear_modules"]
+        yield (
+            "PEFT",
+            f"LoraConfig(target_modules={modules!r}, layers_to_transform=[{numbers}], layers_pattern={pattern!r})",
+        )
         yield "axolotl", f"unfrozen_parameters:\n  - ^{re.escape(stack)}\\.({choice})\\."
         total = self.data["blocks_before"] + len(blocks)
         stride = total // len(blocks)

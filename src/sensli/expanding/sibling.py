@@ -12,16 +12,17 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from sensli.errors import SensliError
-from sensli.expand.weights import ExpansionError, Stored, read_weights
+from sensli.errors import ExpansionError, SensliError
+from sensli.expanding.weights import Stored, read_weights
 from sensli.modules import random_state
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site
@@ -33,7 +34,7 @@ from sensli.text.commands import imported
 _SMALL = {  # fields that are widths or lengths, and how large they are in a sibling
     "vocab_size": 128, "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_source_positions": 32,
     "max_target_positions": 64, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
-    "num_mel_bins": 16, "vocab_size_per_layer_input": 128,
+    "num_mel_bins": 16, "vocab_size_per_layer_input": 128, "first_k_dense_replace": 1,
 }  # fmt: skip
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _SHARED_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -43,7 +44,9 @@ _INNER = (
     "shared_expert_intermediate_size", "shared_intermediate_size",
 )  # fmt: skip
 _IDS = re.compile(r".*_token_id$|.*_token_index$")
+_COUNTS = re.compile(r"(num_(hidden|decoder|encoder)?_?layers|n_layers?|(en|de)coder_layers|depth)")
 _HEAD = 16  # the width of a head in a sibling
+_BLOCKS = 3  # a first, a last and one between, if all are of one kind
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ class Described:
 
     folder: Path
     config: Any
-    model_class: type[nn.Module]
+    model_class: Any
 
-    @property
+    @cached_property
     def stored(self) -> dict[str, Any]:
         """The configuration as the folder has it."""
         found: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
@@ -79,7 +82,7 @@ def read_description(folder: Path, *, trust_remote_code: bool = False) -> Descri
             raise ValueError("it is no object")
     except ValueError as error:
         raise ExpansionError(f"{path} cannot be read: {error}. Get it again.") from error
-    if "quantization_config" in stored:
+    if stored.get("quantization_config"):
         method = stored["quantization_config"].get("quant_method", "an unknown method")
         raise ExpansionError(
             f"{folder} is quantized ({method}), and a block of quantized weights cannot be zeroed exactly. Expand the model that it was "
@@ -91,23 +94,41 @@ def read_description(folder: Path, *, trust_remote_code: bool = False) -> Descri
             "--trust-remote-code."
         )
     names = stored.get("architectures") or []
+    if not names:
+        raise ExpansionError(f"{path} does not say which class the model is of: it has no 'architectures'.")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ExpansionError(f"transformers cannot read {path}: {' '.join(str(error).split())}") from error
-    if not names:
-        raise ExpansionError(f"{path} does not say which class the model is of: it has no 'architectures'.")
-    model_class = getattr(transformers, names[0], None)
-    if model_class is None and trust_remote_code:
+    own = [value for value in (stored.get("auto_map") or {}).values() if value.endswith(f".{names[0]}")]
+    if own:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-        reference = next((value for value in stored["auto_map"].values() if value.endswith(f".{names[0]}")), None)
-        model_class = reference and get_class_from_dynamic_module(reference, folder)
+        model_class: Any = get_class_from_dynamic_module(own[0], folder)
+    else:
+        model_class = getattr(transformers, names[0], None)
     if model_class is None:
         raise ExpansionError(
-            f"{path} names the class {names[0]}, which this version of transformers ({transformers.__version__}) has not."
+            f"{path} names the class {names[0]}, which this version of transformers ({transformers.__version__}) does not have."
         )
     return Described(folder, config, model_class)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and reports of transformers, which would be about siblings; random numbers stay as they were."""
+    logging: Any = imported("transformers.utils.logging", "sensli expand", extra="transformers")
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with random_state.kept(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 # ---- The sibling.
@@ -122,23 +143,25 @@ def _sections(config: Any) -> Iterator[Any]:
             yield from _sections(inner)
 
 
-def shrink(config: Any, blocks: Mapping[str, int]) -> Any:
-    """A copy of a configuration with these counts of blocks and small widths; what is there per block is cut like it."""
+def shrink(config: Any, head: int | None) -> Any:
+    """A copy of a configuration with few blocks and small widths; what is there per block is cut alike. ``head``: the width of a head."""
     small = copy.deepcopy(config)
-    before = {name: getattr(small, name) for name in blocks}
     for section in _sections(small):
-        _shrink_section(section)
-    for name, count in blocks.items():
-        setattr(small, name, count)
-    for name, value in list(vars(small).items()):
-        for count_name, count in blocks.items():
-            if isinstance(value, (list, tuple)) and len(value) == before[count_name]:
-                setattr(small, name, list(value)[:count])
-    small.dtype = torch.float32
+        counts = {
+            name: value for name, value in vars(section).items() if type(value) is int and _COUNTS.fullmatch(name)
+        }
+        few = max(_BLOCKS, _period(section))
+        for name, value in list(vars(section).items()):
+            if name in counts:
+                setattr(section, name, min(few, value))
+            elif isinstance(value, (list, tuple)) and len(value) in counts.values():
+                setattr(section, name, list(value)[:few])
+        _shrink_section(section, head)
+        section.dtype = torch.float32
     return small
 
 
-def _shrink_section(section: Any) -> None:
+def _shrink_section(section: Any, head: int | None) -> None:
     def get(name: str) -> int | None:
         value = getattr(section, name, None)
         return value if type(value) is int else None
@@ -162,6 +185,7 @@ def _shrink_section(section: Any) -> None:
     hidden = next((value for name in _HIDDEN if (value := get(name))), None)
     if heads and hidden:
         few = heads if heads <= 4 else 4
+        width = head or get("head_dim") or get("d_kv") or hidden // heads
         shared = next((value for name in _SHARED_HEADS if (value := get(name))), None)
         for name in _HEADS:
             if get(name):
@@ -171,12 +195,12 @@ def _shrink_section(section: Any) -> None:
                 put(name, few if shared == heads else min(shared or 1, max(1, few // 2)))
         for name in ("head_dim", "d_kv"):
             if get(name):
-                put(name, _HEAD)
+                put(name, width)
         for name in _HIDDEN:
             if get(name):
-                put(name, few * _HEAD)
+                put(name, few * width)
         if get("query_pre_attn_scalar"):
-            put("query_pre_attn_scalar", _HEAD)
+            put("query_pre_attn_scalar", width)
     for name in _INNER:
         if get(name):
             put(name, 96)
@@ -220,8 +244,8 @@ class BlockRule:
     Attributes:
         stack: What the names of its tensors begin with, before the number: ``"model.layers."``.
         path: The path of the list of blocks in the model.
-        zero: The names, after the number, of the tensors that are zero in a new block; ``*`` stands for other numbers, as of experts.
-        known: All names after the number that the sibling has, likewise.
+        zero: The names, after the number, of the tensors that are zero in a new block.
+        kinds: The names of all tensors of a new block, for every kind of block that can be added.
         counts: The fields of the configuration that hold the number of blocks, ``"text_config.num_hidden_layers"`` inside of others.
         lists: Those that hold one entry per block.
     """
@@ -229,9 +253,25 @@ class BlockRule:
     stack: str
     path: str
     zero: frozenset[str]
-    known: frozenset[str]
+    kinds: frozenset[frozenset[str]]
     counts: tuple[str, ...]
-    lists: tuple[str, ...] = field(default=())
+    lists: tuple[str, ...]
+
+    def fits(self, names: set[str]) -> bool:
+        """Whether a block with tensors of these names can be copied; numbers inside of them, as of experts, may be others."""
+        return {generic(name) for name in names} in [{generic(name) for name in kind} for kind in self.kinds]
+
+    def is_zero(self, name: str) -> bool:
+        """Whether the tensor of this name is zero in a new block."""
+        known = frozenset[str]().union(*self.kinds)
+        if name in known:
+            return name in self.zero
+        alike = {
+            other in self.zero for other in known if generic(other) == generic(name)
+        }  # more experts than a sibling has
+        if len(alike) != 1:
+            raise ExpansionError(f"it is not known whether {name} must be zero in a new block.")
+        return alike.pop()
 
 
 def generic(name: str) -> str:
@@ -239,60 +279,58 @@ def generic(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def find_rules(described: Described, blocks: int = 3) -> list[BlockRule]:
-    """The rules for every stack of blocks that the sibling can grow, in the order of the data flow. Raises if there is none."""
-    with random_state.kept(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = build_sibling(described, blocks)
-        example = example_for(model)
-        try:
-            sites = find_sites(model, example, layer="twin")
-        except SensliError as error:
-            raise ExpansionError(f"a small {described.model_class.__name__} cannot be run: {error}") from error
-        inserted = [site for site in sites if _stack_of(site) is not None]
-        stacks = list(dict.fromkeys(_stack_of(site) for site in inserted))
-        if not stacks:
-            raise ExpansionError(
-                f"no block can be added to a {described.model_class.__name__} without changing its function: {sites.explain()}"
-            )
-        return [_rule_of(model, path, [s for s in inserted if _stack_of(s) == path]) for path in stacks if path]
+@dataclass(frozen=True)
+class Sibling:
+    """A small model of the same class, and an example for it."""
+
+    model: Any
+    example: dict[str, torch.Tensor]
 
 
-def build_sibling(described: Described, blocks: int) -> Any:
-    """The same class from the same configuration, with so many blocks and small widths."""
-    counts = {
-        name: blocks
-        for section in _sections(described.config)
-        for name, value in vars(section).items()
-        if type(value) is int
-        and re.fullmatch(r"(num_(hidden|decoder|encoder)?_?layers|n_layers?|(en|de)coder_layers|depth)", name)
-        and section is described.config
-    }
-    period = _period(described.config)
-    counts = dict.fromkeys(counts, max(blocks, period))
-    problems = []
-    for config in (shrink(described.config, counts),):
+def build_sibling(described: Described) -> Sibling:
+    """The same class from the same configuration, with few blocks and small widths, that runs."""
+    problem = ""
+    for head in (_HEAD, None):  # some list something per number of a head, and need the width that they have
         try:
+            config = shrink(described.config, head)
             model = described.model_class(config).eval()
             _draw(model)
-            return model
+            example = example_for(model)
+            with torch.no_grad():
+                model(**example)
         except Exception as error:
-            problems.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
-    raise ExpansionError(f"a small {described.model_class.__name__} cannot be built: {problems[-1]}")
+            problem = problem or f"{type(error).__name__}: {' '.join(str(error).split())}"
+            continue
+        return Sibling(model, example)
+    raise ExpansionError(f"a small {described.model_class.__name__}, on which to try it, cannot be run: {problem}")
+
+
+def find_rules(described: Described, sibling: Sibling) -> list[BlockRule]:
+    """The rules for every stack of blocks that the sibling can grow, in the order of the data flow. Raises if there is none."""
+    name = described.model_class.__name__
+    try:
+        sites = find_sites(sibling.model, sibling.example, layer="twin")
+    except SensliError as error:
+        raise ExpansionError(f"no block can be added to a {name}: {error}") from error
+    stacks: dict[str, list[Site]] = {}
+    for site in sites:
+        path, _, number = site.path.rpartition(".")
+        if number.isdigit():  # a block of a list
+            stacks.setdefault(path, []).append(site)
+    rules = [_rule_of(sibling.model, path, inside) for path, inside in stacks.items()]
+    if not rules:
+        why = "; ".join(dict.fromkeys(reason for _, reason in sites.skipped))
+        raise ExpansionError(f"no block can be added to a {name} without changing its function: {why}.")
+    return rules
 
 
 def _period(config: Any) -> int:
     """After how many blocks every kind of block has come: lists with one entry per block say it."""
-    longest = 0
-    for value in vars(config).values():
-        if (
-            isinstance(value, (list, tuple))
-            and value
-            and all(isinstance(each, str) for each in value)
-            and len(value) > 3
-        ):
-            longest = max(longest, max(list(value).index(kind) for kind in set(value)) + 1)
-    return longest
+    lists = [
+        list(value) for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) > _BLOCKS
+    ]
+    named = [value for value in lists if all(isinstance(each, str) for each in value)]
+    return max((value.index(kind) + 1 for value in named for kind in set(value)), default=0)
 
 
 def _draw(model: nn.Module) -> None:
@@ -304,47 +342,40 @@ def _draw(model: nn.Module) -> None:
             parameter.copy_(0.1 * noise if parameter.dim() > 1 else 1 + 0.1 * noise)
 
 
-def _stack_of(site: Site) -> str | None:
-    """The path of the list that a site's block would go into."""
-    path = site.path.rpartition(".")
-    return path[0] if path[2].isdigit() else None
-
-
 def _rule_of(model: Any, path: str, sites: list[Site]) -> BlockRule:
+    zero: set[str] = set()
+    kinds: set[frozenset[str]] = set()
+    changed: dict[str, Any] = {}
+    prefix = ""
     with tempfile.TemporaryDirectory() as folder:
-        before = _saved(model, Path(folder) / "before")
-        config = model.config.to_dict()
-        zero: set[str] = set()
-        rest: set[str] = set()
-        changed: dict[str, Any] = {}
-        prefix = ""
+        before = save(model, Path(folder) / "before")
         for number, site in enumerate(sites):
             grown = copy.deepcopy(model)
             growth = grow(grown, site.on(grown))
-            place = int(growth.name.rpartition(".")[2])
-            after = _saved(grown, Path(folder) / f"after{number}")
+            after = save(grown, Path(folder) / f"after{number}")
             prefix = prefix or _prefix(before, after)
-            start = f"{prefix}{place}."
-            own = {generic(name.removeprefix(start)): each for name, each in after.items() if name.startswith(start)}
-            rest |= own.keys()
+            start = f"{prefix}{growth.name.rpartition('.')[2]}."
+            own = {name.removeprefix(start): each for name, each in after.items() if name.startswith(start)}
+            kinds.add(frozenset(own))
             zero |= {name for name, tensor in own.items() if tensor.is_zero()}
-            changed |= dict(_changed_fields(config, grown.config.to_dict()))
+            changed |= dict(changed_fields(model.config.to_dict(), grown.config.to_dict()))
     counts = tuple(name for name, value in changed.items() if type(value) is int)
     lists = tuple(name for name, value in changed.items() if isinstance(value, (list, tuple)))
-    return BlockRule(prefix, path, frozenset(zero), frozenset(rest), counts, lists)
+    return BlockRule(prefix, path, frozenset(zero), frozenset(kinds), counts, lists)
 
 
-def _changed_fields(before: Mapping[str, Any], after: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
     """The fields that differ, with their new values; those of a configuration inside of another by their path."""
     for name, value in after.items():
         old = before.get(name)
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            yield from _changed_fields(old, value, f"{inside}{name}.")
+            yield from changed_fields(old, value, f"{inside}{name}.")
         elif old != value:
             yield f"{inside}{name}", value
 
 
-def _saved(model: Any, folder: Path) -> dict[str, Stored]:
+def save(model: Any, folder: Path) -> dict[str, Stored]:
+    """Write a small model; returns its tensors."""
     model.save_pretrained(folder)
     return read_weights(folder)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sensli.errors import SensliError
-from sensli.text.commands import PLACES
+from sensli.text.commands import BLOCK_STARTS, PLACES
 from sensli.text.records import dumps as strict_json
 
 _ADVICE = """\
@@ -41,9 +42,21 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--start",
-        choices=("zero", "copy"),
+        choices=BLOCK_STARTS,
         default="zero",
-        help="zero: new blocks are identities and the output is the same; copy: copies of their neighbors (default: %(default)s)",
+        help="what new blocks begin as: zero, copies of their neighbors made identities; fresh, identities with new weights; copy, copies, "
+        "which change the output (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of new weights (default: %(default)s)")
+    parser.add_argument(
+        "--stack",
+        metavar="PATH",
+        help="the list of blocks to expand where a model has several, such as model.decoder.layers (default: the first)",
+    )
+    parser.add_argument(
+        "--check",
+        metavar="FILE|none",
+        help="compare the outputs on a text or on a batch that torch.save wrote; none: do not compare (default: on generated tokens)",
     )
     parser.add_argument("--shard-size", default="5GB", help="the largest size of a file (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="check on a small sibling, without loading the model")
@@ -58,42 +71,69 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Expand, or undo, and say what came of it."""
-    from sensli.expand.expanding import expand, undo_expansion
+    from sensli.expanding.expanding import expand, undo_expansion
 
     if (args.model is None) == (args.undo is None):
         raise SensliError("give either MODEL_DIR, the folder to expand, or --undo DIR, an expanded one.")
+    with _ending_with_cleaning(), _progress(not args.json) as progress:
+        if args.undo is not None:
+            folder = undo_expansion(
+                args.undo, args.out, shard_size=args.shard_size, force=args.force, progress=progress
+            )
+        else:
+            record = expand(
+                args.model, args.out, args.blocks, place=_place(args.place), stack=args.stack, start=args.start, seed=args.seed,
+                shard_size=args.shard_size, check=args.check, stream=args.stream, trust_remote_code=args.trust_remote_code,
+                progress=progress,
+            )  # fmt: skip
     if args.undo is not None:
-        folder = undo_expansion(args.undo, args.out, shard_size=args.shard_size, force=args.force)
         print(strict_json({"folder": str(folder)}, indent=1) if args.json else f"written: {folder}")
         return
-    place = args.place
-    if place not in PLACES:
-        try:
-            place = [int(part) for part in place.split(",")]
-        except ValueError:
-            raise SensliError(
-                f"--place must be {', '.join(PLACES)}, or numbers of blocks such as 3,7,11, got {args.place!r}."
-            ) from None
-    with _progress(not args.json) as told:
-        done = expand(
-            args.model, args.out, args.blocks, place=place, start=args.start, shard_size=args.shard_size, stream=args.stream,
-            trust_remote_code=args.trust_remote_code, progress=told,
-        )  # fmt: skip
-    record = done.record
-    if args.json:
-        lines = dict(record.lines())
-        print(strict_json({"folder": str(record.folder), "check": done.check, "lines": lines, **record.data}, indent=1))
-        return
     data = record.data
+    if args.json:
+        print(strict_json({"folder": str(record.folder), "lines": dict(record.lines()), **data}, indent=1))
+        return
     total = data["blocks_before"] + len(data["new_blocks"])
-    print(
-        f"written: {record.folder}   ({data['blocks_before']} -> {total} blocks; new: {', '.join(map(str, data['new_blocks']))})"
-    )
-    print(f"check: {done.check}")
+    numbers = ", ".join(map(str, data["new_blocks"]))
+    print(f"written: {record.folder}   ({data['stack']}: {data['blocks_before']} -> {total} blocks; new: {numbers})")
+    if data["other_stacks"] and args.stack is None:
+        print(f"other lists of blocks stayed as they are (--stack): {', '.join(data['other_stacks'])}")
+    if data["start"] == "copy":
+        print("the new blocks are copies, so the output is not that of the base")
+    print(f"check: {data['check']}")
     print("\nTo train only the new blocks:")
     for tool, code in record.lines():
         print(f"\n# {tool}\n{code}")
     print(f"\n{_ADVICE}")
+
+
+def _place(text: str) -> str | list[int]:
+    if text in PLACES:
+        return text
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SensliError(
+            f"--place must be {', '.join(PLACES)}, or numbers of blocks such as 3,7,11, got {text!r}."
+        ) from None
+
+
+@contextmanager
+def _ending_with_cleaning() -> Iterator[None]:
+    """A request to end is answered as Ctrl-C is: what was begun is removed."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not in the main thread, which alone gets signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
