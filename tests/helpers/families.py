@@ -35,7 +35,8 @@ _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size":
 _WHISPER = {
     "d_model": 64, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "vocab_size": 300, "num_mel_bins": 16,
-    "max_source_positions": 16, "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "max_source_positions": 16, "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
 }  # fmt: skip
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Llama": _causal("Llama"),
@@ -74,3 +75,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         decoder_start_token_id=0,
     ),
 }  # fmt: skip
+# Of families with several stacks of blocks all, the first of them being the default.
+STACKS: dict[str, tuple[str, ...]] = {
+    "Whisper": ("model.encoder.layers", "model.decoder.layers"),
+    "T5": ("encoder.block", "decoder.block"),
+}
