@@ -47,6 +47,11 @@ def add_parser(commands: Any) -> None:
         help="what new blocks begin as: zero, copies of their neighbors made identities; fresh, identities with new weights; copy, copies, "
         "which change the output (default: %(default)s)",
     )
+    parser.add_argument(
+        "--units",
+        metavar="NUMBER",
+        help="hidden units that the feed-forward parts of all blocks get: a whole number (64), or a share of those they have (0.25)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of new weights (default: %(default)s)")
     parser.add_argument(
         "--stack",
@@ -82,8 +87,8 @@ def run(args: argparse.Namespace) -> None:
             )
         else:
             record = expand(
-                args.model, args.out, args.blocks, place=_place(args.place), stack=args.stack, start=args.start, seed=args.seed,
-                shard_size=args.shard_size, check=args.check, stream=args.stream, trust_remote_code=args.trust_remote_code,
+                args.model, args.out, args.blocks, place=_place(args.place), stack=args.stack, units=_units(args.units), start=args.start,
+                seed=args.seed, shard_size=args.shard_size, check=args.check, stream=args.stream, trust_remote_code=args.trust_remote_code,
                 progress=progress,
             )  # fmt: skip
     if args.undo is not None:
@@ -93,15 +98,14 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(strict_json({"folder": str(record.folder), "lines": dict(record.lines()), **data}, indent=1))
         return
-    total = data["blocks_before"] + len(data["new_blocks"])
-    numbers = ", ".join(map(str, data["new_blocks"]))
-    print(f"written: {record.folder}   ({data['stack']}: {data['blocks_before']} -> {total} blocks; new: {numbers})")
+    print(f"written: {record.folder}\n{record.describe()}")
     if data["other_stacks"] and args.stack is None:
         print(f"other lists of blocks stayed as they are (--stack): {', '.join(data['other_stacks'])}")
-    if data["start"] == "copy":
+    if data["start"] == "copy" and data["new_blocks"]:
         print("the new blocks are copies, so the output is not that of the base")
     print(f"check: {data['check']}")
-    print("\nTo train only the new blocks:")
+    if data["new_blocks"]:
+        print("\nTo train only the new blocks:")
     for tool, code in record.lines():
         print(f"\n# {tool}\n{code}")
     print(f"\n{_ADVICE}")
@@ -116,6 +120,13 @@ def _place(text: str) -> str | list[int]:
         raise SensliError(
             f"--place must be {', '.join(PLACES)}, or numbers of blocks such as 3,7,11, got {text!r}."
         ) from None
+
+
+def _units(text: str | None) -> int | float | None:
+    try:
+        return None if text is None else float(text) if "." in text or "e" in text.lower() else int(text)
+    except ValueError:
+        raise SensliError(f"--units must be a whole number (64) or a share (0.25), got {text!r}.") from None
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
@@ -17,8 +16,28 @@ from typing import Any
 from sensli.errors import ExpansionError
 from sensli.expanding.checking import check_blocks, check_example, check_files, check_function
 from sensli.expanding.record import RECORD, ExpansionRecord, expansion
-from sensli.expanding.sibling import BlockRule, Described, build_sibling, find_rules, generic, quiet, read_description
-from sensli.expanding.weights import Content, Drawn, Stored, Zeros, parse_size, read_weights, write_weights
+from sensli.expanding.sibling import (
+    BlockRule,
+    Described,
+    Sibling,
+    build_sibling,
+    find_rules,
+    generic,
+    quiet,
+    read_description,
+)
+from sensli.expanding.units import Lengthening, UnitPlan, find_unit_rules, plan_units
+from sensli.expanding.weights import (
+    Content,
+    Drawn,
+    Longer,
+    Stored,
+    Zeros,
+    parse_size,
+    read_weights,
+    seed_of,
+    write_weights,
+)
 from sensli.modules import checks
 from sensli.text.commands import BLOCK_STARTS, PLACES
 from sensli.text.records import dumps as strict_json
@@ -144,7 +163,7 @@ class StackPlan:
 
     def fields(self, full: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the configuration that change, by their path. ``full`` has those that the folder leaves to their defaults, too."""
-        counts = {name: get_field(full, name) + len(self.places) for name in self.rule.counts}
+        counts: dict[str, Any] = {name: get_field(full, name) + len(self.places) for name in self.rule.counts}
         lists = {name: list(get_field(full, name)) for name in self.rule.lists}
         return counts | {name: [each[source] for source, _ in self.order] for name, each in lists.items()}
 
@@ -154,11 +173,6 @@ def stored(tensor: Content) -> Stored:
     found = tensor if isinstance(tensor, Stored) else getattr(tensor, "source")  # noqa: B009
     assert isinstance(found, Stored)
     return found
-
-
-def seed_of(name: str, seed: int) -> int:
-    """A seed of its own for each tensor, the same in every run."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")
 
 
 def get_field(data: Mapping[str, Any], path: str) -> Any:
@@ -228,6 +242,73 @@ def plan_blocks(
     return StackPlan(rule, start, count, tuple(places), tuple(sources))
 
 
+@dataclass(frozen=True)
+class ExpansionPlan:
+    """All that an expansion changes: more blocks in one stack, more units in all blocks, or both.
+
+    Attributes:
+        stack: The blocks of a stack; None if no block is added.
+        units: The longer tensors; None if no unit is added.
+        fields: The fields of the configuration that change, by their path.
+        other_stacks: The paths of lists of blocks that could grow too.
+    """
+
+    stack: StackPlan | None
+    units: UnitPlan | None
+    fields: dict[str, Any]
+    other_stacks: list[str]
+
+    def arrange(self, tensors: Mapping[str, Stored], start: str, seed: int) -> dict[str, Content]:
+        """Every tensor of the result under its name."""
+        found: Mapping[str, Content] = tensors if self.units is None else self.units.apply(tensors, seed)
+        return dict(found) if self.stack is None else self.stack.arrange(found, start, seed)
+
+    def old_name(self, name: str) -> str | None:
+        """What a tensor of the result was called before; None if it is new."""
+        return name if self.stack is None else self.stack.old_name(name)
+
+    def lengthening(self, name: str) -> Lengthening | None:
+        """How a tensor of the result has become longer; None if it has not, or is new."""
+        old = self.old_name(name)
+        return None if self.units is None or old is None else self.units.longer.get(old)
+
+    @property
+    def units_added(self) -> list[int]:
+        """How many units each width got."""
+        return [] if self.units is None else sorted({each.more for each in self.units.longer.values()})
+
+
+def plan_expansion(
+    described: Described,
+    tensors: Mapping[str, Stored],
+    sibling: Sibling,
+    place: str | Sequence[int],
+    blocks: int | None,
+    stack: str | None,
+    units: int | float | None,
+) -> ExpansionPlan:
+    """Find on a sibling what the expansion changes, and bind it to the folder."""
+    more, deeper, rules = None, None, list[BlockRule]()
+    fields: dict[str, Any] = {}
+    if units is not None:
+        more = plan_units(described, tensors, find_unit_rules(described, sibling), units)
+        fields |= more.fields
+    if units is None or blocks is not None or not isinstance(place, str):
+        rules = find_rules(described, sibling)
+        deeper = plan_blocks(described, tensors, rules, place, blocks, stack)
+        fields |= deeper.fields(described.config.to_dict())
+    others = [rule.path for rule in rules if deeper is not None and rule is not deeper.rule]
+    return ExpansionPlan(deeper, more, fields, others)
+
+
+def set_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a configuration with other values of some fields."""
+    found: dict[str, Any] = json.loads(json.dumps(config))
+    for name, value in fields.items():
+        set_field(found, name, value)
+    return found
+
+
 def prefix_in(tensors: Mapping[str, Content], prefix: str) -> str | None:
     """What the names of a stack begin with in a folder: a model and its base are saved with and without the name of the base."""
     for start in (prefix, prefix.partition(".")[2]):
@@ -294,6 +375,7 @@ def expand(
     *,
     place: str | Sequence[int] = "even",
     stack: str | None = None,
+    units: int | float | None = None,
     start: str = "zero",
     seed: int = 0,
     shard_size: str = "5GB",
@@ -314,9 +396,11 @@ def expand(
         place: Where: ``"even"``, ``"middle"``, ``"top"``, ``"bottom"``, or the numbers of the blocks that are to be followed by a new one
             (default: "even").
         stack: The list of blocks to expand, such as ``"model.decoder.layers"``, where a model has several. None takes the first.
+        units: How many hidden units the feed-forward parts of all blocks get: a number, or a share of those that they have (0.25). With
+            units and without ``blocks`` no block is added.
         start: What new blocks begin as. ``"zero"``: copies of their neighbors whose last maps are zero, so that each is an identity.
             ``"fresh"``: the same with new weights of the neighbor's spread. ``"copy"``: copies, which change the output (default: "zero").
-        seed: Of the new weights (default: 0).
+        seed: Of the new weights, those of units among them (default: 0).
         shard_size: The largest size of a file (default: "5GB").
         check: A text, or a batch that torch.save wrote, to compare the outputs on; ``"none"`` does not compare. None takes a few
             tokens, or an image or a sound of noise.
@@ -337,18 +421,16 @@ def expand(
     most = parse_size(shard_size)
     if blocks is not None:
         blocks = checks.whole("blocks", blocks, 8, error=ExpansionError)
+    if units is not None:
+        units = check_units(units)
     check_target(target)
     described = read_description(source, trust_remote_code=trust_remote_code)
     tensors = read_weights(source)
     with quiet():
         example = check_example(check, described)
         sibling = build_sibling(described)
-        rules = find_rules(described, sibling)
-        planned = plan_blocks(described, tensors, rules, place, blocks, stack)
-        fields = planned.fields(described.config.to_dict())
-        config = json.loads(json.dumps(described.stored))
-        for name, value in fields.items():
-            set_field(config, name, value)
+        planned = plan_expansion(described, tensors, sibling, place, blocks, stack, units)
+        config = set_fields(described.stored, planned.fields)
         built = check_blocks(described, planned, config)
         arranged = planned.arrange(tensors, start, seed)
         total = sum(tensor.size for tensor in arranged.values())
@@ -363,20 +445,21 @@ def expand(
             (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
             copy_beside(source, part)
             checked = [check_files(part, arranged)]
-            if start != "copy" and check != "none":
+            if check != "none" and not (planned.stack and start == "copy"):
                 checked.append(check_function(described, sibling, planned, part, example, total, stream=stream))
+            blocks_part = planned.stack
             record = {
                 "format": 1,
                 "base": source.resolve().name,
                 "architecture": described.model_class.__name__,
-                "stack": planned.rule.path,
-                "other_stacks": [rule.path for rule in rules if rule is not planned.rule],
-                "prefix": planned.stack,
-                "blocks_before": planned.count,
+                "stack": blocks_part.rule.path if blocks_part else None,
+                "other_stacks": planned.other_stacks,
+                "prefix": blocks_part.stack if blocks_part else None,
+                "blocks_before": blocks_part.count if blocks_part else None,
                 "place": place if isinstance(place, str) else "given",
-                "places": list(planned.places),
-                "sources": list(planned.sources),
-                "new_blocks": planned.new_blocks,
+                "places": list(blocks_part.places) if blocks_part else [],
+                "sources": list(blocks_part.sources) if blocks_part else [],
+                "new_blocks": blocks_part.new_blocks if blocks_part else [],
                 "start": start,
                 "seed": seed,
                 "check": "; ".join(checked),
@@ -384,8 +467,17 @@ def expand(
                 "linear_modules": built.linear_modules,
                 "new_tensors": [name for name in arranged if planned.old_name(name) is None],
                 "zero_tensors": [name for name, tensor in arranged.items() if isinstance(tensor, Zeros)],
-                "fields": {name: [get_field(described.stored, name), value] for name, value in fields.items()},
-                "hashes": hashes,
+                "units": planned.units_added,
+                "longer": {
+                    name: [each.axis, each.parts, each.more]
+                    for name in arranged
+                    if (each := planned.lengthening(name)) is not None
+                },
+                "fields": {name: [get_field(described.stored, name), value] for name, value in planned.fields.items()},
+                "hashes": {
+                    name: tensor.source.digest() if isinstance(tensor, Longer) else hashes[name]
+                    for name, tensor in arranged.items()
+                },
                 "earlier": expansion(source).data if (source / RECORD).is_file() else None,
             }
             (part / RECORD).write_text(strict_json(record, indent=1) + "\n")
@@ -393,22 +485,31 @@ def expand(
     return expansion(target)
 
 
+def check_units(units: int | float) -> int | float:
+    """A number of units of at least 1, or a share."""
+    what = "a whole number of at least 1 (for example 64) or a share between 0 and 1 (for example 0.25)"
+    found = checks.number("units", units, what, error=ExpansionError)
+    if isinstance(units, float) and 0 < found < 1:
+        return found
+    return checks.integer("units", units, what, lambda number: number >= 1, ExpansionError)
+
+
 def write_card(folder: Path, source: Path) -> None:
     """A model card: that of the base, and before its text what was done."""
     record, old = expansion(folder), source / "README.md"
     data, text = record.data, old.read_text() if old.is_file() else ""
     front = re.match(r"---\n.*?\n---\n", text, re.S)
-    base, count, numbers = data["base"], len(data["new_blocks"]), ", ".join(map(str, data["new_blocks"]))
+    base = data["base"]
     if front is None:
         front_text = f"---\nbase_model: {base}\nlibrary_name: transformers\n---\n"
     else:
         front_text = front[0]
     lines = [
         _CARD[0],
-        f"# {base}, expanded by {count} blocks\n",
-        f"This is `{base}` ({data['architecture']}) with {count} new blocks in `{data['stack']}`: {numbers}.",
-        f"Start of the new blocks: `{data['start']}`. Check: {data['check']}. `{RECORD}` has the details.\n",
-        "## Train only the new blocks\n",
+        f"# {base}, expanded\n",
+        f"This is `{base}` ({data['architecture']}) with {record.describe()}.",
+        f"Start of new blocks: `{data['start']}`. Check: {data['check']}. `{RECORD}` has the details.\n",
+        *(["## Train only the new blocks\n"] if data["new_blocks"] else []),
         *(f"{tool}:\n\n```\n{code}\n```\n" for tool, code in record.lines()),
         _CARD[1],
     ]
@@ -445,29 +546,33 @@ def undo_expansion(
     source, target, most = Path(folder), Path(out), parse_size(shard_size)
     check_target(target)
     data, tensors = expansion(source).data, read_weights(source)
-    rule = BlockRule(data["prefix"], data["stack"], frozenset(), frozenset(), (), ())
-    planned = StackPlan(rule, data["prefix"], data["blocks_before"], tuple(data["places"]), tuple(data["sources"]))
+    deeper = None
+    if data["new_blocks"]:
+        rule = BlockRule(data["prefix"], data["stack"], frozenset(), frozenset(), (), ())
+        deeper = StackPlan(rule, data["prefix"], data["blocks_before"], tuple(data["places"]), tuple(data["sources"]))
     lacking = [name for name in data["hashes"] if name not in tensors]
     if lacking:
         raise ExpansionError(f"{source} lacks {lacking[0]}, which it had when it was expanded. Nothing was written.")
-    stray = [name for name in tensors if (place := planned.split(name)) and place[0] >= len(planned.order)]
+    stray = [name for name in tensors if name not in data["hashes"]]
     if stray:
         raise ExpansionError(f"{source} has {stray[0]}, which it had not when it was expanded. Nothing was written.")
-    old = {before: tensors[name] for name in tensors if (before := planned.old_name(name)) is not None}
-    if not force:
-        changed = [
-            name
-            for name in tensors
-            if planned.old_name(name) is not None and tensors[name].digest() != data["hashes"].get(name)
-        ]
-        if changed:
-            raise ExpansionError(
-                f"{len(changed)} old tensors of {source} have changed since, the first of them {changed[0]}: without the new blocks the "
-                "result is neither the base nor the trained model. Give --force (force=True) to write it nevertheless."
-            )
+    longer = {name: Lengthening(axis, parts, True, more) for name, (axis, parts, more) in data["longer"].items()}
+    old: dict[str, Content] = {}
+    changed = []
+    for name, tensor in tensors.items():
+        before = name if deeper is None else deeper.old_name(name)
+        if before is not None:
+            old[before] = longer[name].revert(tensor) if name in longer else tensor
+            if not force and old[before].digest() != data["hashes"][name]:
+                changed.append(name)
+    if changed:
+        raise ExpansionError(
+            f"{len(changed)} old tensors of {source} have changed since, the first of them {changed[0]}: without what is new the result is "
+            "neither the base nor the trained model. Give --force (force=True) to write it nevertheless."
+        )
     config = json.loads((source / "config.json").read_text())
-    for name, (before, _) in data["fields"].items():
-        set_field(config, name, before)
+    for name, (value, _) in data["fields"].items():
+        set_field(config, name, value)
     total, done = sum(tensor.size for tensor in old.values()), 0
     with writing_to(target, total + 2**20) as part:
         for size in write_weights(part, old, most):

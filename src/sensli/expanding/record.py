@@ -15,8 +15,8 @@ from sensli.errors import ExpansionError
 
 RECORD = "expansion.json"  # in the folder of an expanded model
 _NEEDED = (
-    "format", "base", "architecture", "stack", "prefix", "blocks_before", "places", "sources", "new_blocks", "new_parameters", "fields",
-    "hashes", "earlier",
+    "format", "base", "architecture", "stack", "prefix", "blocks_before", "places", "sources", "new_blocks", "new_parameters", "units",
+    "longer", "fields", "hashes", "earlier",
 )  # fmt: skip
 
 
@@ -42,6 +42,17 @@ class ExpansionRecord:
         """The names of the parameters of the new blocks, as ``model.named_parameters()`` has them."""
         return list(self.data["new_parameters"])
 
+    def describe(self) -> str:
+        """What was added, in words."""
+        parts = []
+        if self.new_blocks:
+            before, after = self.data["blocks_before"], self.data["blocks_before"] + len(self.new_blocks)
+            numbers = ", ".join(map(str, self.new_blocks))
+            parts.append(f"{after} instead of {before} blocks in {self.data['stack']} (new: {numbers})")
+        if self.data["units"]:
+            parts.append(f"{', '.join(map(str, self.data['units']))} more units in the feed-forward part of each block")
+        return " and ".join(parts)
+
     def freeze(self, model: nn.Module) -> None:
         """Let only the new blocks train: ``requires_grad`` of every other parameter becomes False.
 
@@ -51,6 +62,8 @@ class ExpansionRecord:
         Raises:
             ExpansionError: If the model lacks a parameter of a new block. Nothing was changed.
         """
+        if not self.new_blocks:
+            raise ExpansionError(f"{self.folder} got units and no blocks: no parameter is new as a whole.")
         named = dict(model.named_parameters())
         wanted = {
             name: [own for own in named if own == name or own.endswith(f".{name}")] for name in self.new_parameters
@@ -66,6 +79,8 @@ class ExpansionRecord:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """What to paste to train only the new blocks, by the tool that it is for."""
+        if not self.new_blocks:
+            return
         blocks, stack = self.new_blocks, self.data["stack"]
         numbers, pattern = ", ".join(map(str, blocks)), stack.rpartition(".")[2]
         choice = "|".join(map(str, blocks))

@@ -176,6 +176,17 @@ def as_bytes(tensor: Tensor) -> bytes:
     return found
 
 
+def load(tensor: Stored) -> Tensor:
+    """A tensor of numbers, in memory."""
+    values = bytearray(b"".join(tensor.pieces()))
+    return torch.frombuffer(values, dtype=_FLOATS[tensor.dtype]).view(tensor.shape)
+
+
+def seed_of(name: str, seed: int) -> int:
+    """A seed of its own for each tensor, the same in every run."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")
+
+
 @dataclass(frozen=True)
 class Shorter(Content):
     """A tensor without the last entries of each of so many equal parts of one axis: what `Longer` was made from."""
