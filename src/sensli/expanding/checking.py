@@ -195,7 +195,7 @@ def _expand_sibling(sibling: Sibling, planned: ExpansionPlan, before: Path, afte
     model, stack = sibling.model, planned.stack
     tensors = save(model, before)
     described = Described(before, model.config, type(model))
-    path = stack and stack.rule.path
+    path = stack.rule.path if stack else None
     places = (0, len(list(model.get_submodule(path).children())) - 1) if path else "even"
     small = plan_expansion(described, tensors, sibling, places, None, path, 8 if planned.units else None)
     after.mkdir()
