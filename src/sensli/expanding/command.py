@@ -65,6 +65,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--shard-size", default="5GB", help="the largest size of a file (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="check on a small sibling, without loading the model")
+    parser.add_argument(
+        "--optimizer",
+        metavar="PATH",
+        type=Path,
+        help="the optimizer of a training to be continued, whose moments follow: a file of torch, a checkpoint folder of the Trainer, or "
+        "one of torch.distributed.checkpoint",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that the folder brings")
     parser.add_argument(
         "--undo", metavar="DIR", type=Path, help="write a model without the blocks that were added to it"
@@ -88,7 +95,8 @@ def run(args: argparse.Namespace) -> None:
         else:
             record = expand(
                 args.model, args.out, args.blocks, place=_place(args.place), stack=args.stack, units=_units(args.units), start=args.start,
-                seed=args.seed, shard_size=args.shard_size, check=args.check, stream=args.stream, trust_remote_code=args.trust_remote_code,
+                seed=args.seed, shard_size=args.shard_size, check=args.check, stream=args.stream, optimizer=args.optimizer,
+                trust_remote_code=args.trust_remote_code,
                 progress=progress,
             )  # fmt: skip
     if args.undo is not None:
@@ -104,6 +112,8 @@ def run(args: argparse.Namespace) -> None:
     if data["start"] == "copy" and data["new_blocks"]:
         print("the new blocks are copies, so the output is not that of the base")
     print(f"check: {data['check']}")
+    if data["optimizer"]:
+        print(f"optimizer: {record.folder / data['optimizer']}")
     if data["new_blocks"]:
         print("\nTo train only the new blocks:")
     for tool, code in record.lines():

@@ -15,6 +15,7 @@ from typing import Any
 
 from sensli.errors import ExpansionError
 from sensli.expanding.checking import check_blocks, check_example, check_files, check_function
+from sensli.expanding.moments import check_optimizer, move_optimizer
 from sensli.expanding.record import RECORD, ExpansionRecord, expansion
 from sensli.expanding.sibling import (
     BlockRule,
@@ -381,6 +382,7 @@ def expand(
     shard_size: str = "5GB",
     check: str | Path | None = None,
     stream: bool = False,
+    optimizer: str | Path | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ExpansionRecord:
@@ -406,6 +408,8 @@ def expand(
             tokens, or an image or a sound of noise.
         stream: Compare the outputs of the sibling alone, without loading the model. By itself where it would take more than half of the
             free memory (default: False).
+        optimizer: The optimizer of a training to be continued: a file with its ``state_dict``, a checkpoint folder of the Trainer, or a
+            folder of ``torch.distributed.checkpoint``. Its moments follow, and are written into the new folder under the same name.
         trust_remote_code: Whether code in the folder may be run (default: False).
         progress: Called with the bytes written so far, and of all.
 
@@ -435,6 +439,8 @@ def expand(
         arranged = planned.arrange(tensors, start, seed)
         total = sum(tensor.size for tensor in arranged.values())
         beside = sum(each.stat().st_size for path in files_beside(source) for each in (path, *path.rglob("*")))
+        if optimizer is not None:
+            beside += check_optimizer(Path(optimizer))
         with writing_to(target, total + beside + 2**20) as part:
             hashes: dict[str, str] = {}
             done = 0
@@ -447,6 +453,9 @@ def expand(
             checked = [check_files(part, arranged)]
             if check != "none" and not (planned.stack and start == "copy"):
                 checked.append(check_function(described, sibling, planned, part, example, total, stream=stream))
+            moved = None
+            if optimizer is not None:
+                moved = move_optimizer(Path(optimizer), part, described, planned, config)
             blocks_part = planned.stack
             record = {
                 "format": 1,
@@ -467,6 +476,7 @@ def expand(
                 "linear_modules": built.linear_modules,
                 "new_tensors": [name for name in arranged if planned.old_name(name) is None],
                 "zero_tensors": [name for name, tensor in arranged.items() if isinstance(tensor, Zeros)],
+                "optimizer": moved,
                 "units": planned.units_added,
                 "longer": {
                     name: [each.axis, each.parts, each.more]
