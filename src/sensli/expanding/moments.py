@@ -153,9 +153,8 @@ def _orders(groups: list[dict[str, Any]], moves: Moves, empty: nn.Module) -> Ite
     if len(groups) == 1:
         yield [everything]
     else:
-        from transformers import Trainer
-
-        decayed = set(Trainer.get_decay_parameter_names(None, empty))
+        trainer: Any = importlib.import_module("transformers").Trainer
+        decayed = set(trainer.get_decay_parameter_names(None, empty))
         yield [[name for name in everything if name in decayed], [name for name in everything if name not in decayed]]
         whole: list[list[str]] = []
         for group in groups:  # one after another

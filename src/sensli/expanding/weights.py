@@ -10,6 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod, sqrt
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from sensli.errors import ExpansionError, brief
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PIECE = 16 * 2**20  # bytes that are in memory at once
+PIECE = 2**21  # bytes that are in memory at once: few enough for the cache of a processor
 _LONGEST_HEADER = 100 * 2**20  # what the format allows
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8,
@@ -49,8 +50,8 @@ class Content:
         """How many bytes it takes."""
         return prod(self.shape) * _BITS[self.dtype] // 8
 
-    def pieces(self, step: int = PIECE) -> Iterator[bytes]:
-        """Its bytes, so many at a time."""
+    def pieces(self, step: int = PIECE) -> Iterator[bytes | bytearray]:
+        """Its bytes, so many at a time; a piece may lie in the memory of the one before it."""
         raise NotImplementedError
 
     def digest(self) -> str:
@@ -60,9 +61,9 @@ class Content:
             found.update(piece)
         return found.hexdigest()
 
-    def hasher(self) -> hashlib.blake2b:
+    def hasher(self) -> hashlib._Hash:
         """A hash to which the bytes are still to be added."""
-        return hashlib.blake2b(f"{self.dtype}{self.shape}".encode(), digest_size=16)
+        return hashlib.sha256(f"{self.dtype}{self.shape}".encode())  # processors have instructions for this one
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,18 @@ class Stored(Content):
     file: Path
     start: int
 
-    def pieces(self, step: int = PIECE) -> Iterator[bytes]:
+    def pieces(self, step: int = PIECE) -> Iterator[bytes | bytearray]:
         left = self.size
+        buffer = bytearray(min(left, step))  # always the same memory: getting new takes longer than reading
         with self.file.open("rb", buffering=0) as source:
             source.seek(self.start)
             while left:
-                piece = _read(source, min(left, step))
-                if len(piece) < min(left, step):
+                if len(buffer) > left:
+                    buffer = bytearray(left)
+                if not _fill(source, memoryview(buffer)):
                     raise ExpansionError(f"{self.file} ends before its last tensor: the file is cut. Get it again.")
-                left -= len(piece)
-                yield piece
+                left -= len(buffer)
+                yield buffer
 
     def is_zero(self) -> bool:
         """Whether all its bytes are zero."""
@@ -97,21 +100,24 @@ class Stored(Content):
         return sqrt(max(0.0, squares / count - (total / count) ** 2)) if count else 0.0
 
 
-def _read(source: Any, size: int) -> bytes:
-    """So many bytes, or all that are left: one call of the system reads 2 GB at most."""
-    piece: bytes = source.read(size)
-    while len(piece) < size and (more := source.read(size - len(piece))):
-        piece += more
-    return piece
+def _fill(source: Any, rest: memoryview) -> bool:
+    """Read until a buffer is full, which may take several calls of the system; False if the file ends before."""
+    while rest:
+        count = source.readinto(rest)
+        if not count:
+            return False
+        rest = rest[count:]
+    return True
 
 
 @dataclass(frozen=True)
 class Zeros(Content):
     """Nothing but zeros."""
 
-    def pieces(self, step: int = PIECE) -> Iterator[bytes]:
+    def pieces(self, step: int = PIECE) -> Iterator[bytes | bytearray]:
+        piece = bytes(min(step, self.size))
         for start in range(0, self.size, step):
-            yield bytes(min(step, self.size - start))
+            yield piece[: self.size - start]
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ class Drawn(Content):
     like: Stored
     seed: int
 
-    def pieces(self, step: int = PIECE) -> Iterator[bytes]:
+    def pieces(self, step: int = PIECE) -> Iterator[bytes | bytearray]:
         spread, generator = self.like.spread(), torch.Generator().manual_seed(self.seed)
         for start in range(0, self.size, step):
             count = min(step, self.size - start) * 8 // _BITS[self.dtype]
@@ -138,7 +144,7 @@ class Longer(Content):
     parts: int
     added: Content = field(repr=False)  # all new entries, in the order in which they lie in the file
 
-    def pieces(self, step: int = PIECE) -> Iterator[bytes]:
+    def pieces(self, step: int = PIECE) -> Iterator[bytes | bytearray]:
         rows = prod(self.source.shape[: self.axis]) * self.parts
         old, new = self.source.size // rows, self.added.size // rows  # bytes of a row before, and of what follows it
         if old + new <= step:
@@ -154,7 +160,7 @@ class Longer(Content):
             yield from _part(self.added, row * new, new, step)
 
 
-def _part(content: Content, start: int, size: int, step: int) -> Iterator[bytes]:
+def _part(content: Content, start: int, size: int, step: int) -> Iterator[bytes | bytearray]:
     """Some of the bytes of a tensor that can only be made from its beginning."""
     place = 0
     for piece in content.pieces(step):
@@ -166,7 +172,7 @@ def _part(content: Content, start: int, size: int, step: int) -> Iterator[bytes]
             return
 
 
-def _as_rows(piece: bytes, width: int) -> Tensor:
+def _as_rows(piece: bytes | bytearray, width: int) -> Tensor:
     return torch.frombuffer(bytearray(piece), dtype=torch.uint8).view(-1, width)
 
 
@@ -195,7 +201,7 @@ class Shorter(Content):
     axis: int
     parts: int
 
-    def pieces(self, step: int = PIECE) -> Iterator[bytes]:
+    def pieces(self, step: int = PIECE) -> Iterator[bytes | bytearray]:
         rows = prod(self.shape[: self.axis]) * self.parts
         kept, long = self.size // rows, self.source.size // rows
         if long <= step:
@@ -298,18 +304,20 @@ def write_weights(
     ``hashes`` gets those of all tensors by name, taken of the bytes as they pass.
     """
     shards = divide(tensors, most)
-    for file, part in shards.items():
-        with (folder / file).open("xb", buffering=0) as target:
-            _write_header(target, part)
-            for name, tensor in part.items():
-                found = tensor.hasher()
-                for piece in tensor.pieces():
-                    write_all(target, piece)
+    with ThreadPoolExecutor(1) as beside:  # hashes while the system writes
+        for file, part in shards.items():
+            with (folder / file).open("xb", buffering=0) as target:
+                _write_header(target, part)
+                for name, tensor in part.items():
+                    found = tensor.hasher()
+                    for piece in tensor.pieces():
+                        hashed = beside.submit(found.update, piece) if hashes is not None else None
+                        write_all(target, piece)
+                        if hashed is not None:
+                            hashed.result()
+                        yield len(piece)
                     if hashes is not None:
-                        found.update(piece)
-                    yield len(piece)
-                if hashes is not None:
-                    hashes[name] = found.hexdigest()
+                        hashes[name] = found.hexdigest()
     if len(shards) > 1:
         places = {name: file for file, part in shards.items() for name in part}
         total = sum(tensor.size for tensor in tensors.values())
@@ -318,7 +326,7 @@ def write_weights(
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def write_all(target: Any, piece: bytes) -> None:
+def write_all(target: Any, piece: bytes | bytearray) -> None:
     """Write all of it: a call of the system may write less."""
     rest = memoryview(piece)
     while rest:
