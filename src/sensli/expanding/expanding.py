@@ -40,7 +40,7 @@ from sensli.expanding.weights import (
     write_weights,
 )
 from sensli.modules import checks
-from sensli.text.commands import BLOCK_STARTS, PLACES
+from sensli.text.commands import BLOCK_STARTS, PLACES, TRAINER_FILE
 from sensli.text.records import dumps as strict_json
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx|distcp)$|.*\.index\.json$")
@@ -355,7 +355,8 @@ def files_beside(source: Path) -> list[Path]:
     return [
         path
         for path in sorted(source.iterdir())
-        if path.name not in ("config.json", "README.md", RECORD)
+        if path.name
+        not in ("config.json", "README.md", RECORD, TRAINER_FILE)  # a history of growths counts the blocks of before
         and not (_TRAINING.match(path.name) if path.is_dir() else _WEIGHTS.match(path.name))
     ]
 
