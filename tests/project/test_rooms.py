@@ -15,7 +15,7 @@ LAB = ROOT / "src" / "sensli_lab"
 TESTS = ROOT / "tests"
 # A room may import from those before it, and from itself.
 ROOMS = (
-    "errors", "text", "modules", "moves", "merits", "surgery", "growing", "checkpoint", "page", "integrations", "expanding", "cli",
+    "errors", "text", "modules", "moves", "merits", "surgery", "growing", "checkpoint", "page", "integrations", "cli", "expanding",
 )  # fmt: skip
 # Inside of a room too: engines build on the rest of modules, and the trace knows nothing of moves.
 INNER = (("modules", "modules.engines"), ("moves.trace", "moves"))

@@ -28,6 +28,7 @@ def add_parser(commands: Any) -> None:
         description="Write a saved model of the transformers library with more blocks into a new folder. The weights are copied file by "
         "file, so a model of any size needs little memory. It computes the same, and loads with from_pretrained everywhere.",
         epilog="examples: sensli expand path/to/model --out deeper --blocks 8; sensli expand path/to/model --out deeper --place 3,7,11; "
+        "sensli expand path/to/model --out deeper --blocks 4 --place merit --text notes.txt; "
         "sensli expand --undo deeper --out base-again",
     )
     parser.add_argument("model", metavar="MODEL_DIR", type=Path, nargs="?", help="a folder that save_pretrained wrote")
@@ -39,6 +40,13 @@ def add_parser(commands: Any) -> None:
         "--place",
         default="even",
         help=f"where: {', '.join(PLACES)}, or the numbers of the blocks that a new one is to follow, such as 3,7,11 (default: %(default)s)",
+    )
+    parser.add_argument("--text", metavar="FILE", type=Path, help="with --place merit or least: the text to measure on")
+    parser.add_argument(
+        "--batch",
+        metavar="FILE",
+        type=Path,
+        help="with --place merit or least: batches that torch.save wrote, to measure on",
     )
     parser.add_argument(
         "--start",
@@ -84,6 +92,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Expand, or undo, and say what came of it."""
     from sensli.expanding.expanding import expand, undo_expansion
+    from sensli.expanding.placing import placing_lines
 
     if (args.model is None) == (args.undo is None):
         raise SensliError("give either MODEL_DIR, the folder to expand, or --undo DIR, an expanded one.")
@@ -94,9 +103,9 @@ def run(args: argparse.Namespace) -> None:
             )
         else:
             record = expand(
-                args.model, args.out, args.blocks, place=_place(args.place), stack=args.stack, units=_units(args.units), start=args.start,
-                seed=args.seed, shard_size=args.shard_size, check=args.check, stream=args.stream, optimizer=args.optimizer,
-                trust_remote_code=args.trust_remote_code,
+                args.model, args.out, args.blocks, place=_place(args.place), text=args.text, batch=args.batch, stack=args.stack,
+                units=_units(args.units), start=args.start, seed=args.seed, shard_size=args.shard_size, check=args.check,
+                stream=args.stream, optimizer=args.optimizer, trust_remote_code=args.trust_remote_code,
                 progress=progress,
             )  # fmt: skip
     if args.undo is not None:
@@ -114,6 +123,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"check: {data['check']}")
     if data["optimizer"]:
         print(f"optimizer: {record.folder / data['optimizer']}")
+    if data["placing"]:
+        print(f"\n{placing_lines(data['placing'])}")
     if data["new_blocks"]:
         print("\nTo train only the new blocks:")
     for tool, code in record.lines():

@@ -16,6 +16,7 @@ from typing import Any
 from sensli.errors import ExpansionError
 from sensli.expanding.checking import check_blocks, check_example, check_files, check_function
 from sensli.expanding.moments import check_optimizer, move_optimizer
+from sensli.expanding.placing import BEFORE_ALL, Measurement, measurement_for, placing_lines
 from sensli.expanding.record import RECORD, ExpansionRecord, expansion
 from sensli.expanding.sibling import (
     BlockRule,
@@ -116,8 +117,9 @@ class StackPlan:
             new.setdefault(place, []).append(source)
         return [
             each
-            for number in range(self.count)
+            for number in range(BEFORE_ALL, self.count)
             for each in ((number, False), *((source, True) for source in new.get(number, ())))
+            if each[0] != BEFORE_ALL
         ]
 
     @property
@@ -198,7 +200,7 @@ def plan_blocks(
     described: Described,
     tensors: Mapping[str, Stored],
     rules: list[BlockRule],
-    place: str | Sequence[int],
+    place: str | Sequence[int] | Measurement,
     blocks: int | None,
     stack: str | None = None,
 ) -> StackPlan:
@@ -238,7 +240,10 @@ def plan_blocks(
             f"the blocks of {described.folder} are not those of a {described.model_class.__name__}: they differ by the tensor {other}. "
             "Load the model with from_pretrained and save_pretrained it again."
         )
-    places = choose_places(place, blocks, count)
+    if isinstance(place, Measurement):
+        places = place.choose(described, rule.path, copied)
+    else:
+        places = choose_places(place, blocks, count)
     sources = [min(copied, key=lambda number: (number < after, abs(number - after))) for after in places]
     return StackPlan(rule, start, count, tuple(places), tuple(sources))
 
@@ -283,7 +288,7 @@ def plan_expansion(
     described: Described,
     tensors: Mapping[str, Stored],
     sibling: Sibling,
-    place: str | Sequence[int],
+    place: str | Sequence[int] | Measurement,
     blocks: int | None,
     stack: str | None,
     units: int | float | None,
@@ -376,6 +381,8 @@ def expand(
     blocks: int | None = None,
     *,
     place: str | Sequence[int] = "even",
+    text: str | Path | None = None,
+    batch: str | Path | None = None,
     stack: str | None = None,
     units: int | float | None = None,
     start: str = "zero",
@@ -396,8 +403,11 @@ def expand(
         model: A folder that ``save_pretrained`` wrote.
         out: The folder to write, which must not exist.
         blocks: How many blocks to add.
-        place: Where: ``"even"``, ``"middle"``, ``"top"``, ``"bottom"``, or the numbers of the blocks that are to be followed by a new one
+        place: Where: ``"even"``, ``"middle"``, ``"top"``, ``"bottom"``, the numbers of the blocks that are to be followed by a new one, or
+            measured on data: ``"merit"`` takes the places that would gain most, ``"least"`` copies the blocks whose weights matter least
             (default: "even").
+        text: For a measured place: a text file.
+        batch: For a measured place: a file of saved batches instead, dicts of keyword arguments or pairs of input and target.
         stack: The list of blocks to expand, such as ``"model.decoder.layers"``, where a model has several. None takes the first.
         units: How many hidden units the feed-forward parts of all blocks get: a number, or a share of those that they have (0.25). With
             units and without ``blocks`` no block is added.
@@ -429,12 +439,13 @@ def expand(
     if units is not None:
         units = check_units(units)
     check_target(target)
+    measurement = measurement_for(place, blocks, text, batch, stream=stream)
     described = read_description(source, trust_remote_code=trust_remote_code)
     tensors = read_weights(source)
     with quiet():
         example = check_example(check, described)
         sibling = build_sibling(described)
-        planned = plan_expansion(described, tensors, sibling, place, blocks, stack, units)
+        planned = plan_expansion(described, tensors, sibling, measurement or place, blocks, stack, units)
         config = set_fields(described.stored, planned.fields)
         built = check_blocks(described, planned, config)
         arranged = planned.arrange(tensors, start, seed)
@@ -468,6 +479,7 @@ def expand(
                 "blocks_before": blocks_part.count if blocks_part else None,
                 "place": place if isinstance(place, str) else "given",
                 "places": list(blocks_part.places) if blocks_part else [],
+                "placing": None if measurement is None else measurement.placing.to_dict(),
                 "sources": list(blocks_part.sources) if blocks_part else [],
                 "new_blocks": blocks_part.new_blocks if blocks_part else [],
                 "start": start,
@@ -520,6 +532,7 @@ def write_card(folder: Path, source: Path) -> None:
         f"# {base}, expanded\n",
         f"This is `{base}` ({data['architecture']}) with {record.describe()}.",
         f"Start of new blocks: `{data['start']}`. Check: {data['check']}. `{RECORD}` has the details.\n",
+        *([f"Places:\n\n```\n{placing_lines(data['placing'])}\n```\n"] if data["placing"] else []),
         *(["## Train only the new blocks\n"] if data["new_blocks"] else []),
         *(f"{tool}:\n\n```\n{code}\n```\n" for tool, code in record.lines()),
         _CARD[1],

@@ -1,0 +1,239 @@
+"""Places by measurement: after which blocks new ones would bring most, or which blocks matter least, on data of the user's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sensli.cli.inputs import loss_for, read_batches, text_batches
+from sensli.errors import ExpansionError
+from sensli.expanding.sibling import Described
+from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.merits.measuring import measure
+from sensli.modules.running import count_samples, gradients_kept, run
+from sensli.moves.finding import find_sites
+from sensli.text.commands import MEASURED_PLACES
+from sensli.text.tables import text_table
+
+BEFORE_ALL = -1  # the place before the first block
+_MEANING = {
+    "merit": ("merit", "the squared norm of the gradient that a new block would get there; the largest are taken"),
+    "least": (
+        "importance",
+        "the sum of |weight * gradient| over the block's own weights, a first-order estimate of what the loss would lose with them; "
+        "the smallest are taken",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How places were chosen by measurement.
+
+    Attributes:
+        by: ``"merit"`` or ``"least"``.
+        file: The name of the file that the data are from.
+        batches: How many batches were measured.
+        samples: How many samples they have.
+        values: The merit of each place, or the importance of each block; a place is the number of the block before it.
+        places: Those that were chosen, in ascending order.
+    """
+
+    by: str
+    file: str
+    batches: int
+    samples: int
+    values: Mapping[int, float]
+    places: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is in expansion.json."""
+        name, meaning = _MEANING[self.by]
+        rows = [
+            {"after": place, name: value, "chosen": place in self.places}
+            for place, value in sorted(self.values.items())
+        ]
+        return {
+            "by": self.by,
+            "value": f"{name}: {meaning}",
+            "file": self.file,
+            "batches": self.batches,
+            "samples": self.samples,
+            "places": rows,
+        }
+
+
+def placing_lines(data: Mapping[str, Any]) -> str:
+    """What expansion.json says of the choice, as a table for people."""
+    name = _MEANING[data["by"]][0]
+    rows = [
+        [
+            "before block 0" if row["after"] == BEFORE_ALL else f"after block {row['after']}",
+            f"{row[name]:.3e}",
+            "new block" if row["chosen"] else "",
+        ]
+        for row in data["places"]
+    ]
+    table = text_table(["place", name, "chosen"], rows, left=(0, 2))
+    return f"{table}\n{data['value']}\nmeasured on {data['file']}: {data['batches']} batches, {data['samples']} samples"
+
+
+def measurement_for(
+    place: object, blocks: int | None, text: str | Path | None, batch: str | Path | None, *, stream: bool
+) -> Measurement | None:
+    """The measurement that a place needs; None if it needs none. Raises if data are missing, or given for nothing."""
+    measured = isinstance(place, str) and place in MEASURED_PLACES
+    if measured and text is None and batch is None:
+        raise ExpansionError(
+            f"place={place!r} measures on data: give a text (--text FILE) or saved batches (--batch FILE)."
+        )
+    if text is not None and batch is not None:
+        raise ExpansionError("give either --text or --batch, not both.")
+    if not measured and (text is not None or batch is not None):
+        shown = repr(place) if isinstance(place, str) else "places that are given"
+        raise ExpansionError(
+            f"--text and --batch are for {' and '.join(f'--place {name}' for name in MEASURED_PLACES)}, which measure, got {shown}."
+        )
+    if not measured:
+        return None
+    if blocks is None:
+        raise ExpansionError("blocks must say how many blocks to add (for example 8), got None.")
+    if stream:
+        raise ExpansionError(f"place={place!r} measures on the loaded model, which --stream (stream=True) never loads.")
+    return Measurement(str(place), blocks, None if text is None else Path(text), None if batch is None else Path(batch))
+
+
+@dataclass
+class Measurement:
+    """Places that are to be measured, and what was found.
+
+    Attributes:
+        by: ``"merit"`` or ``"least"``.
+        blocks: How many places to take.
+        text: A text to measure on.
+        batch: Saved batches to measure on instead.
+        found: How the places were chosen.
+    """
+
+    by: str
+    blocks: int
+    text: Path | None
+    batch: Path | None
+    found: Placing | None = None
+
+    @property
+    def placing(self) -> Placing:
+        """How the places were chosen."""
+        assert self.found is not None
+        return self.found
+
+    def choose(self, described: Described, stack: str, copied: Sequence[int]) -> list[int]:
+        """Load the model, measure in the list of blocks with this path, and take the best places; only some blocks can be copied."""
+        file = self.batch or self.text
+        assert file is not None
+        model = described.model_class.from_pretrained(described.folder, dtype="auto").eval()
+        batches = read_batches(file) if self.batch else text_batches(file, model, described.folder)
+        loss_fn = loss_for(batches)
+        if self.by == "merit":
+            values = merits_of_places(model, stack, batches, loss_fn)
+            places = choose(values, self.blocks, largest=True)
+        else:
+            values = importance_of_blocks(model, stack, batches, loss_fn)
+            places = choose({number: values[number] for number in copied}, self.blocks, largest=False)
+        self.found = Placing(self.by, file.name, len(batches), sum(map(_samples, batches)), values, places)
+        return list(places)
+
+
+def choose(values: Mapping[int, float], blocks: int, *, largest: bool) -> tuple[int, ...]:
+    """The places with the largest or the smallest values, each once; of equal ones the first."""
+    if blocks > len(values):
+        raise ExpansionError(
+            f"blocks must be at most {len(values)}, the number of places that can take one, got {blocks}. Use place='even', or name the "
+            "places."
+        )
+    unfit = [place for place, value in values.items() if not math.isfinite(value)]
+    if unfit:
+        raise ExpansionError(f"the value of place {unfit[0]} is not a finite number. Use other data.")
+    ranked = sorted(values, key=lambda place: (-values[place] if largest else values[place], place))
+    return tuple(sorted(ranked[:blocks]))
+
+
+def merits_of_places(
+    model: nn.Module, stack: str, batches: Sequence[Any], loss_fn: LossFunction | None = None
+) -> dict[int, float]:
+    """What a new block would be worth after each block of a stack, and before the first: the merits of twins.
+
+    Args:
+        model: The model.
+        stack: The path of its list of blocks, such as ``"model.layers"``.
+        batches: Dicts of keyword arguments, or pairs of input and target.
+        loss_fn: As for `measure`.
+
+    Returns:
+        The merits by the number of the block that the new one would follow; -1 is before the first.
+    """
+    first = batches[0]
+    found = find_sites(model, first if isinstance(first, dict) else first[0], layer="twin")
+    places = {}
+    for site in found:
+        path, _, number = site.path.rpartition(".")
+        if path == stack and number.isdigit():
+            places[int(number) - (site.side == "before")] = site
+    if not places:
+        raise ExpansionError(f"no place for a new block was found in {stack}: {found.explain()}")
+    merits = measure(model, list(places.values()), batches, loss_fn, ratio=False)
+    return dict(zip(places, (merit.value for merit in merits), strict=True))
+
+
+def importance_of_blocks(
+    model: nn.Module, stack: str, batches: Sequence[Any], loss_fn: LossFunction | None = None
+) -> dict[int, float]:
+    """How much each block's own weights matter: the sum of ``|weight * gradient|``, in the mean over the batches.
+
+    It is the first-order estimate of what the loss would lose with each weight (Molchanov et al., 2019), summed over a block as Shortened
+    LLaMA (Kim et al., 2024) does to find blocks that can be left out. Gradients, and which parameters train, are as before afterwards.
+
+    Args:
+        model: The model.
+        stack: The path of its list of blocks, such as ``"model.layers"``.
+        batches: Dicts of keyword arguments, or pairs of input and target. Each counts by its number of samples.
+        loss_fn: As for `measure`.
+
+    Returns:
+        The importance by the number of the block.
+    """
+    weights = [list(block.parameters()) for block in model.get_submodule(stack).children()]
+    own = [weight for block in weights for weight in block if weight.is_floating_point()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    sums, samples = [0.0] * len(weights), 0
+    with gradients_kept(model), torch.enable_grad():
+        try:
+            model.requires_grad_(False)
+            for weight in own:
+                weight.requires_grad_(True)
+            for index, batch in enumerate(batches):
+                given, target = split(batch, index, model)
+                loss = scalar_loss(run(model, given), target, loss_fn, index)
+                model.zero_grad(set_to_none=True)
+                loss.backward()
+                size = _samples(batch)
+                samples += size
+                for number, block in enumerate(weights):
+                    for weight in block:
+                        if weight.grad is not None:
+                            product = weight.detach() * weight.grad
+                            sums[number] += size * product.abs().sum(dtype=torch.float64).item()
+        finally:
+            for parameter, asked in trained:
+                parameter.requires_grad_(asked)
+    return {number: total / samples for number, total in enumerate(sums)}
+
+
+def _samples(batch: Any) -> int:
+    return count_samples(batch if isinstance(batch, dict) else batch[0])
