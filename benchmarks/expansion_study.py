@@ -19,7 +19,7 @@ import math
 import platform
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +233,12 @@ def best_rate(runs: list[Run], place: str, way: str) -> float:
 
 
 def of_arm(found: dict[str, Any], place: str, way: str) -> list[Run]:
-    """The runs that count, by seed."""
-    rate = best_rate(found["runs"], place, way)
+    """The runs of an arm with its rate, by seed."""
+    return of_rate(found, place, way, best_rate(found["runs"], place, way))
+
+
+def of_rate(found: dict[str, Any], place: str, way: str, rate: float) -> list[Run]:
+    """The runs of an arm with some rate, by seed."""
     return [
         run
         for run in found["runs"]
@@ -244,7 +248,7 @@ def of_arm(found: dict[str, Any], place: str, way: str) -> list[Run]:
 
 def table(found: dict[str, Any]) -> str:
     """Losses of every arm in the mean over the seeds, beside the base."""
-    base = {name: statistics.mean(found["bases"][str(seed)][name] for seed in SEEDS) for name in ("old", "new")}
+    base = mean_of(found["bases"][str(seed)] for seed in SEEDS)
     rows = [["base", "nothing", "", "", "", f"{base['new']:.3f}", f"{base['old']:.3f}", ""]]
     for place, way in ARMS:
         runs = of_arm(found, place, way)
@@ -266,33 +270,49 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def figure(found: dict[str, Any], file: Path) -> None:
-    """Every arm by its loss on both texts: means large, seeds small."""
+    """Both losses of every arm, in the mean over the seeds: a line goes through its rates, and a large mark is at the chosen one."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colors = dict(zip(("not expanded", *PLACES), ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))
-    marks = {"new blocks": "o", "all weights": "s"}
-    drawing, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
-    for place, way in ARMS:
-        runs = of_arm(found, place, way)
-        new, old = ([run[name] for run in runs] for name in ("new", "old"))
-        axes.scatter(new, old, color=colors[place], marker=marks[way], s=14, alpha=0.35, linewidths=0)
-        mean = (statistics.mean(new), statistics.mean(old))
-        axes.scatter(*mean, color=colors[place], marker=marks[way], s=80, label=f"{place}, {way}", edgecolors="white")
-    base = {name: statistics.mean(found["bases"][str(seed)][name] for seed in SEEDS) for name in ("old", "new")}
-    axes.axhline(base["old"], color="#888888", linestyle="--", linewidth=1)
-    axes.annotate(
-        f"before: {base['old']:.2f} on the old text, {base['new']:.2f} on the new", (0.99, base["old"]),
-        xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#555555", fontsize=9, xytext=(0, 2), textcoords="offset points",
-    )  # fmt: skip
-    axes.set_xlabel("loss on the new text (left is better)")
-    axes.set_ylabel("loss on the old text (lower is better)")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
+    colors = dict(zip(("not expanded", *PLACES), ("#555555", "#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))
+    base = mean_of(found["bases"][str(seed)] for seed in SEEDS)
+    drawing, panels = pyplot.subplots(1, 2, figsize=(9, 4.2), sharex=True, sharey=True, layout="constrained")
+    for axes, way in zip(panels, ("new blocks", "all weights"), strict=True):
+        for place in ("not expanded", *PLACES):
+            own = "all weights" if place == "not expanded" else way
+            points = [mean_of(of_rate(found, place, own, rate)) for rate in RATES[own]]
+            chosen = mean_of(of_arm(found, place, own))
+            style = {"color": colors[place], "linestyle": "--" if place == "not expanded" else "-"}
+            label = "not expanded, all weights" if place == "not expanded" else place
+            axes.plot([p["new"] for p in points], [p["old"] for p in points], marker=".", linewidth=1.2, **style)
+            axes.plot(
+                chosen["new"], chosen["old"], marker="o", markersize=9, markeredgecolor="white", label=label, **style
+            )
+        axes.axhline(base["old"], color="#aaaaaa", linewidth=1)
+        axes.text(
+            0.02,
+            base["old"],
+            f"before: {base['old']:.2f}, and {base['new']:.2f} on the new text",
+            fontsize=8,
+            color="#666666",
+            transform=axes.get_yaxis_transform(),
+            va="bottom",
+        )
+        axes.set_title(f"trained: {way}", fontsize=11)
+        axes.set_xlabel("loss on the new text (left is better)")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("loss on the old text (lower is better)")
+    panels[0].legend(frameon=False, fontsize=9, loc="upper right")
     drawing.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     pyplot.close(drawing)
+
+
+def mean_of(runs: Iterable[Run]) -> dict[str, float]:
+    """The mean loss on both texts."""
+    runs = list(runs)
+    return {name: statistics.mean(run[name] for run in runs) for name in ("old", "new")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
