@@ -175,6 +175,7 @@ def test_the_command_prints_and_writes_what_was_measured(
     assert chosen[0] == ("before block 0" if best["after"] < 0 else f"after block {best['after']}")
     assert f"{best['merit']:.3e}" in chosen
     assert "measured on notes.txt: 5 batches, 34 samples" in printed
+    assert ("these places were the worst" in printed) == (best["after"] == -1)
     card = (out / "README.md").read_text()
     assert "measured on notes.txt: 5 batches, 34 samples" in card and f"{best['merit']:.3e}" in card
 

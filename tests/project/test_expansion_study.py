@@ -42,7 +42,8 @@ def test_the_table_has_means_of_the_rate_that_another_seed_chose() -> None:
 
 
 def test_what_is_done_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "RATES", dict.fromkeys(study.RATES, (0.25, 0.5)))
+    for name in ("RATES", "DRAWN"):
+        monkeypatch.setattr(study, name, dict.fromkeys(study.RATES, (0.25, 0.5)))
     runs = made_up()["runs"]
     assert list(study.planned(runs)) == []
     left = runs.pop(3)
@@ -70,7 +71,8 @@ def test_the_study_runs_and_shows_itself(
     for name, value in {"BEFORE": 2, "AFTER": 12, "MEASURED": 1, "SEEDS": (0,)}.items():
         monkeypatch.setattr(study, name, value)
     monkeypatch.setattr(study, "ARMS", (study.ARMS[0], ("merit", "new blocks"), ("top", "all weights")))
-    monkeypatch.setattr(study, "RATES", dict.fromkeys(study.RATES, (1e-3,)))
+    for name in ("RATES", "DRAWN"):
+        monkeypatch.setattr(study, name, dict.fromkeys(study.RATES, (1e-3,)))
     out = tmp_path / "study.json"
     given = ["--out", str(out), "--work", str(tmp_path / "work")]
     with torch.random.fork_rng():

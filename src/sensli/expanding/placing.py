@@ -30,6 +30,8 @@ _MEANING = {
         "the smallest are taken",
     ),
 }
+# Measured by benchmarks/expansion_study.py.
+_LARGE = "note: merits are large where activations are small, as before the first block; in our study these places were the worst"
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def placing_lines(data: Mapping[str, Any]) -> str:
         for row in data["places"]
     ]
     table = text_table(["place", name, "chosen"], rows, left=(0, 2))
-    return f"{table}\n{data['value']}\nmeasured on {data['file']}: {data['batches']} batches, {data['samples']} samples"
+    note = f"\n{_LARGE}" if any(row["chosen"] and row["after"] == BEFORE_ALL for row in data["places"]) else ""
+    return f"{table}{note}\n{data['value']}\nmeasured on {data['file']}: {data['batches']} batches, {data['samples']} samples"
 
 
 def measurement_for(
