@@ -283,10 +283,8 @@ def figure(found: dict[str, Any], file: Path) -> None:
     for axes, way in zip(panels, ("new blocks", "all weights"), strict=True):
         for place in ("not expanded", *PLACES):
             own = "all weights" if place == "not expanded" else way
-            points = [
-                mean_of(of_rate(found, place, own, rate))
-                for rate in sorted({*DRAWN[own], best_rate(found["runs"], place, own)})
-            ]
+            rates = sorted({*DRAWN[own], best_rate(found["runs"], place, own)})
+            points = [mean_of(of_rate(found, place, own, rate)) for rate in rates]
             chosen = mean_of(of_arm(found, place, own))
             style = {"color": colors[place], "linestyle": "--" if place == "not expanded" else "-"}
             label = "not expanded, all weights" if place == "not expanded" else place

@@ -14,8 +14,9 @@ from sensli.cli.inputs import loss_for
 from sensli.cli.main import main
 from sensli.errors import ExpansionError
 from sensli.expanding.expanding import expand, undo_expansion
-from sensli.expanding.placing import choose, importance_of_blocks, merits_of_places
+from sensli.expanding.placing import choose, importance_of_blocks, load_to_measure, merits_of_places
 from sensli.expanding.record import expansion
+from sensli.expanding.sibling import read_description
 from sensli.expanding.weights import read_weights
 
 pytestmark = pytest.mark.library
@@ -178,6 +179,17 @@ def test_the_command_prints_and_writes_what_was_measured(
     assert ("these places were the worst" in printed) == (best["after"] == -1)
     card = (out / "README.md").read_text()
     assert "measured on notes.txt: 5 batches, 34 samples" in card and f"{best['merit']:.3e}" in card
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_half_precision_is_measured_in_float32_where_there_is_room(
+    room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_llama(8, 12, 2).half().save_pretrained(tmp_path / "base")
+    if not room:
+        monkeypatch.setattr("sensli.expanding.placing.free_memory", lambda: 1)
+    model = load_to_measure(read_description(tmp_path / "base"))
+    assert model.dtype == (torch.float32 if room else torch.float16)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import nn
 
 from sensli.cli.inputs import loss_for, read_batches, text_batches
 from sensli.errors import ExpansionError
+from sensli.expanding.checking import free_memory
 from sensli.expanding.sibling import Described
 from sensli.merits.catching import LossFunction, scalar_loss, split
 from sensli.merits.measuring import measure
@@ -140,7 +141,7 @@ class Measurement:
         """Load the model, measure in the list of blocks with this path, and take the best places; only some blocks can be copied."""
         file = self.batch or self.text
         assert file is not None
-        model = described.model_class.from_pretrained(described.folder, dtype="auto").eval()
+        model = load_to_measure(described)
         batches = read_batches(file) if self.batch else text_batches(file, model, described.folder)
         loss_fn = loss_for(batches)
         if self.by == "merit":
@@ -151,6 +152,14 @@ class Measurement:
             places = choose({number: values[number] for number in copied}, self.blocks, largest=False)
         self.found = Placing(self.by, file.name, len(batches), sum(map(_samples, batches)), values, places)
         return list(places)
+
+
+def load_to_measure(described: Described) -> Any:
+    """The model, in float32 if it is stored in less and there is room: small gradients vanish in float16."""
+    model = described.model_class.from_pretrained(described.folder, dtype="auto").eval()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    room = 12 * count < free_memory()  # weights, gradients and a copy to try on
+    return model.float() if model.dtype in (torch.float16, torch.bfloat16) and room else model
 
 
 def choose(values: Mapping[int, float], blocks: int, *, largest: bool) -> tuple[int, ...]:
