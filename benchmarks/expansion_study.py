@@ -4,7 +4,7 @@ A small Llama reads bytes. It is trained on the help texts of Python, saved, exp
 sources of asyncio: only its new blocks, or all weights. All arms get the same FLOPs, so larger models take fewer steps, a frozen base
 saves some, and a measurement of places is paid for. Each arm has its own learning rate, chosen on another seed by the loss on the new text.
 
-    nice -n 10 python -m benchmarks.expansion_study                # resumes where it was; 20 minutes of one quiet core
+    nice -n 10 python -m benchmarks.expansion_study                # resumes where it was; half an hour of one core
     python -m benchmarks.expansion_study --show                    # the table of the documentation
     python -m benchmarks.expansion_study --figure docs/assets/expansion.svg
 """
@@ -306,7 +306,9 @@ def figure(found: dict[str, Any], file: Path) -> None:
         axes.set_xlabel("loss on the new text (left is better)")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("loss on the old text (lower is better)")
-    panels[0].legend(frameon=False, fontsize=9, loc="upper right")
+    drawing.legend(
+        *panels[0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower center", ncols=5
+    )
     drawing.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     pyplot.close(drawing)
 
