@@ -37,7 +37,7 @@ def test_a_grower_goes_on_from_an_expanded_folder(deeper: Path) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     grower = Grower(
-        model, optimizer, example={"input_ids": IDS}, trigger=triggers.Every(1), layer="twin", grow="layers", preset="paper", tau=0.0
+        model, optimizer, example={"input_ids": IDS}, trigger=triggers.Every(1), form="twin", what="layers", preset="paper", tau=0.0
     )  # fmt: skip
     grower.step([BATCH], lambda output, _: output.loss)
     assert len(grower.history) == 1 and len(model.model.layers) == 7 and model.config.num_hidden_layers == 7
@@ -55,7 +55,7 @@ def test_the_callback_goes_on_from_an_expanded_folder_and_resumes(deeper: Path, 
             disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
         rows = [{name: row[index] for name, row in BATCH.items()} for index in (0, 1)]
-        growing = GrowthCallback(triggers.At(1), layer="twin", grow="layers", preset="paper", tau=0.0)
+        growing = GrowthCallback(triggers.At(1), form="twin", what="layers", preset="paper", tau=0.0)
         trainer = Trainer(AutoModelForCausalLM.from_pretrained(deeper), asked, train_dataset=rows, callbacks=[growing])
         trainer.train(resume_from_checkpoint=resume)
         return trainer

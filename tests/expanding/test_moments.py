@@ -69,7 +69,7 @@ def expanded_in_memory(folder: Path, kind: str) -> dict[str, Tensor]:
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt"))
     example = {"input_ids": BATCH["input_ids"]}
     site = next(
-        each for each in find_sites(model.eval(), example, layer="twin") if " after model.layers.1" in str(each)
+        each for each in find_sites(model.eval(), example, form="twin") if " after model.layers.1" in str(each)
     )
     grow(model, site, optimizer=optimizer)
     train(model, optimizer)

@@ -33,3 +33,7 @@ def test_commands_print_what_the_page_shows(
         promised = [float(each) for each in NUMBER.findall(shown)]
         assert NUMBER.sub("#", printed).startswith(NUMBER.sub("#", shown))
         assert [float(each) for each in NUMBER.findall(printed)[: len(promised)]] == pytest.approx(promised, rel=0.1)
+
+
+def test_the_table_of_families_is_on_the_page() -> None:
+    assert (PAGE.parents[1] / "tables" / "families.md").read_text() in PAGE.read_text()

@@ -191,7 +191,7 @@ def merits_of_places(
         The merits by the number of the block that the new one would follow; -1 is before the first.
     """
     first = batches[0]
-    found = find_sites(model, first if isinstance(first, dict) else first[0], layer="twin")
+    found = find_sites(model, first if isinstance(first, dict) else first[0], form="twin")
     places = {}
     for site in found:
         path, _, number = site.path.rpartition(".")

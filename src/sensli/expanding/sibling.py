@@ -309,7 +309,7 @@ def find_rules(described: Described, sibling: Sibling) -> list[BlockRule]:
     """The rules for every stack of blocks that the sibling can grow, in the order of the data flow. Raises if there is none."""
     name = described.model_class.__name__
     try:
-        sites = find_sites(sibling.model, sibling.example, layer="twin")
+        sites = find_sites(sibling.model, sibling.example, form="twin")
     except SensliError as error:
         raise ExpansionError(f"no block can be added to a {name}: {error}") from error
     stacks: dict[str, list[Site]] = {}
@@ -351,7 +351,7 @@ def _rule_of(model: Any, path: str, sites: list[Site]) -> BlockRule:
         before = save(model, Path(folder) / "before")
         for number, site in enumerate(sites):
             grown = copy.deepcopy(model)
-            growth = grow(grown, site.on(grown))
+            growth = grow(grown, site.in_model(grown))
             after = save(grown, Path(folder) / f"after{number}")
             prefix = prefix or _prefix(before, after)
             start = f"{prefix}{growth.name.rpartition('.')[2]}."

@@ -69,7 +69,7 @@ def find_unit_rules(described: Described, sibling: Sibling) -> list[UnitRule]:
     """The rules for every width of feed-forward parts that the configuration states. Raises if there is none."""
     name, model = described.model_class.__name__, sibling.model
     try:
-        sites = find_sites(model, sibling.example, grow="units", units=_MORE, start="random")
+        sites = find_sites(model, sibling.example, what="units", units=_MORE, init="random")
     except SensliError as error:
         raise ExpansionError(f"no units can be added to a {name}: {error}") from error
     rules = []
@@ -78,7 +78,7 @@ def find_unit_rules(described: Described, sibling: Sibling) -> list[UnitRule]:
         for number, site in enumerate(sites):
             if isinstance(site.move, Width) and site.move.blocks and not site.move.heads:
                 grown = copy.deepcopy(model)
-                grow(grown, site.on(grown))
+                grow(grown, site.in_model(grown))
                 after = save(grown, Path(folder) / f"after{number}")
                 changed = dict(changed_fields(model.config.to_dict(), grown.config.to_dict()))
                 rules.append(UnitRule(dict(_lengthenings(before, after)), tuple(changed)))
