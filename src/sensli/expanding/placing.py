@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from sensli.cli.inputs import loss_for, read_batches, text_batches
 from sensli.errors import ExpansionError
@@ -36,7 +35,7 @@ _LARGE = "note: merits are large where activations are small, as before the firs
 
 
 @dataclass(frozen=True)
-class Placing:
+class MeasuredPlaces:
     """How places were chosen by measurement.
 
     Attributes:
@@ -129,10 +128,10 @@ class Measurement:
     blocks: int
     text: Path | None
     batch: Path | None
-    found: Placing | None = None
+    found: MeasuredPlaces | None = None
 
     @property
-    def placing(self) -> Placing:
+    def placing(self) -> MeasuredPlaces:
         """How the places were chosen."""
         assert self.found is not None
         return self.found
@@ -150,7 +149,7 @@ class Measurement:
         else:
             values = importance_of_blocks(model, stack, batches, loss_fn)
             places = choose({number: values[number] for number in copied}, self.blocks, largest=False)
-        self.found = Placing(self.by, file.name, len(batches), sum(map(_samples, batches)), values, places)
+        self.found = MeasuredPlaces(self.by, file.name, len(batches), sum(map(_samples, batches)), values, places)
         return list(places)
 
 
@@ -177,7 +176,7 @@ def choose(values: Mapping[int, float], blocks: int, *, largest: bool) -> tuple[
 
 
 def merits_of_places(
-    model: nn.Module, stack: str, batches: Sequence[Any], loss_fn: LossFunction | None = None
+    model: torch.nn.Module, stack: str, batches: Sequence[Any], loss_fn: LossFunction | None = None
 ) -> dict[int, float]:
     """What a new block would be worth after each block of a stack, and before the first: the merits of twins.
 
@@ -204,7 +203,7 @@ def merits_of_places(
 
 
 def importance_of_blocks(
-    model: nn.Module, stack: str, batches: Sequence[Any], loss_fn: LossFunction | None = None
+    model: torch.nn.Module, stack: str, batches: Sequence[Any], loss_fn: LossFunction | None = None
 ) -> dict[int, float]:
     """How much each block's own weights matter: the sum of ``|weight * gradient|``, in the mean over the batches.
 
