@@ -320,6 +320,47 @@ def test_kinds_that_alternate_by_number_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists() and not hidden(tmp_path)
 
 
+def test_blocks_whose_norms_come_last_are_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=300
+    )
+    BertForMaskedLM(config).save_pretrained(tmp_path / "base")
+    with pytest.raises(SensliError, match=r"would have to go without attention\.output\.LayerNorm\.bias"):
+        expand(tmp_path / "base", tmp_path / "out", 1)
+    assert not (tmp_path / "out").exists() and not hidden(tmp_path)
+
+
+def test_a_configuration_inside_of_another_is_changed_there(tmp_path: Path) -> None:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    eye = CLIPVisionConfig(**sizes, image_size=28, patch_size=14)
+    config = LlavaConfig(text_config=LlamaConfig(**SMALL), vision_config=eye, image_token_index=299)
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    record = expand(tmp_path / "base", tmp_path / "out", 2)
+    assert record.data["stack"] == "model.language_model.layers" and "equal to the bit" in record.data["check"]
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found["text_config"]["num_hidden_layers"] == 6 and found["vision_config"]["num_hidden_layers"] == 2
+
+
+def test_code_of_the_folder_is_run_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    torch.manual_seed(0)
+    FAMILIES["Llama"]().save_pretrained(tmp_path / "base")
+    code = "from transformers import LlamaForCausalLM\n\nclass OwnForCausalLM(LlamaForCausalLM):\n    pass\n"
+    (tmp_path / "base" / "modeling_own.py").write_text(code)
+    own = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    edited(tmp_path / "base", architectures=["OwnForCausalLM"], auto_map=own)
+    record = expand(tmp_path / "base", tmp_path / "out", 2, trust_remote_code=True)
+    assert record.data["architecture"] == "OwnForCausalLM" and "equal to the bit" in record.data["check"]
+    assert (tmp_path / "out" / "modeling_own.py").read_text() == code
+
+
 def test_an_existing_target_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(SensliError, match="out must be a folder that does not exist yet"):

@@ -219,14 +219,14 @@ def example_for(model: Any) -> dict[str, torch.Tensor]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def tokens() -> torch.Tensor:
-        return torch.randint(3, getattr(text, "vocab_size", 64), (2, 12), generator=generator)
+        return torch.randint(3, getattr(text, "vocab_size", 64), (2, 12), generator=generator, device="cpu")
 
     if name == "pixel_values":
         size = config.image_size
-        return {name: torch.randn(2, getattr(config, "num_channels", 3), size, size, generator=generator)}
+        return {name: torch.randn(2, getattr(config, "num_channels", 3), size, size, generator=generator, device="cpu")}
     if name == "input_features":
         length = 2 * getattr(config, "max_source_positions", 32)
-        example = {name: torch.randn(2, config.num_mel_bins, length, generator=generator)}
+        example = {name: torch.randn(2, config.num_mel_bins, length, generator=generator, device="cpu")}
     else:
         example = {name: tokens()}
     if getattr(config, "is_encoder_decoder", False):
@@ -338,7 +338,7 @@ def _draw(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
             parameter.copy_(0.1 * noise if parameter.dim() > 1 else 1 + 0.1 * noise)
 
 
@@ -356,12 +356,29 @@ def _rule_of(model: Any, path: str, sites: list[Site]) -> BlockRule:
             prefix = prefix or _prefix(before, after)
             start = f"{prefix}{growth.name.rpartition('.')[2]}."
             own = {name.removeprefix(start): each for name, each in after.items() if name.startswith(start)}
+            there = _names_of_blocks(before, prefix)
+            if frozenset(own) not in there:  # a norm after a block cannot be an identity, so the copy lacks it
+                gone = sorted(min(there, key=lambda names: len(names ^ own.keys())) - own.keys())
+                raise ExpansionError(
+                    f"no block can be added to a {type(model).__name__} that from_pretrained would load: to keep the function, a new one "
+                    f"would have to go without {', '.join(gone) or 'some of its tensors'}."
+                )
             kinds.add(frozenset(own))
             zero |= {name for name, tensor in own.items() if tensor.is_zero()}
             changed |= dict(changed_fields(model.config.to_dict(), grown.config.to_dict()))
     counts = tuple(name for name, value in changed.items() if type(value) is int)
     lists = tuple(name for name, value in changed.items() if isinstance(value, (list, tuple)))
     return BlockRule(prefix, path, frozenset(zero), frozenset(kinds), counts, lists)
+
+
+def _names_of_blocks(tensors: Mapping[str, Stored], prefix: str) -> set[frozenset[str]]:
+    """The names of the tensors in each block of a stack, after its number."""
+    blocks: dict[str, set[str]] = {}
+    for name in tensors:
+        if name.startswith(prefix):
+            number, _, rest = name.removeprefix(prefix).partition(".")
+            blocks.setdefault(number, set()).add(rest)
+    return {frozenset(names) for names in blocks.values()}
 
 
 def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
