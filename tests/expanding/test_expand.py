@@ -380,7 +380,7 @@ def test_too_little_room_is_said_before_the_first_byte(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, MemoryError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(OSError, marks=pytest.mark.thorough)])
 def test_a_call_that_fails_anywhere_leaves_nothing(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
@@ -404,7 +404,8 @@ def test_outputs_that_differ_are_refused(saved: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_leaves_nothing(saved: Path, tmp_path: Path, number: signal.Signals) -> None:
     """It is interrupted while it writes, after the weights."""
     program = (
