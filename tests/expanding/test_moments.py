@@ -68,9 +68,7 @@ def expanded_in_memory(folder: Path, kind: str) -> dict[str, Tensor]:
     optimizer = adam(model, kind)
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt"))
     example = {"input_ids": BATCH["input_ids"]}
-    site = next(
-        each for each in find_sites(model.eval(), example, form="twin") if " after model.layers.1" in str(each)
-    )
+    site = next(each for each in find_sites(model.eval(), example, form="twin") if " after model.layers.1" in str(each))
     grow(model, site, optimizer=optimizer)
     train(model, optimizer)
     return weights(model)

@@ -141,7 +141,7 @@ class Measurement:
         file = self.batch or self.text
         assert file is not None
         model = load_to_measure(described)
-        batches = read_batches(file) if self.batch else text_batches(file, model, described.folder)
+        batches = read_batches(file) if self.batch else text_batches(file, model, described.folder, length=128)
         loss_fn = loss_for(batches)
         if self.by == "merit":
             values = merits_of_places(model, stack, batches, loss_fn)

@@ -114,11 +114,13 @@ def share(name: str, value: object, example: float, *, zero: bool = False) -> fl
     return found
 
 
-def whole(name: str, value: object, example: int, *, least: int = 1, below: int | None = None) -> int:
+def whole(
+    name: str, value: object, example: int, *, least: int = 1, below: int | None = None, error: Error | None = None
+) -> int:
     """A whole number of at least ``least``. 2.0 is not one."""
     bound = f"of at least {least}" if below is None else f"from {least} to {below - 1}"
     what = f"a whole number {bound} (for example {example})"
-    return integer(name, value, what, lambda found: found >= least and (below is None or found < below))
+    return integer(name, value, what, lambda found: found >= least and (below is None or found < below), error)
 
 
 def odd(name: str, value: object, example: int, why: str) -> int:
