@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from sensli import norms, triggers
     from sensli.checkpoint.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-    from sensli.errors import SensliError
+    from sensli.errors import SensliError, WrongType
     from sensli.expanding.expanding import expand, undo_expansion
     from sensli.expanding.record import expansion
     from sensli.growing.grower import Grower
@@ -31,14 +31,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint", "Grower", "Growth", "History", "Merit", "Merits", "Probe", "Rates", "SensliError", "Site", "Sites", "Trial",
-    "__version__",
+    "WrongType", "__version__",
     "count_flops", "expand", "expansion", "find_sites", "grow", "insert", "load_checkpoint", "measure", "norms", "recycle", "remove_dead",
     "replay", "save_checkpoint", "triggers", "undo", "undo_expansion",
 ]  # fmt: skip
 
 # Where each name lives. They are imported when they are first asked for: torch takes seconds, which a help text need not wait for.
 _HOMES = {
-    "errors": ("SensliError",),
+    "errors": ("SensliError", "WrongType"),
     "checkpoint.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
     "expanding.expanding": ("expand", "undo_expansion"),
     "expanding.record": ("expansion",),

@@ -22,6 +22,7 @@ def make():
 def broken():
     raise RuntimeError("no weights")
 
+flat = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 number = 3
 """
 
@@ -57,7 +58,15 @@ def test_sites_of_one_kind(model_file: Path, capsys: pytest.CaptureFixture[str])
         (["sites", "mymodel:number", "--input", "1x2"], "int"),
         (["sites", "nothere:make", "--input", "1x2"], "cannot be imported"),
         (["sites", "mymodel:make", "--input", "1,2"], "write a shape such as 1x3x32x32"),
-        (["sites", "mymodel:make", "--input", "1x4x8x8"], "does not run through Sequential"),
+        (
+            ["sites", "mymodel:make", "--input", "1x4x8x8"],
+            "--input 1x4x8x8 does not run through Sequential: RuntimeError",
+        ),
+        (
+            ["sites", "mymodel:make", "--input", "1x4x8x8"],
+            "Give the shape of one batch of the training data, such as 1x3",
+        ),
+        (["sites", "mymodel:flat", "--input", "4"], "--input 4 has a single dimension and no batch: write 1x4."),
         (
             ["demo", "--out", "mymodel.py/x"],
             "mymodel.py/x/demo.png cannot be written: Not a directory. Choose another place",

@@ -128,7 +128,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state):
 
 
 def test_plateau_without_a_metric_says_how_to_give_one():
-    with pytest.raises(ValueError, match="metric=validation_loss"):
+    with pytest.raises(ValueError, match="metric=loss"):
         firing(Plateau(2) & Limit(growths=1), None, 1)
 
 

@@ -68,9 +68,7 @@ def test_blocks_without_a_twin_say_why() -> None:
         "twin would learn nothing" in reason for reason in reasons(model, example_of(batch), form="twin").values()
     )
     model, batch = build("mlp")
-    assert reasons(model, example_of(batch), form="twin") == {
-        "": "no stack of blocks was reached by the example, so there is nowhere to grow"
-    }
+    assert reasons(model, example_of(batch), form="twin") == {"": "no stack of blocks was reached by the example"}
     with pytest.raises(ValueError, match=r"init must be one of .*, got 'new'"):
         find_sites(model, example_of(batch), init="new")
 
@@ -122,15 +120,15 @@ def test_an_example_without_values() -> None:
 
 
 def test_the_last_layer_with_weights_says_why_nothing_goes_beside_it() -> None:
-    only = "is the only layer with weights: its input is the model's input, and its output the model's output"
+    only = "is the only layer with weights, and it is the output: nothing can go after it"
     assert reasons(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2)) == {"0": only}
     assert reasons(nn.Linear(2, 2), torch.randn(2, 2)) == {"": only}
     both = f"no more units: its output is what the model returns; no layer, because it {only}"
     assert reasons(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2), what="both") == {"0": both}
-    none = "no activation, no linear layer and no convolution was reached by the example, so there is nowhere to grow"
+    none = "no activation, no linear layer and no convolution was reached by the example"
     assert reasons(nn.Flatten(), torch.randn(2, 2)) == {"": none}
     two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    none = "no ReLU was reached by the example, so there is nowhere to grow"
+    none = "no ReLU was reached by the example"
     assert reasons(two, torch.randn(2, 2), form="relu") == {"": none}
 
     class Recurrent(nn.Module):

@@ -106,7 +106,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             path = os.path.join(path, FILE)
         return read_tensors(path, MAGIC)[0]
     except (OSError, ValueError) as error:  # a path may hold a character that none can
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error}.") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CheckpointError(f"cannot read the checkpoint {path}: {why}.") from error
     except Unusable as error:
         raise CheckpointError(f"{path} {error} {error.remedy}".rstrip()) from error.__cause__
 

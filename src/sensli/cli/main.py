@@ -12,7 +12,7 @@ from typing import Any
 
 from sensli import __version__
 from sensli.cli.start import LeavingAtOnce
-from sensli.errors import SensliError
+from sensli.errors import BadExample, SensliError
 from sensli.text.commands import FORMS, GROW, KINDS, PER, run_command
 from sensli.text.records import dumps as strict_json
 
@@ -222,13 +222,25 @@ def _sites(args: argparse.Namespace) -> None:
         raise SensliError(f"--{error}") from error
     batches: list[Any] = []
     if args.input:
-        example: Any = tuple(parse_input(text) for text in args.input)
+        inputs = tuple(parse_input(text) for text in args.input)
+        example: Any = inputs if len(inputs) > 1 else inputs[0]
     else:
         directory = Path(args.model) if Path(args.model).is_dir() else None
         batches = read_batches(args.batch) if args.batch else text_batches(args.text, model, directory, args.length)
         example = batches[0] if isinstance(batches[0], dict) else batches[0][0]
     units = 0.25 if args.units is None else args.units
-    sites = find_sites(model, example, form=args.form, where=args.where, what=args.what, units=units)
+    try:
+        sites = find_sites(model, example, form=args.form, where=args.where, what=args.what, units=units)
+    except BadExample as error:
+        if not args.input or error.__cause__ is None:
+            raise
+        why = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        raise BadExample(
+            f"--input {' '.join(args.input)} does not run through {type(model).__name__}: {why}. Give the shape of one batch of the "
+            "training data, such as 1x3x32x32."
+        ) from error
+    if args.input and not sites:
+        _check_batched(args.input)
     if not batches or not sites:
         print(strict_json(sites.to_dict(), indent=1) if args.json else sites.explain())
         return
@@ -245,6 +257,14 @@ def _sites(args: argparse.Namespace) -> None:
         print(f"skipped {path or 'the model'}: {reason}")
     for note in sites.notes:
         print(f"note: {note}")
+
+
+def _check_batched(shapes: list[str]) -> None:
+    """Refuse a shape without a batch: many layers run with it, and then nothing is found."""
+    for text in shapes:
+        kind, colon, size = text.rpartition(":")
+        if "x" not in size:
+            raise BadExample(f"--input {text} has a single dimension and no batch: write {kind}{colon}1x{size}.")
 
 
 def _report(args: argparse.Namespace) -> None:

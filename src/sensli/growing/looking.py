@@ -102,7 +102,7 @@ def proposed(strategy: Strategy, model: nn.Module, example: Any, optimizer: Opti
     sites = trained(bare(model), strategy.propose(model, example), optimizer, options.rates.group)
     if not sites:
         asked = "" if options.where is None else f" for where={options.where!r}"
-        raise SensliError(f"there is nowhere to grow{asked} in this {type(model).__name__}. {sites.explain()}")
+        raise SensliError(f"there is nowhere to grow{asked} in this {sites.explain()}")
     return sites
 
 

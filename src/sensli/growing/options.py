@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 
 from torch import nn
@@ -344,9 +343,8 @@ class Options:
             if name in Rates.__dataclass_fields__:
                 raise TypeError(f"{name} belongs to the learning rates: give rates=Rates({name}=...).")
             if name not in known:
-                close = get_close_matches(name, known, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else f" There are {', '.join(sorted(known))}."
-                raise TypeError(f"Grower has no argument {name!r}.{hint}")
+                hint = checks.nearest(name, known) or f"There are {', '.join(sorted(known))}."
+                raise TypeError(f"Grower has no argument {name!r}. {hint}")
         expanded = PRESETS[preset] if strategy == "sensli" else {}
         if given.get("what") is None:
             given.pop("what", None)

@@ -336,7 +336,7 @@ class Diminishing(Trigger):
 
     def fires(self, context: TriggerContext) -> bool:
         if context.metric is None:
-            raise ValueError("Diminishing needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")
+            raise ValueError("Diminishing needs a metric: call grower.step(loader, loss_fn, metric=loss).")
         self._spent += context.sizes["flops"]
         self._waited += 1
         value = _MODES[self.mode] * context.metric
@@ -472,7 +472,7 @@ class Plateau(Trigger):
 
     def fires(self, context: TriggerContext) -> bool:
         if context.metric is None:
-            raise ValueError("Plateau needs a metric: call grower.step(batches, loss_fn, metric=validation_loss).")
+            raise ValueError("Plateau needs a metric: call grower.step(loader, loss_fn, metric=loss).")
         value = context.metric if self.mode == "min" else -context.metric
         margin = max(self.threshold * abs(self.best), self.min_delta) if self.best is not None else 0.0
         if math.isfinite(value) and (self.best is None or value < self.best - margin):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -153,10 +154,22 @@ def flag(name: str, value: object) -> bool:
 def one_of(name: str, value: object, known: Iterable[str], *, other: str = "") -> str:
     """A name from a registry; ``other`` says what besides a name would do."""
     known = list(known)
-    if not isinstance(value, str) or value not in known:
-        what = f"one of {', '.join(map(repr, known))}{f', or {other}' if other else ''}"
-        refuse(name, what, value, ValueError if isinstance(value, str) else WrongType)
+    if not isinstance(value, str):
+        refuse(name, f"one of {_listed(known, other)}", value, WrongType)
+    if value not in known:
+        refuse(name, f"one of {_listed(known, other)}", value, ValueError, nearest(value, known))
     return value
+
+
+def _listed(known: Iterable[str], other: str) -> str:
+    return f"{', '.join(map(repr, known))}{f', or {other}' if other else ''}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The question whether another name was meant; empty if none is like this one."""
+    spelled = {each.lower(): each for each in known}
+    close = get_close_matches(name.lower(), spelled, n=1, cutoff=0.7)
+    return f"Did you mean {spelled[close[0]]!r}?" if close else ""
 
 
 def function(name: str, value: T, what: str) -> T:

@@ -82,9 +82,12 @@ def check_init(init: Init) -> tuple[str, str]:
 
 def check_units(units: int | float) -> int | float:
     """How many new units: a number, or a share."""
-    if isinstance(units, float):
-        return checks.share("units", units, 0.25)
-    return checks.whole("units", units, 8)
+    what = "a number of units (for example 8) or a share of those that a layer has (for example 0.25)"
+    if not isinstance(units, float):
+        return checks.integer("units", units, what, lambda number: number >= 1)
+    if not 0 < units < 1:
+        checks.refuse("units", what, units, ValueError)
+    return units
 
 
 @without_autocast()
@@ -174,5 +177,5 @@ def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site
         skipped = [*skipped, *(each for each in others if each not in skipped)]
     if not sites and not skipped:
         what = _LOOKED_FOR.get(request.form, "no activation, no linear layer and no convolution")
-        skipped = [Skipped("", f"{what} was reached by the example, so there is nowhere to grow")]
+        skipped = [Skipped("", f"{what} was reached by the example")]
     return sites, skipped, flow.notes

@@ -600,7 +600,7 @@ class _Visit:
                 "is the last layer with weights: its output is the model's output, and before it there is no activation, linear layer or "
                 "convolution that a layer could go after"
             )
-        return "is the only layer with weights: its input is the model's input, and its output the model's output"
+        return "is the only layer with weights, and it is the output: nothing can go after it"
 
 
 def _first_that_goes(one: Iterator[Site], other: Iterator[Site]) -> Iterator[Site]:

@@ -231,6 +231,8 @@ def grow(
         if edit.added:
             edit.prepared()
         _refuse_parts(edit, freeze_rest, new_lr_factor)
+        if group is None:
+            check_own(network, as_optimizers(optimizer))
         joining = plan_joining(optimizer, edit.new, group=group, renames=edit.renames)
         resizing = plan_resizing(optimizer, edit.resized)
         rates = plan_rate_scaling(optimizer, scheduler, lr_factor)

@@ -136,8 +136,9 @@ def record(model: nn.Module, example: Any) -> Flow:
         except Exception as error:
             let_memory_through(error)
             if not flow.takes_gradients and put_back is None:
+                given_as = describe(example) if isinstance(example, (tuple, list)) else f"({describe(example)})"
                 raise BadExample(
-                    f"the example ({describe(example)}) does not run through {type(model).__name__}: {type(error).__name__}: {error}. "
+                    f"the example {given_as} does not run through {type(model).__name__}: {type(error).__name__}: {error}. "
                     "Give a tensor, a tuple of arguments or a dict of keyword arguments, shaped like one batch of the training data."
                 ) from error
             if put_back is None:
