@@ -1,10 +1,10 @@
-"""Find the places where a layer could go, measure what it would be worth there, insert the best one, train on."""
+"""Find the sites where a layer could go, measure what it would be worth there, grow the best one, continue training."""
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from sensli import find_sites, insert, measure
+from sensli import find_sites, grow, measure
 
 torch.manual_seed(0)
 x = torch.randn(512, 2)
@@ -15,5 +15,5 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 sites = find_sites(model, x[:1])
 merits = measure(model, sites, [(x, y)], cross_entropy)
 print(merits)
-growth = insert(model, merits.best.site, optimizer=optimizer, check=x)
+growth = grow(model, merits.best.site, optimizer=optimizer, check=x)
 print(growth)

@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper: train, look every 20 epochs, insert where the merit passes the threshold, train on."""
+"""Algorithm 1 of the paper: train, check every 20 epochs, add a layer where the merit passes the threshold, continue."""
 
 import torch
 from torch import nn
@@ -14,9 +14,8 @@ batches = list(zip(x.split(64), y.split(64), strict=True))
 model = nn.Sequential(nn.Linear(2, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
-grower = Grower(
-    model, optimizer, example=x[:1], trigger=triggers.Every(20) & triggers.Limit(growths=2), scheduler=scheduler
-)
+trigger = triggers.Every(20) & triggers.Limit(growths=2)
+grower = Grower(model, optimizer, preset="paper", trigger=trigger, scheduler=scheduler)
 for _ in range(100):
     for inputs, targets in batches:
         optimizer.zero_grad()

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from sensli import History, find_sites, insert, replay, undo
+from sensli import History, find_sites, grow, replay, undo
 
 
 def make_model() -> nn.Module:
@@ -14,7 +14,7 @@ torch.manual_seed(0)
 model, x = make_model(), torch.randn(16, 4)
 before = model(x)
 sites = find_sites(model, x)
-history = History(insert(model, site) for site in sites)
+history = History(grow(model, site) for site in sites)
 print(history)
 print("same output:", torch.equal(model(x), before))
 

@@ -17,9 +17,7 @@ print(measure(model, sites, batches, cross_entropy).per("parameters"))
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 trigger = triggers.Every(15) & triggers.Limit(parameters=120)
-grower = Grower(
-    model, optimizer, example=x[:1], trigger=trigger, tau=0, what="both", units=2, per="parameters", log=print
-)
+grower = Grower(model, optimizer, trigger=trigger, what="both", units=2, per="parameters", log=print)
 for _ in range(90):
     for inputs, targets in batches:
         optimizer.zero_grad()

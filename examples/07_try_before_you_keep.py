@@ -1,4 +1,4 @@
-"""Try before you keep: at a look, candidates and "no growth" train on from the same state; the best at equal FLOPs stays."""
+"""Try before you keep: at a check, candidates and "no growth" train from the same state; the best at equal FLOPs stays."""
 
 import torch
 from torch import nn
@@ -27,11 +27,10 @@ def step(model, optimizer, batch):
 
 
 grower = Grower(
-    model, optimizer, example=x[:1], trigger=triggers.Diminishing(), tau=0, what="both", units=4,
-    trial=Trial(steps=80, step=step), log=print,
+    model, optimizer, trigger=triggers.Diminishing(), what="both", units=4, trial=Trial(steps=80, step=step), log=print,
 )  # fmt: skip
 for _ in range(60):
     losses = [step(model, optimizer, batch) for batch in batches]
     grower.step(batches, cross_entropy, metric=sum(losses) / len(losses))
-tried = [look.tried for look in grower.history.record.decisions if look.tried]
+tried = [decision.tried for decision in grower.history.record.decisions if decision.tried]
 print(f"{sum(each.grew for each in tried)} of {len(tried)} trials ended with a growth, loss {losses[-1]:.3f}")

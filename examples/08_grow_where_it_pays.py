@@ -17,15 +17,15 @@ def train(width):
     model = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     trigger = triggers.Pays() & triggers.Limit(parameters=20_000)
-    grower = Grower(model, optimizer, example=x[:1], trigger=trigger, what="units", units=0.5, tau=0, max_factor=None)
+    grower = Grower(model, optimizer, trigger=trigger, units=0.5, max_factor=None)
     for _ in range(30):
         for inputs, targets in batches:
             optimizer.zero_grad()
             cross_entropy(model(inputs), targets).backward()
             optimizer.step()
         grower.step(batches, cross_entropy)
-    for look in grower.history.record.decisions:
-        print(f"epoch {look.call}:", "grown" if look.growths else look.reason)
+    for decision in grower.history.record.decisions:
+        print(f"epoch {decision.call}:", "grown" if decision.growths else decision.reason)
     widths = [layer.out_features for layer in model if isinstance(layer, nn.Linear)][:-1]
     print(f"began with {width} units a layer, ended with {widths}: loss {cross_entropy(model(x), y).item():.3f}\n")
 

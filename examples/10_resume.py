@@ -22,7 +22,7 @@ def make_model():
 
 
 def make_grower(model, optimizer=None, scheduler=None):
-    return Grower(model, optimizer, example=x[:1], trigger=triggers.Every(10), tau=0.1)
+    return Grower(model, optimizer, trigger=triggers.Every(10))
 
 
 if not file.exists():

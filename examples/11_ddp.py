@@ -1,4 +1,4 @@
-"""Grow under DistributedDataParallel: every process calls `grower.step` with its own data, and all insert the same layer.
+"""Grow under DistributedDataParallel: every process calls `grower.step` with its own data, and all make the same growth.
 
 torchrun --standalone --nproc-per-node 2 examples/11_ddp.py
 """
@@ -21,7 +21,7 @@ torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(2, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2))
 model = DistributedDataParallel(network)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-grower = Grower(model, optimizer, example=x[:1], trigger=triggers.Every(10) & triggers.Limit(growths=2), tau=0.1)
+grower = Grower(model, optimizer, trigger=triggers.Every(10) & triggers.Limit(growths=2))
 for _ in range(30):
     for inputs, targets in batches:
         optimizer.zero_grad()

@@ -29,7 +29,7 @@ devices = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 pl.seed_everything(0, verbose=False)
 x = torch.randn(512, 2)
 loader = DataLoader(TensorDataset(x, (torch.sin(3 * x[:, 0]) > x[:, 1]).long()), batch_size=64, shuffle=True)
-growth = GrowthCallback(triggers.Every(5) & triggers.Limit(growths=2), tau=0.1)
+growth = GrowthCallback(triggers.Every(5) & triggers.Limit(growths=2))
 options = {"accelerator": "cpu", "devices": devices, "strategy": "ddp" if devices > 1 else "auto", "logger": False}
 trainer = pl.Trainer(
     max_epochs=12, callbacks=[growth], enable_progress_bar=False, enable_model_summary=False, **options

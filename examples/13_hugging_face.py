@@ -19,7 +19,7 @@ data = [{"input_ids": row, "labels": row} for row in tokens]
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 32}
 
 model = LlamaForCausalLM(LlamaConfig(**sizes))
-growth = GrowthCallback(triggers.Every(2) & triggers.Limit(growths=2), tau=0.1)
+growth = GrowthCallback(triggers.Every(2) & triggers.Limit(growths=2), what="layers")
 args = TrainingArguments(
     output_dir="grown",
     num_train_epochs=6,

@@ -18,7 +18,7 @@ average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cpu")
 trigger = triggers.Every(5) & triggers.Limit(growths=2)
-grower = Grower(model, optimizer, example=x[:1], trigger=trigger, tau=0.1, averaged=average, log=print)
+grower = Grower(model, optimizer, trigger=trigger, averaged=average, log=print)
 
 for _ in range(15):
     for inputs, labels in batches:
@@ -34,4 +34,4 @@ for _ in range(15):
     grower.step(batches, cross_entropy)
 
 accuracy = (average(x).argmax(1) == y).float().mean()
-print(f"{len(grower.history)} layers inserted, the averaged model is right on {accuracy:.0%}")
+print(f"{len(grower.history)} growths, the averaged model is right on {accuracy:.0%}")

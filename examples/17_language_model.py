@@ -27,7 +27,7 @@ def depth_then_width(merits):
 
 
 what = {"what": "both", "where": ["block", "*.mlp.gate_proj"], "units": 0.5, "select": depth_then_width}
-growth = GrowthCallback(triggers.At(1, 2), tau=0.0, batches=1, **what)
+growth = GrowthCallback(triggers.At(1, 2), batches=1, **what)
 loop = {"per_device_train_batch_size": 16, "learning_rate": 5e-3, "num_train_epochs": 5, "eval_strategy": "epoch"}
 quiet = {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
 args = TrainingArguments(output_dir="run", **loop, **quiet)

@@ -57,7 +57,7 @@ def test_code_prints_what_the_page_says(
 
 def test_what_the_loggers_of_others_get_is_the_size_after_the_growth() -> None:
     """The lines for W&B and MLflow and the writer of TensorBoard, with two neighbouring widths at once."""
-    lines = re.findall(r"^best = (lambda look: .+)$", (DOCS / "tasks" / "advice.md").read_text(), re.M)
+    lines = re.findall(r"^best = (lambda decision: .+)$", (DOCS / "tasks" / "advice.md").read_text(), re.M)
     assert len(lines) == 2
     told: list[list[float]] = []
 
@@ -75,7 +75,7 @@ def test_what_the_loggers_of_others_get_is_the_size_after_the_growth() -> None:
 
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
     x, y = torch.randn(64, 4), torch.arange(64) % 2
-    settings: dict[str, Any] = {"what": "units", "tau": 0.0, "count": 2, "trigger": triggers.Every(1), "log": log}
+    settings: dict[str, Any] = {"what": "units", "tau": 0.0, "max_growths": 2, "trigger": triggers.Every(1), "log": log}
     grower = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), preset="paper", example=x[:2], **settings)
     for _ in range(2):
         grower.step([(x, y)], nn.functional.cross_entropy)

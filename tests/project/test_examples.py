@@ -137,7 +137,7 @@ def test_ray(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_mixed_precision(tmp_path: Path) -> None:
     """In its own process: on some processors bf16 kernels end it with an illegal instruction."""
-    assert "2 layers inserted, the averaged model is right on 9" in run("16_mixed_precision.py", tmp_path)
+    assert "2 growths, the averaged model is right on 9" in run("16_mixed_precision.py", tmp_path)
 
 
 @pytest.mark.library
