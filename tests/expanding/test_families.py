@@ -19,7 +19,7 @@ from sensli.expanding.checking import outputs_of
 from sensli.expanding.record import ExpansionRecord
 
 pytestmark = [pytest.mark.library, pytest.mark.process]
-TABLE = Path(__file__).parents[2] / "docs" / "tables" / "families.md"
+TABLE = Path(__file__).parents[2] / "docs" / "expansion" / "families.txt"
 QUICK = (
     "Llama, tied",
     "GPT-2",
@@ -27,7 +27,7 @@ QUICK = (
     "T5",
 )  # tied; other names; experts; two stacks, and a block of its own kind
 NOTES = """\
-*exact*: the outputs are equal to the bit before and after, in bfloat16. Units are *refused* where the configuration states no width of the
+*exact*: the outputs are equal before and after, bit for bit, in bfloat16. Units are *refused* where the configuration states no width of the
 feed-forward parts that could be another one: experts, or always four times the width of the model. With a decoder of T5 that is deeper than
 the encoder, generate with `use_cache=False`: the cache of transformers has as many entries as the encoder has blocks.
 """

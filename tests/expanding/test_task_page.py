@@ -36,4 +36,4 @@ def test_commands_print_what_the_page_shows(
 
 
 def test_the_table_of_families_is_on_the_page() -> None:
-    assert (PAGE.parents[1] / "tables" / "families.md").read_text() in PAGE.read_text()
+    assert (PAGE.parents[1] / "expansion" / "families.txt").read_text() in PAGE.read_text()
