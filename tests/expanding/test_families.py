@@ -27,7 +27,7 @@ QUICK = (
     "T5",
 )  # tied; other names; experts; two stacks, and a block of its own kind
 NOTES = """\
-*exact*: the outputs are equal before and after, bit for bit, in bfloat16. Units are *refused* where the configuration states no width of the
+*exact*: outputs are equal before and after, bit for bit, in bfloat16. Units are *refused* where the configuration states no width of the
 feed-forward parts that could be another one: experts, or always four times the width of the model. With a decoder of T5 that is deeper than
 the encoder, generate with `use_cache=False`: the cache of transformers has as many entries as the encoder has blocks.
 """
