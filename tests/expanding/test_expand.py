@@ -263,8 +263,8 @@ def other_number(folder: Path) -> None:
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no folder": (lambda folder: shutil.rmtree(folder), {}, r"is no folder\. Give one that save_pretrained wrote"),
-    "no configuration": (lambda folder: (folder / "config.json").unlink(), {}, r"is no model folder: it has no config\.json"),
+    "no folder": (lambda folder: shutil.rmtree(folder), {}, r"is not a folder\. Give one that save_pretrained wrote"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), {}, r"is not a model folder: it has no config\.json"),
     "a configuration that is none": (lambda folder: (folder / "config.json").write_text("{"), {}, r"config\.json cannot be read"),
     "no class": (lambda folder: edited(folder, architectures=None), {}, "does not say which class the model is of"),
     "an unknown class": (lambda folder: edited(folder, architectures=["NeverModel"]), {}, "names the class NeverModel"),
@@ -275,7 +275,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "own code": (lambda folder: edited(folder, auto_map={"AutoModel": "own.Model"}), {}, r"brings its own code \(own\.Model\)"),
     "a missing shard": (lambda folder: sorted(folder.glob("*.safetensors"))[0].unlink(), {}, r"lacks model-00001.*Get it again"),
     "a cut shard": (cut, {}, "is cut: it ends before the tensor"),
-    "a shard that is none": (lambda folder: sorted(folder.glob("*.safetensors"))[0].write_bytes(b"no"), {}, "is no intact safetensors"),
+    "a shard that is none": (lambda folder: sorted(folder.glob("*.safetensors"))[0].write_bytes(b"no"), {}, "is not an intact safetensors"),
     "an index that is none": (lambda folder: (folder / INDEX).write_text("[]"), {}, r"index\.json cannot be read"),
     "fewer blocks than stated": (lambda folder: edited(folder, num_hidden_layers=9), {}, "of 4 blocks .* says num_hidden_layers=9"),
     "no blocks": (None, {"blocks": 0}, r"blocks must be a whole number of at least 1 \(for example 8\), got 0"),

@@ -50,6 +50,7 @@ gc.freeze()  # or each rank would copy what it looks through
 for rank in range(processes):
     started = os.fork()
     if started == 0:
+        torch.set_num_threads(1)  # makes the pool of threads again, which several threads of autograd would do at once
         break
     ranks[started] = rank
 else:

@@ -69,17 +69,17 @@ def read_description(folder: Path, *, trust_remote_code: bool = False) -> Descri
     transformers = imported("transformers", "sensli expand", extra="transformers")
     path = folder / "config.json"
     if not folder.is_dir():
-        raise ExpansionError(f"{folder} is no folder. Give one that save_pretrained wrote, with config.json in it.")
+        raise ExpansionError(f"{folder} is not a folder. Give one that save_pretrained wrote, with config.json in it.")
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():
             raise ExpansionError(
                 f"{folder} has an adapter and no model. Merge it first: peft's model.merge_and_unload(), then save_pretrained."
             )
-        raise ExpansionError(f"{folder} is no model folder: it has no config.json.")
+        raise ExpansionError(f"{folder} is not a model folder: it has no config.json.")
     try:
         stored = json.loads(path.read_text())
         if not isinstance(stored, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except ValueError as error:
         raise ExpansionError(f"{path} cannot be read: {error}. Get it again.") from error
     if stored.get("quantization_config"):
