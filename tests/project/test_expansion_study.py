@@ -65,6 +65,7 @@ def test_the_table_of_the_page_is_that_of_the_file() -> None:
 
 @pytest.mark.library
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_study_runs_and_shows_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
