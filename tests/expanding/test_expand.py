@@ -262,6 +262,17 @@ def other_number(folder: Path) -> None:
     first.write_bytes(struct.pack("<Q", 2**40) + b"{}")
 
 
+def reshape_first(file: Path) -> None:
+    """Let the header say another shape than the bytes have."""
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    name = next(name for name in header if name != "__metadata__")
+    header[name]["shape"][0] += 1
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no folder": (lambda folder: shutil.rmtree(folder), {}, r"is not a folder\. Give one that save_pretrained wrote"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), {}, r"is not a model folder: it has no config\.json"),
@@ -287,6 +298,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no size": (None, {"shard_size": "5 apples"}, "shard size must be a number with KB, MB or GB"),
     "no units": (None, {"units": 0}, "units must be a whole number of at least 1"),
     "a share above one": (None, {"units": 1.5}, "or a share between 0 and 1"),
+    "a shape that is another": (
+        lambda folder: reshape_first(sorted(folder.glob("*.safetensors"))[0]), {}, r"has [\d,]+ bytes for the shape .* Get it again"
+    ),
     "a check that is no file": (None, {"check": "nowhere.txt"}, "check must be 'none' or a file"),
 }  # fmt: skip
 
@@ -426,3 +440,16 @@ def test_an_interrupted_command_leaves_nothing(saved: Path, tmp_path: Path, numb
 
 def test_sizes_are_read_as_transformers_reads_them() -> None:
     assert parse_size("5GB") == 5 * 10**9 and parse_size("1.5 MiB") == 3 * 2**19
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_the_outputs_are_compared_on_is_refused_where_the_model_is_not_loaded(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    torch.save({"input_ids": torch.randint(3, 60, (1, 8))}, tmp_path / "batch.pt")
+    if not streams:
+        monkeypatch.setattr(expanding, "free_memory", lambda: 1000)
+    text = "left out or 'none' with stream, got" if streams else r"GB, more than half of the free memory, got"
+    with pytest.raises(SensliError, match=text):
+        expand(saved, tmp_path / "out", 2, check=tmp_path / "batch.pt", stream=streams)
+    assert [path.name for path in tmp_path.iterdir()] == ["batch.pt"]

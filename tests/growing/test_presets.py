@@ -79,6 +79,19 @@ def test_an_argument_that_is_unknown_is_told(given: dict[str, Any], text: str) -
     assert grower(rates=Rates(lr_factor=0.5)).options.rates.lr_factor == 0.5
 
 
+def test_a_model_without_units_to_grow_says_what_to_give() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 2))
+    growing = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = [(torch.randn(8, 3), torch.randint(0, 2, (8,)))]
+    with pytest.raises(
+        SensliError, match=r"(?s)nowhere to grow in this Sequential.*Give what='both', which adds layers too\."
+    ):
+        growing.step(data, nn.functional.cross_entropy)
+    assert growing.calls == 0
+    again = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), what="both", trigger=triggers.Every(1))
+    assert again.step(data, nn.functional.cross_entropy) is not None
+
+
 # --- the example is the first batch ---
 
 
@@ -148,6 +161,8 @@ def test_the_losses_of_checks_stand_for_the_metric() -> None:
     record = growing.history.record
     assert [call for call, _ in record.metrics] == [look.call for look in record.decisions]
     assert all(isinstance(value, float) for _, value in record.metrics)
+    # What the trigger watches is the loss of the check before.
+    assert growing.state_dict()["trigger"]["right"]["first"][1] == record.metrics[0][1]
     with pytest.raises(ValueError, match="Diminishing needs a metric"):  # where it was asked for
         grower(trigger=triggers.Diminishing()).step(DATA, loss_fn)
 

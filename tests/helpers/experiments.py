@@ -22,6 +22,15 @@ GOOD: dict[str, Any] = {
     "recipes": {"stated": {}, "run": {"settings": {"optimizer": {"lr": 0.2}}}},
 }
 
+# what pages call a task of `sensli compare`, and what it is called there
+COMPARED = {
+    "two spirals": "spirals",
+    "Fashion-MNIST": "fashion",
+    "CIFAR-10": "vgg",
+    "transformer": "text",
+    "student-teacher": "teacher",
+}
+
 
 def make_plan(recipe: str = "stated", **options: Any) -> Plan:
     return plan(parse(GOOD, "mine.json"), recipe, RunOptions(**options))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import COMPARED
 from sensli import Grower
 
 ROOT = Path(__file__).parents[2]
@@ -57,13 +58,6 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120 and len(README.split()) <= 900
 
 
-TASKS = {
-    "two spirals": "spirals",
-    "Fashion-MNIST": "fashion",
-    "CIFAR-10": "vgg",
-    "transformer": "text",
-    "student-teacher": "teacher",
-}
 ARMS = {"grown": "pays", "small": "small", "large": "large"}
 
 
@@ -78,11 +72,11 @@ def test_every_number_of_the_results_is_that_of_the_stored_ones() -> None:
     for row in rows:
         task, *cells, sentence = (cell.strip() for cell in row.strip("|").split("|"))
         for name, cell in zip(names, cells, strict=True):
-            value, low, high = re.findall(r"[\d.]+", stored[TASKS[task]][ARMS[name]]["end"])
+            value, low, high = re.findall(r"[\d.]+", stored[COMPARED[task]][ARMS[name]]["end"])
             mark = " ✔" * (float(high) < 1) + " ✘" * (float(low) > 1)
             assert cell == value + mark, f"{task}, {name}"
         assert sentence.count(".") == 1 and sentence.endswith(".")
-        worst.append(float(stored[TASKS[task]]["pays"]["most"].split()[0]))
+        worst.append(float(stored[COMPARED[task]]["pays"]["most"].split()[0]))
     told = re.search(r"reached up to ([\d.]+) on the first four tasks", README)
     assert told is not None and float(told.group(1)) == max(worst[:4])
 

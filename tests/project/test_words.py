@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from experiments import COMPARED
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # raw tables and what is made from a parser; everything else is written by hand
@@ -157,13 +159,6 @@ def test_links_have_contrast() -> None:
 
 # --- numbers of the verdict ---
 
-TASKS = {
-    "two spirals": "spirals",
-    "Fashion-MNIST": "fashion",
-    "CIFAR-10": "vgg",
-    "transformer": "text",
-    "student-teacher": "teacher",
-}
 ARMS = {
     "units when they pay, or on slowdown": "pays",
     "units on slowdown alone": "when",
@@ -213,7 +208,7 @@ def test_numbers_of_the_verdict_are_those_of_the_stored_results(
         name, *cells = (cell.strip(" ") for cell in line.strip("|").split("|"))
         for task, cell in zip(tasks, cells, strict=True):
             value, low, high = re.findall(
-                r"[\d.]+", values[TASKS[task]][arms[name.removeprefix("**").removesuffix("**")]][column]
+                r"[\d.]+", values[COMPARED[task]][arms[name.removeprefix("**").removesuffix("**")]][column]
             )
             marks = " ✔" * (float(high) < 1) + " ✘" * (float(low) > 1) if heading.startswith("One") else ""
             assert cell == value + marks, f"{name}, {task}"

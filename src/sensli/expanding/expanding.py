@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sensli.errors import ExpansionError
-from sensli.expanding.checking import check_blocks, check_example, check_files, check_function
+from sensli.expanding.checking import check_blocks, check_example, check_files, check_function, free_memory
 from sensli.expanding.moments import check_optimizer, move_optimizer
 from sensli.expanding.placing import BEFORE_ALL, Measurement, measurement_for, placing_lines
 from sensli.expanding.record import RECORD, ExpansionRecord, expansion
@@ -72,7 +72,9 @@ def choose_places(place: str | Sequence[int], blocks: int | None, count: int) ->
         return places
     checks.one_of("place", place, PLACES)
     if blocks is None:
-        raise ExpansionError("blocks must say how many blocks to add (for example 8), got None.")
+        raise ExpansionError(
+            "blocks must say how many blocks to add (for example 8), or units how many units. Got neither."
+        )
     blocks = checks.whole("blocks", blocks, 8, error=ExpansionError)
     if place == "even":  # at the end of each of so many parts of the stack
         return [
@@ -450,6 +452,13 @@ def expand(
         built = check_blocks(described, planned, config)
         arranged = planned.arrange(tensors, start, seed)
         total = sum(tensor.size for tensor in arranged.values())
+        loads = not stream and total <= free_memory() / 2
+        if example is not None and not loads:
+            why = "with stream" if stream else f"for a model of {total / 1e9:.1f} GB, more than half of the free memory"
+            raise ExpansionError(
+                f"check must be left out or 'none' {why}, got {str(check)!r}: the model itself is not loaded then, and a small sibling "
+                "of it is compared."
+            )
         beside = sum(each.stat().st_size for path in files_beside(source) for each in (path, *path.rglob("*")))
         if optimizer is not None:
             beside += check_optimizer(Path(optimizer))
@@ -464,7 +473,7 @@ def expand(
             copy_beside(source, part)
             checked = [check_files(part, arranged)]
             if check != "none" and not (planned.stack and start == "copy"):
-                checked.append(check_function(described, sibling, planned, part, example, total, stream=stream))
+                checked.append(check_function(described, sibling, planned, part, example, stream=not loads))
             moved = None
             if optimizer is not None:
                 moved = move_optimizer(Path(optimizer), part, described, planned, config)

@@ -274,7 +274,9 @@ def read_header(file: Path) -> dict[str, Stored]:
             if 8 + length + end > size:
                 raise ExpansionError(f"{file} is cut: it ends before the tensor {name} does. Get it again.")
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ExpansionError(f"{file} is not an intact safetensors file: {type(error).__name__}: {error}.") from error
+        raise ExpansionError(
+            f"{file} is not an intact safetensors file: {type(error).__name__}: {error}. Get it again."
+        ) from error
     return found
 
 

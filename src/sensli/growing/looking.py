@@ -102,7 +102,9 @@ def proposed(strategy: Strategy, model: nn.Module, example: Any, optimizer: Opti
     sites = trained(bare(model), strategy.propose(model, example), optimizer, options.rates.group)
     if not sites:
         asked = "" if options.where is None else f" for where={options.where!r}"
-        raise SensliError(f"there is nowhere to grow{asked} in this {sites.explain()}")
+        other = {"units": "what='both', which adds layers too", "layers": "what='both', which adds units too"}
+        remedy = f"\nGive {other[options.what]}." if options.strategy == "sensli" and options.what in other else ""
+        raise SensliError(f"there is nowhere to grow{asked} in this {sites.explain()}{remedy}")
     return sites
 
 
