@@ -79,6 +79,11 @@ def test_an_argument_that_is_unknown_is_told(given: dict[str, Any], text: str) -
     assert grower(rates=Rates(lr_factor=0.5)).options.rates.lr_factor == 0.5
 
 
+def test_the_number_of_growths_is_refused_where_a_strategy_takes_all_at_once() -> None:
+    with pytest.raises(ValueError, match=r"max_growths must be left out with strategy='splitting', got 3: it decides"):
+        grower(strategy="splitting", max_growths=3)
+
+
 def test_a_model_without_units_to_grow_says_what_to_give() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 2))
     growing = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -557,11 +557,13 @@ def test_a_callback_that_is_added_later(tmp_path: Path) -> None:
         str(tmp_path / "x"), num_train_epochs=2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3,
         per_device_train_batch_size=8, learning_rate=0.01, logging_strategy="no",
     )  # fmt: skip
-    for attach in (True, False):
-        trainer = Trainer(make_model(), args, train_dataset=rows())
-        trainer.add_callback(callback := grow(1))
+    for add, attach in ((True, True), (True, False), (False, True)):
+        trainer, callback = Trainer(make_model(), args, train_dataset=rows()), grow(1)
+        if add:
+            trainer.add_callback(callback)
         if attach:
             callback.attach(trainer)
+        assert sum(each is callback for each in trainer.callback_handler.callbacks) == 1
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if attach else None)
         assert len(callback.history) == 1 and trainer.model.config.n_layer == 3
 

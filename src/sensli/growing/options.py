@@ -413,6 +413,10 @@ class Options:
             if each.name in OF_STRATEGIES - takes and not (value is each.default or value == each.default):
                 self._refuse_unused(each.name, value, takes)
         self._check_init()
+        if strategy.all_at_once and self.max_growths != 1:
+            raise ValueError(
+                f"max_growths must be left out with {self._named}, got {self.max_growths}: it decides about all layers together."
+            )
         where = f"what={self.what!r}" if len(strategy.grows) > 1 else f"{self._named}, which grows {self.what}"
         remedy = "Leave it out, or use what='layers'." if "layers" in strategy.grows else "Leave it out."
         if self.rates.new_lr_factor is not None and self.what != "layers":

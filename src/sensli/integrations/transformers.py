@@ -88,7 +88,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         return self._history
 
     def attach(self, trainer: Trainer) -> None:
-        """Join a Trainer. ``Trainer(callbacks=[...])`` does this itself; call it after ``trainer.add_callback(...)`` to resume.
+        """Join a Trainer that was made without the callback; ``Trainer(callbacks=[...])`` does this itself.
 
         Args:
             trainer: The Trainer.
@@ -119,6 +119,8 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             # On this Trainer alone, around its own methods: a subclass may have overridden them.
             setattr(trainer, method.__name__, functools.partial(method, getattr(trainer, method.__name__)))
         self.trainer = trainer
+        if not any(each is self for each in trainer.callback_handler.callbacks):
+            trainer.add_callback(self)
 
     def _check(self, trainer: Trainer) -> None:
         check(trainer, self._monitor)

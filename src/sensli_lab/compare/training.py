@@ -21,6 +21,7 @@ from sensli.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.grower import Grower
 from sensli.growing.options import Rates, Trial, used
+from sensli.growing.strategy import class_of
 from sensli.growing.triggers import Diminishing, Every, Limit, Pays, Trigger
 from sensli.modules.flops import PRODUCTS, FlopCounter, Rule, count_flops
 from sensli.surgery.record import Decision
@@ -240,6 +241,8 @@ class JobTraining:
         """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
         # Stored runs are known by the names that these options had when they were made.
         options = {_NAMES.get(name, name): value for name, value in self.job.method.options.items()}
+        if class_of(options.get("strategy", "sensli")).all_at_once:
+            options.pop("max_growths", None)  # which says nothing there
         rates = Rates(freeze_rest=options.pop("freeze_rest", False))
         known = used(options.get("strategy", "sensli"), options.get("what"))
         common = {"tau": 0.0, "floor": 0.0, "units": self.task.units}
