@@ -241,10 +241,11 @@ class JobTraining:
         """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
         # Stored runs are known by the names that these options had when they were made.
         options = {_NAMES.get(name, name): value for name, value in self.job.method.options.items()}
-        if class_of(options.get("strategy", "sensli")).all_at_once:
+        strategy = options.get("strategy", "sensli")
+        if (class_of(strategy) if isinstance(strategy, str) else strategy).all_at_once:
             options.pop("max_growths", None)  # which says nothing there
         rates = Rates(freeze_rest=options.pop("freeze_rest", False))
-        known = used(options.get("strategy", "sensli"), options.get("what"))
+        known = used(strategy, options.get("what"))
         common = {"tau": 0.0, "floor": 0.0, "units": self.task.units}
         return Grower(
             model, optimizer, preset="paper", example=self.task.sample(), trigger=self._trigger() & Limit(flops=self.limit),
