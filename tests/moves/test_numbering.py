@@ -272,6 +272,35 @@ def test_a_dict_of_numbered_blocks_takes_twins_and_stays_numbered(kind: Any, tmp
     assert [block.layer_id for block in model.blocks()] == [0, 1, 2]
 
 
+class FromTwo(Dicted):
+    """The keys begin with another number, and the blocks know theirs."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments)
+        numbers = range(2, 2 + arguments.n_layers)
+        self.layers = nn.ModuleDict({str(number): Numbered(number, arguments) for number in numbers})
+
+
+def test_a_dict_may_begin_with_another_number() -> None:
+    torch.manual_seed(0)
+    model, x = FromTwo(Arguments()).double(), torch.randn(4, 8, dtype=torch.float64)
+    names, before, old = list(model.state_dict()), model(x).detach(), model.layers["3"]
+    history = History()
+    for place in ("after layers.2", "before layers.2", "after layers.6"):
+        history.append(insert(model, next(s for s in find_sites(model, x) if s.place == place)))
+        assert torch.equal(model(x), before)
+    assert list(model.layers) == list("234567") and model.layers["5"] is old
+    assert [block.layer_id for block in model.blocks()] == [2, 3, 4, 5, 6, 7]
+    assert history[0].name == "layers.3" and history[0].renames["layers.3.up.weight"] == "layers.4.up.weight"
+    again = replay(FromTwo(Arguments()).double(), history)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), before)
+    for growth in reversed(history):
+        undo(model, growth)
+    assert list(model.state_dict()) == names and model.layers["3"] is old and torch.equal(model(x), before)
+    assert [block.layer_id for block in model.blocks()] == [2, 3, 4]
+
+
 def test_a_dict_with_other_keys_is_not_renumbered() -> None:
     model, x = Dicted(Arguments(), keys="block").double(), torch.randn(4, 8, dtype=torch.float64)
     sites = find_sites(model, x)

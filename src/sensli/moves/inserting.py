@@ -15,7 +15,7 @@ from sensli.errors import HistoryError, MovedSite, UnsupportedModel
 from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.grown import Chain
 from sensli.modules.running import Slot, capable, whole
-from sensli.moves.point import Bind, ListPlace, Point, Ref, list_renames, put_into_list, take_from_list
+from sensli.moves.point import Bind, ListPlace, Point, Ref, first_number, list_renames, put_into_list, take_from_list
 from sensli.moves.roles import units_made
 from sensli.moves.sites import Edit, New, Site
 from sensli.moves.stretching import Resize
@@ -77,7 +77,8 @@ def apply_cut(model: nn.Module, cut: Cut, layer: nn.Module) -> None:
     key = cut.key
     if cut.way == "list":
         assert cut.place is not None
-        put_into_list(model, cut.parent, cut.place, int(cut.new), int(cut.key), layer)
+        first = first_number(container)
+        put_into_list(model, cut.parent, cut.place, int(cut.new) - first, int(cut.key) - first, layer)
         return
     if cut.way == "wrap":
         anchor = container._modules[cut.key]
@@ -100,7 +101,7 @@ def take_out(model: nn.Module, path: str, place: ListPlace | None) -> None:
     parent_path, _, key = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     if place is not None:
-        take_from_list(model, parent_path, place, int(key))
+        take_from_list(model, parent_path, place, int(key) - first_number(parent))
         return
     del parent._modules[key]
     if isinstance(parent, Chain):

@@ -21,7 +21,7 @@ from sensli.text.records import Plain
 # ---- Insertion into a list of blocks: the blocks after it are renumbered, and what counts or numbers the blocks stays
 # true.
 #
-# A list is an nn.ModuleList, or an nn.ModuleDict with the keys "0", "1" and so on.
+# A list is an nn.ModuleList, or an nn.ModuleDict with the keys "0", "1" and so on, or from another number on.
 #
 # Which attributes those are is found by trial in `counting`; here they are plain data, so that `undo` and `replay`
 # need no trial.
@@ -138,10 +138,16 @@ def list_renames(model: nn.Module, container: str, position: int, more: int = 1)
     return renames
 
 
+def first_number(container: nn.Module) -> int:
+    """The number that the first block of a list has as its key: 0, or another one in a dict."""
+    return int(next(iter(container._modules)))
+
+
 def _fill(container: nn.Module, blocks: list[nn.Module]) -> None:
+    first = first_number(container)
     # In place: the container's dictionary may be held elsewhere.
     container._modules.clear()
-    container._modules.update({str(number): block for number, block in enumerate(blocks)})
+    container._modules.update({str(number): block for number, block in enumerate(blocks, first)})
 
 
 def _number(blocks: list[nn.Module], indices: tuple[Index, ...]) -> None:

@@ -83,7 +83,9 @@ _ELEMENTWISE = frozenset({
 def is_list(container: nn.Module | None) -> bool:
     """Whether a container has its blocks by number and leaves it to the model to call them."""
     if isinstance(container, nn.ModuleDict):
-        return len(container) > 0 and list(container._modules) == [str(number) for number in range(len(container))]
+        keys = list(container._modules)
+        first = int(keys[0]) if keys and keys[0].isdecimal() else None
+        return first is not None and keys == [str(number) for number in range(first, first + len(keys))]
     return isinstance(container, nn.ModuleList)
 
 

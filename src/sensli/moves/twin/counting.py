@@ -25,7 +25,7 @@ from sensli.modules.configs import COUNTS, build_again, differences, find_counts
 from sensli.modules.grown import Chain
 from sensli.modules.running import count_samples, first_samples, moved, note, run, tensors
 from sensli.moves.inserting import join
-from sensli.moves.point import Fact, Index, ListPlace, grown_list, unwrapped
+from sensli.moves.point import Fact, Index, ListPlace, first_number, grown_list, unwrapped
 from sensli.moves.trace.flow import Flow
 from sensli.moves.trace.stacks import ancestors
 from sensli.moves.twin.twins import Bypass, Twin
@@ -425,7 +425,8 @@ def plan_list(flow: Flow, example: Any, container: str, sources: tuple[int, int]
 
 def _output_beside(flow: Flow, container: str, source: int, layer: nn.Module, example: Any) -> Any:
     """What the copy gives if a block that is not an identity runs directly after the one at ``source``; None if that fails."""
-    blocks, key = flow.model.get_submodule(container), str(source)
+    blocks = flow.model.get_submodule(container)
+    key = str(source + first_number(blocks))
     anchor = blocks.get_submodule(key)
     calls = flow.calls_of(join(container, key))
     if len(calls) != 1 or calls[0].slot is None:

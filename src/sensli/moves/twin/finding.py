@@ -16,7 +16,7 @@ from sensli.modules.copies import copied_block
 from sensli.modules.flops import count_flops
 from sensli.modules.grown import Chain, ParametricLayer, ResidualLayer
 from sensli.modules.running import Slot, first_samples, first_tensor, is_plain, note, with_value, without_memory
-from sensli.moves.point import ListPlace
+from sensli.moves.point import ListPlace, first_number
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Kind, Site
 from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
@@ -482,7 +482,7 @@ class TwinFinder:
             return None
         if container not in self._equals:
             self._equals[container] = equal_blocks(list(parent.children()))
-        alike = self._equals[container][int(key)]
+        alike = self._equals[container][int(key) - first_number(parent)]
         if (container, alike) not in self._places:
             self._places[container, alike] = plan_list(self._flow, self._example, container, alike, twin)
         return self._places[container, alike]
