@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -61,30 +62,41 @@ def find_counts(holder: Any, count: int) -> Iterator[tuple[str, str, int]]:
 
 
 _DRAWS = frozenset(("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"))
+_LARGE = 2**16  # entries of a tensor that is not allocated only to be replaced
 _SMALL = 200_000_000  # parameters: what may be built with values where the meta device does not do
 
 
 def build_again(like: nn.Module, configuration: Any, *, values: bool = False) -> nn.Module | None:
     """A module of the same class from a copy of a configuration.
 
-    It has no values or, with ``values``, those that it computes while it is built, but for its weights, which are to be loaded.
+    It has no values or, with ``values``, those that it computes while it is built, but for its weights, which are to be loaded: large
+    ones are on the meta device.
     """
-    for device in ("cpu",) if values else ("meta", "cpu"):
-        if device == "cpu" and sum(p.numel() for p in like.parameters()) > _SMALL:
+    for device, light in (("cpu", True), ("cpu", False)) if values else (("meta", False), ("cpu", False)):
+        if device == "cpu" and not light and sum(p.numel() for p in like.parameters()) > _SMALL:
             return None  # one more copy with values might not fit
         try:
-            with warnings.catch_warnings(), random_state.kept(), torch.device(device), _Undrawn():
+            with warnings.catch_warnings(), random_state.kept(), torch.device(device), _Undrawn(light):
                 warnings.simplefilter("ignore")
                 built: nn.Module = type(like)(copy.deepcopy(configuration))
         except Exception as error:
             let_memory_through(error)
+            continue
+        if light and any(buffer.is_meta for buffer in built.buffers()):
             continue
         return built
     return None
 
 
 class _Undrawn(TorchFunctionMode):
-    """Parameters are not filled with random numbers, which is most of the time that building a model takes."""
+    """Parameters are not filled with random numbers, which is most of the time that building a model takes.
+
+    ``light``: large ones have no memory either, until they are loaded.
+    """
+
+    def __init__(self, light: bool) -> None:
+        super().__init__()
+        self._light = light
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,7 +104,15 @@ class _Undrawn(TorchFunctionMode):
             target = args[0] if args else kwargs.get("tensor")
             if isinstance(target, nn.Parameter):
                 return target
+        if self._light and func is torch.empty and _entries(args) >= _LARGE:
+            kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
+
+
+def _entries(size: Any) -> int:
+    """Of `torch.empty`, which is given a shape or the lengths of all axes."""
+    lengths = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    return math.prod(lengths) if all(isinstance(length, int) for length in lengths) else 0
 
 
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

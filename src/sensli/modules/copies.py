@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sensli.modules import grown
 from sensli.modules.configs import is_configuration
@@ -27,14 +28,67 @@ _HOOKS = (
 
 _TABLES = (OrderedDict, dict, set)
 _PLAIN = (type(None), bool, int, float, str)
+_SHOWS = 2  # times larger than it is: a large map that is nearer to its size than that is seen well enough
+_LARGE = 2**16  # entries of a parameter: smaller ones are copied, which costs nothing
 
 
-def copied_model(model: nn.Module, instead: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+def copied_model(
+    model: nn.Module, instead: Mapping[int, Any] = MappingProxyType({}), *, share: bool = False
+) -> nn.Module:
     """A deep copy; tensors that a module has cached together with their graph, which torch refuses to copy, lose the graph.
 
-    ``instead``: what the copy has in place of objects of the model, by their id.
+    ``instead``: what the copy has in place of objects of the model, by their id. ``share``: large parameters lie in the memory of the
+    model's own, so that the copy costs next to nothing. Only inside of `OnlyRead` is it safe to run it.
     """
-    return copy.deepcopy(model, {**_prepared(model), **instead})
+    shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in _shareable(model)} if share else {}
+    return copy.deepcopy(model, {**_prepared(model), **shared, **instead})
+
+
+def is_large(tensor: Tensor) -> bool:
+    """Whether a tensor is so large that a search should not copy it."""
+    return tensor.numel() >= _LARGE
+
+
+def _shareable(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that a copy may share: not those of another class, such as what a lazy module fills when it first runs."""
+    plain = (p for p in model.parameters() if type(p) is nn.Parameter and p.layout == torch.strided)
+    return (p for p in plain if is_large(p) and not p.is_meta and not p.is_inference())
+
+
+class SharedMemoryWritten(BaseException):
+    """Somebody was about to write into memory that a copy shares with the model.
+
+    Not an `Exception`: the model's code may catch those and go on.
+    """
+
+
+class OnlyRead(TorchDispatchMode):
+    """Inside, nothing can be written into the memory of a model's large parameters: what tries to is stopped before it does."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held = [parameter.untyped_storage() for parameter in _shareable(model)]
+        self._memory = {storage._cdata for storage in self._held}
+
+    def __bool__(self) -> bool:
+        return bool(self._memory)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable and self._is_written(schema, args, kwargs or {}):
+            raise SharedMemoryWritten
+        return func(*args, **(kwargs or {}))
+
+    def _is_written(self, schema: Any, args: Any, kwargs: Any) -> bool:
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[index] if index < len(args) else kwargs.get(argument.name)
+                for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                    if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self._memory:
+                        return True
+        return False
 
 
 def made_general(module: nn.Module) -> Callable[[], None]:
@@ -45,6 +99,7 @@ def made_general(module: nn.Module) -> Callable[[], None]:
     """
     kept: list[tuple[nn.Parameter, Tensor]] = []
     scaled: list[tuple[nn.Parameter, float]] = []
+    apart: list[tuple[nn.Parameter, Tensor]] = []
     generator = torch.Generator().manual_seed(0)
 
     def put_back() -> None:
@@ -53,13 +108,23 @@ def made_general(module: nn.Module) -> Callable[[], None]:
                 parameter.copy_(value)
             for parameter, factor in scaled:
                 parameter.mul_(1 / factor)
+            for parameter, value in apart:
+                parameter.data = value
 
     with torch.no_grad():
         for parameter in module.parameters():
             if not parameter.is_floating_point() or parameter.numel() == 0:
                 continue
             low, high = parameter.detach().aminmax()
-            if low == high:
+            if is_large(parameter):  # it may lie in the memory of somebody else's, and gets memory of its own
+                if low == high:
+                    apart.append((parameter, parameter.data))
+                    noise = 0.1 * torch.randn(parameter.shape, generator=generator, device=generator.device)
+                    parameter.data = parameter.data + noise.to(parameter.device, parameter.dtype)
+                elif parameter.ndim >= 2 and (factor := _enlargement(parameter)) > _SHOWS:
+                    apart.append((parameter, parameter.data))
+                    parameter.data = parameter.data * factor
+            elif low == high:
                 kept.append((parameter, parameter.detach().clone()))
                 noise = 0.1 * torch.randn(parameter.shape, generator=generator, device=generator.device)
                 parameter.add_(noise.to(parameter.device, parameter.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import nn
 
 from sensli.errors import WrongType, one_of
 from sensli.modules import checks
+from sensli.modules.copies import OnlyRead, SharedMemoryWritten
 from sensli.modules.running import device_of, tf32_note_of, to_device, without_autocast
-from sensli.modules.wrappers import averages_in, bare
+from sensli.modules.wrappers import averages_in, bare, is_sharded
 from sensli.moves.dead import NarrowKind, RecycleKind
 from sensli.moves.layers import LayerKind
 from sensli.moves.point import Ref
@@ -139,7 +141,8 @@ def find_sites(
     check_where(where, model)
     check_values(checks.example("example", example))
     with torch.inference_mode(False):
-        found, skipped, notes = _search(model, example, Request(form, kernel_size, block_init, what, units, unit_init))
+        request = Request(form, kernel_size, block_init, what, units, unit_init)
+        found, skipped, notes = _search_on_copy(model, example, request)
     found, skipped = _outside_of_averages(model, found, skipped)
     sites = [replace(site, _root=Ref.to("", model)) for site in found]
     remember(model, sites)
@@ -160,22 +163,36 @@ def _outside_of_averages(
     return sites, skipped
 
 
-def _search(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped], list[str]]:
+def _search_on_copy(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped], list[str]]:
+    """The search on a copy that shares the model's memory or, where the model's code writes into its parameters, on a whole one."""
+    guard = OnlyRead(model)
+    if guard and not is_sharded(model):
+        with suppress(SharedMemoryWritten), guard:
+            return _search(model, example, request, share=True)
+    return _search(model, example, request, share=False)
+
+
+def _search(
+    model: nn.Module, example: Any, request: Request, *, share: bool
+) -> tuple[list[Site], list[Skipped], list[str]]:
     example = to_device(example, device_of(model))
-    flow = record(model, example)
-    if (note := tf32_note_of(model)) is not None:
-        flow.note(note)
-    trial = LayerRehearsal(flow, example)
-    kinds = [kind for kind in KINDS if request.what in ("both", kind.grows)]
-    search = Search(model, example, flow, request, kinds)
-    sites, skipped = search.find(trial)
-    lists = {parent_of(block.path) for stack in search.stacks if stack.added for block in stack.blocks}
-    if lists and lists.isdisjoint(parent_of(site.path) for site in sites):
-        # Nothing can go between the blocks of those lists, so they are looked into.
-        within = Search(model, example, flow, request, kinds, added=False, learned=search.learned)
-        sites, others = within.find(trial)
-        skipped = [*skipped, *(each for each in others if each not in skipped)]
-    if not sites and not skipped:
-        what = _LOOKED_FOR.get(request.form, "no activation, no linear layer and no convolution")
-        skipped = [Skipped("", f"{what} was reached by the example")]
-    return sites, skipped, flow.notes
+    flow = record(model, example, share=share)
+    try:
+        if (note := tf32_note_of(model)) is not None:
+            flow.note(note)
+        trial = LayerRehearsal(flow, example)
+        kinds = [kind for kind in KINDS if request.what in ("both", kind.grows)]
+        search = Search(model, example, flow, request, kinds)
+        sites, skipped = search.find(trial)
+        lists = {parent_of(block.path) for stack in search.stacks if stack.added for block in stack.blocks}
+        if lists and lists.isdisjoint(parent_of(site.path) for site in sites):
+            # Nothing can go between the blocks of those lists, so they are looked into.
+            within = Search(model, example, flow, request, kinds, added=False, learned=search.learned)
+            sites, others = within.find(trial)
+            skipped = [*skipped, *(each for each in others if each not in skipped)]
+        if not sites and not skipped:
+            what = _LOOKED_FOR.get(request.form, "no activation, no linear layer and no convolution")
+            skipped = [Skipped("", f"{what} was reached by the example")]
+        return sites, skipped, flow.notes
+    finally:
+        flow.forget()

@@ -104,6 +104,13 @@ class Flow:
             "Give an example like a batch of the training data, of two samples or more"
         )
 
+    def forget(self) -> None:
+        """Let go of the run and its graph: sites are plain data, and what refers to itself would stay until it is collected."""
+        self.calls.clear()
+        self._by_path.clear()
+        self.nodes.clear()
+        self.output = None
+
     def calls_of(self, path: str) -> list[ModuleCall]:
         return self._by_path.get(path, [])
 
@@ -119,10 +126,13 @@ class Flow:
         self.nodes = all_before(t.grad_fn for t in tensors(output) if t.is_floating_point() or t.is_complex())
 
 
-def record(model: nn.Module, example: Any) -> Flow:
-    """Run the example once, in eval mode, through a copy whose weights are a little moved; the model itself is only read."""
+def record(model: nn.Module, example: Any, *, share: bool = False) -> Flow:
+    """Run the example once, in eval mode, through a copy whose weights are a little moved; the model itself is only read.
+
+    ``share``: the copy shares large parameters with the model, and the caller sees to it that nobody writes to them.
+    """
     _check(model)
-    flow = Flow(_copy_to_run(model))
+    flow = Flow(_copy_to_run(model, share))
     flow.frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     flow.parameter_names = {id(p): name for name, p in flow.model.named_parameters()}
     given = to_device(example, device_of(model))
@@ -178,11 +188,11 @@ def _check(model: nn.Module) -> None:
         )
 
 
-def _copy_to_run(model: nn.Module) -> nn.Module:
+def _copy_to_run(model: nn.Module, share: bool) -> nn.Module:
     """A copy to run things on, in eval mode, all of its parameters asking for gradients."""
     try:
         with torch.inference_mode(False), torch.no_grad():
-            copied = unsharded(model) if is_sharded(model) else copied_model(model)
+            copied = unsharded(model) if is_sharded(model) else copied_model(model, share=share)
     except UnsupportedModel:
         raise
     except Exception as error:

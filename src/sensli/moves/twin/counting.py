@@ -279,15 +279,15 @@ class Rebuilt:
         that nobody can load it from there.
         """
         module = self._module
-        if any(parameter.is_meta for parameter in built.parameters()):
-            return None
         parent, _, key = self._owner.rpartition(".")
         with grown_alike(built, module):
             if shapes(built) != shapes(module):
                 return None
             try:
-                _cast_alike(built, module)
                 built.load_state_dict(module.state_dict(), assign=True)
+                if any(tensor.is_meta for tensor in (*built.parameters(), *built.buffers())):
+                    return None
+                _cast_alike(built, module)
                 built.eval()
                 if self._owner:
                     self._trial.get_submodule(parent)._modules[key] = built

@@ -55,8 +55,8 @@ class BlockSearch:
         few = self._reproduce(call.given, call.result)
         generator = torch.Generator().manual_seed(0)
         self._make_general(generator)
-        # What the search changes, as it was.
-        self._values = {name: p.detach().clone() for name, p in self.block.named_parameters()}
+        # What the search changes, as it was: by another memory, and never in place.
+        self._values = {name: p.detach() for name, p in self.block.named_parameters()}
         self._originals: dict[str, nn.Module] = {}
         value = seen.tensor.detach()[:few]
         stretched = value * _uniform(value, generator, 0.5, 1.5)  # keeps every sign, so the value of a ReLU stays one
@@ -159,8 +159,7 @@ class BlockSearch:
         self._fill(name, self._values[name])
 
     def _fill(self, name: str, value: Tensor) -> None:
-        with torch.no_grad():
-            self.block.get_parameter(name).copy_(value)
+        self.block.get_parameter(name).data = value
         self._verdicts.clear()
 
     def _replace(self, path: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, UnsupportedSite, one_of
 from sensli.modules import random_state
-from sensli.modules.copies import copied_block
+from sensli.modules.copies import copied_block, is_large
 from sensli.modules.engines.distributed import readable_part
 from sensli.modules.running import HALF, Slot, first_tensor, undrawn, upcast, value_at, with_value, without_memory
 from sensli.moves.factors import Outer, Use, watch_uses
@@ -309,7 +309,7 @@ class Twin(Inserts):
                 f"the {self.block} has no parameter {gone!r} any more, which would have to be zero in a copy of it: it has grown or was "
                 "changed since find_sites saw it. Call find_sites again."
             )
-        for name, value in self._last(twin, named).items():
+        for name, value in self._last(twin, named, share).items():
             _put(twin, named[name], value)
         if not share:
             for parameter in twin.parameters():
@@ -317,10 +317,10 @@ class Twin(Inserts):
                     parameter.requires_grad_(True)
         return twin
 
-    def _last(self, twin: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    def _last(self, twin: nn.Module, named: dict[str, nn.Parameter], share: bool) -> dict[str, Tensor]:
         """What the zeroed parameters begin with; drawn and trained ones are those of norms alone."""
         if self.last == "zero":
-            return {name: torch.zeros_like(named[name]) for name in self.zeroed}
+            return {name: _zeros(named[name], light=share) for name in self.zeroed}
         if self.last == "trained":
             return {name: value.clone().to(named[name]) for name, value in self._values}
         generator = torch.Generator().manual_seed(self.seed)
@@ -363,6 +363,12 @@ def _reset(twin: nn.Module, seed: int) -> None:
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset):
                 reset()
+
+
+def _zeros(like: Tensor, *, light: bool) -> Tensor:
+    """Zeros like a parameter; ``light``: a large matrix is one number in memory, as long as nobody writes to it."""
+    light = light and like.dim() == 2 and is_large(like)
+    return like.new_zeros(()).expand(like.shape) if light else torch.zeros_like(like)
 
 
 def _put(module: nn.Module, old: nn.Parameter, value: Tensor) -> None:
