@@ -54,7 +54,7 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
         "what": "both", "units": 3, "init": ("fresh", "random"), "per": "flops",
         "confidence": None, "tolerance": 0.0, "rates": Rates(lr_factor=0.9, group=0), "max_factor": 3.0, "floor": 0.0, "seed": 4,
         "log": print, "recycle": True, "strategy": "sensli", "kernel_size": 5,
-        "step_name": "step", "trial": None, "preset": "paper",
+        "step_name": "step", "trial": None, "preset": "paper", "factor": 2, "order": "stack", "spare": 0, "noise": 0.0,
     }  # fmt: skip
     model = deep()
     made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)
@@ -309,6 +309,7 @@ def test_every_registered_strategy_is_made_by_its_name(name: str) -> None:
 GIVEN: dict[str, Any] = {
     "tau": 0.5, "norm": "operator", "select": "largest", "form": "relu", "where": "linear", "kernel_size": 5, "units": 3,
     "init": "fresh", "per": "flops", "confidence": 0.9, "tolerance": 0.5, "floor": 0.0,
+    "factor": 3, "order": "interleave", "spare": 1, "noise": 0.01,
 }  # fmt: skip
 
 
@@ -332,7 +333,7 @@ def test_an_option_that_the_strategy_does_not_use_is_refused_with_those_that_it_
         grow = "both" if "both" in kind.grows else kind.grows[0]
         given = {"strategy": name, "what": grow, option: value, **level}
         if option in kind.takes:
-            assert getattr(Options(trigger=At(1), **given), option) == value
+            assert getattr(Options(trigger=At(1), max_factor=None, **given), option) == value
         elif option == "tolerance":
             with pytest.raises(ValueError, match=r"tolerance=0\.5 needs confidence="):
                 Options(trigger=At(1), **given)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import OptimizerError, SensliError
-from sensli.growing.options import OF_STRATEGIES, Options
+from sensli.growing.options import OF_STACKS, OF_STRATEGIES, Options
 from sensli.growing.strategy import Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction
@@ -336,7 +336,7 @@ def _times(output: Tensor, factor: float) -> Tensor:
 class Sensli(Strategy):
     """Proposes what `find_sites` finds, scores by `measure`, and takes what passes the threshold by the order of ``select``."""
 
-    takes: ClassVar[frozenset[str]] = OF_STRATEGIES
+    takes: ClassVar[frozenset[str]] = OF_STRATEGIES - OF_STACKS
 
     def __init__(self, options: Options) -> None:
         self.options = options

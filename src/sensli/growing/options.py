@@ -20,6 +20,7 @@ from sensli.modules import checks
 from sensli.modules.wrappers import is_sharded
 from sensli.moves.finding import Init, check_init, check_request, check_units
 from sensli.moves.sites import Where, check_where
+from sensli.moves.stacking import check_copies
 from sensli.moves.twin.twins import INITS
 from sensli.moves.width.starts import STARTS
 from sensli.surgery.optimizers import Optimizers, check_group, check_needed, check_optimizers
@@ -233,7 +234,8 @@ def become(frozen: Any, **values: Any) -> None:
 
 
 class StrategyOptions(TypedDict, total=False):
-    """What a strategy that is given by its name may be told. ``"sensli"`` takes all of it; others refuse what they do not use.
+    """What a strategy that is given by its name may be told. ``"sensli"`` takes all but what is about ``"stack"``; others refuse what they
+    do not use.
 
     Attributes:
         what: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more. By default what the
@@ -260,7 +262,13 @@ class StrategyOptions(TypedDict, total=False):
             or of an output that does not depend on the input), a change of the new weights by 1 must lower it, to first order, by
             this share of the largest. Where targets are classes, a loss of ten times this share ends growth too. 0 turns it off
             (default: 1e-7).
-        seed: The random seed of ``select="random"`` (default: 0).
+        seed: The random seed of ``select="random"`` and of ``noise`` (default: 0).
+        factor: With ``strategy="stack"``: how many times as many blocks each stack has after a growth (default: 2). ``max_factor`` must
+            allow it.
+        order: With ``strategy="stack"``: ``"stack"`` puts the copies after the last block (ABC becomes ABCABC), ``"interleave"`` each after
+            its own block (AABBCC) (default: "stack").
+        spare: With ``strategy="stack"``: how many blocks at each end of a stack are not copied (default: 0).
+        noise: With ``strategy="stack"``: the standard deviation of noise on the copies, as a share of that of each tensor (default: 0.0).
     """
 
     what: str | None
@@ -278,6 +286,10 @@ class StrategyOptions(TypedDict, total=False):
     tolerance: float
     floor: float
     seed: int
+    factor: int
+    order: str
+    spare: int
+    noise: float
 
 
 # What a preset gives the strategy "sensli" where nothing else was said. "paper" is Algorithm 1, whose values are the defaults of `Options`.
@@ -285,9 +297,13 @@ PRESETS: dict[str, dict[str, Any]] = {"auto": {"what": "units", "tau": 0.0}, "pa
 # What may differ between ranks. What a trigger says is compared when it says it, and so is a choice that depends on the seed.
 _OWN = ("trigger", "rates", "seed", "log")
 _OF_LAYERS, _OF_UNITS = frozenset({"form", "kernel_size"}), frozenset({"units"})
+OF_STACKS = frozenset({"factor", "order", "spare", "noise"})  # how blocks are copied
 # What a strategy may take (`Strategy.takes`). All other options are for `Grower` itself, whatever the strategy is.
 OF_STRATEGIES = (
-    _OF_LAYERS | _OF_UNITS | {"init", "tau", "norm", "select", "where", "per", "confidence", "tolerance", "floor"}
+    _OF_LAYERS
+    | _OF_UNITS
+    | OF_STACKS
+    | {"init", "tau", "norm", "select", "where", "per", "confidence", "tolerance", "floor"}
 )
 
 
@@ -330,6 +346,10 @@ class Options:
     seed: int = 0
     log: Log = None
     step_name: str = "epoch"
+    factor: int = 2
+    order: str = "stack"
+    spare: int = 0
+    noise: float = 0.0
 
     @classmethod
     def of(
@@ -365,6 +385,7 @@ class Options:
         checks.instance("rates", self.rates, Rates, "a Rates (for example sensli.Rates(lr_factor=0.5))")
         check_selection(self.select)
         confidence, tolerance = check_level(self.confidence, self.tolerance)
+        factor, order, spare, noise = check_copies(self.factor, self.order, self.spare, self.noise)
         become(
             self,
             tau=checks.at_least("tau", self.tau, 0, 1.0),
@@ -377,6 +398,10 @@ class Options:
             kernel_size=check_request(self.form, self.kernel_size),
             units=check_units(self.units),
             recycle=checks.flag("recycle", self.recycle),
+            factor=factor,
+            order=order,
+            spare=spare,
+            noise=noise,
         )
         choose(self.norm, ())
         check_where(self.where)
@@ -413,6 +438,11 @@ class Options:
             if each.name in OF_STRATEGIES - takes and not (value is each.default or value == each.default):
                 self._refuse_unused(each.name, value, takes)
         self._check_init()
+        if "factor" in takes and self.max_factor is not None and self.factor > self.max_factor:
+            raise ValueError(
+                f"factor must be at most max_factor, which is {self.max_factor:g}, got {self.factor}: stacks {self.factor} times as "
+                f"deep may bring the model to {self.factor} times its parameters. Give max_factor={self.factor} too, or None."
+            )
         if strategy.all_at_once and self.max_growths != 1:
             raise ValueError(
                 f"max_growths must be left out with {self._named}, got {self.max_growths}: it decides about all layers together."

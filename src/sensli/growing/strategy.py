@@ -113,6 +113,7 @@ def check_strategy(strategy: str | Strategy, known: Iterable[str]) -> None:
 # The name for Grower(strategy=...), and where its class is.
 STRATEGIES: dict[str, str] = {
     "sensli": "sensli.growing.looking:Sensli",
+    "stack": "sensli.growing.stacking:StackBlocks",
     "random-place": "sensli_lab.methods.controls:RandomPlace",
     "random-start": "sensli_lab.methods.controls:RandomStart",
     "random-units": "sensli_lab.methods.controls:RandomUnits",

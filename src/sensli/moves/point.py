@@ -127,14 +127,22 @@ def take_from_list(model: nn.Module, container: str, place: ListPlace, position:
     _number(blocks, place.indices)
 
 
-def list_renames(model: nn.Module, container: str, position: int, more: int = 1) -> dict[str, str]:
-    """Names that change when a list takes a block, or several, at a position: those of all blocks from there on."""
+def number_after(number: int, positions: Iterable[int]) -> int:
+    """The number of a block after others have come at these positions of its list, one after the other."""
+    for position in positions:
+        number += number >= position
+    return number
+
+
+def list_renames(model: nn.Module, container: str, *positions: int) -> dict[str, str]:
+    """Names that change when a list takes blocks at these positions, one after the other: those of all blocks from there on."""
     prefix = f"{container}." if container else ""
     renames: dict[str, str] = {}
     for key, block in model.get_submodule(container).named_children():
-        if int(key) >= position:
+        number = number_after(int(key), positions)
+        if number != int(key):
             names = [name for name, _ in (*block.named_parameters(), *block.named_buffers())]
-            renames.update({f"{prefix}{key}.{name}": f"{prefix}{int(key) + more}.{name}" for name in names})
+            renames.update({f"{prefix}{key}.{name}": f"{prefix}{number}.{name}" for name in names})
     return renames
 
 

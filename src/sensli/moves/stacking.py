@@ -1,21 +1,25 @@
-"""A stack of blocks once more, or several times, after itself: blocks 0, 1, 2 become 0, 1, 2, 0, 1, 2.
+"""Copies of all blocks of a stack: blocks 0, 1, 2 become 0, 1, 2, 0, 1, 2, or 0, 0, 1, 1, 2, 2.
 
-The copies are plain ones. Unlike a twin, which is an identity, a copy acts at once, so the function is not kept.
+The copies are plain ones, with noise if that is wanted. Unlike a twin, which is an identity, a copy acts at once, so the function is
+not kept.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 
-from sensli.errors import SensliError, UnknownSite, UnsupportedSite
-from sensli.modules import random_state
+from sensli.errors import SensliError, UnknownSite, UnsupportedSite, one_of
+from sensli.modules import checks, random_state
 from sensli.modules.engines.distributed import readable_part
+from sensli.modules.grown import grown, new_in
 from sensli.modules.running import device_of, note, run, tensors, to_device
 from sensli.modules.wrappers import bare
 from sensli.moves.inserting import (
@@ -28,7 +32,7 @@ from sensli.moves.inserting import (
     renames_of,
     take_out,
 )
-from sensli.moves.point import Bind, ListPlace, Point, Ref, list_renames
+from sensli.moves.point import Bind, ListPlace, Point, Ref, list_renames, number_after
 from sensli.moves.search import Refused, Request, Search
 from sensli.moves.sites import Cost, Edit, Kind, New, Site, Sites, Skipped
 from sensli.moves.trace.flow import ModuleCall, check_values, record
@@ -37,10 +41,22 @@ from sensli.moves.twin.finding import TwinFinder, block_flops
 from sensli.moves.twin.twins import Twin
 from sensli.text.records import Plain
 
+ORDERS = ("stack", "interleave")  # the whole stack once more after its last block, or each block once more after itself
+
+
+def check_copies(factor: Any, order: Any, spare: Any, noise: Any) -> tuple[int, str, int, float]:
+    """How blocks are copied: how many times as many there will be, in which order, how many are spared at each end, with what noise."""
+    return (
+        checks.whole("factor", factor, 2, least=2),
+        checks.one_of("order", order, ORDERS),
+        checks.whole("spare", spare, 0, least=0),
+        checks.at_least("noise", noise, 0, 0.01),
+    )
+
 
 @dataclass(frozen=True)
 class StackCopy(Plain):
-    """Copies of all blocks of a stack, in their order, after the last of them, which is the point's anchor."""
+    """Copies of blocks of a stack, in their order: all after the last of them, which is the point's anchor, or each after its own."""
 
     tag: ClassVar[str] = "stack"
     kind: ClassVar[str] = "block"
@@ -51,19 +67,24 @@ class StackCopy(Plain):
     copies: int  # how often
     parameters: int = 0
     flops: int = 0  # of one forward pass, per sample
+    order: str = field(default="stack", metadata={"sparse": True})
+    noise: float = field(default=0.0, metadata={"sparse": True})  # on each tensor, as a share of its standard deviation
+    seed: int = field(default=0, metadata={"sparse": True})  # of the noise
 
     def __str__(self) -> str:
         times = "a copy" if self.copies == 1 else f"{self.copies} copies"
         count = "block" if len(self.blocks) == 1 else f"{len(self.blocks)} blocks"
-        return f"{times} of {count} ({self.block})"
+        each = "each of " if self.order == "interleave" else ""
+        noise = f", noise {self.noise:g}, seed {self.seed}" if self.noise else ""
+        return f"{times} of {each}{count} ({self.block}{noise})"
 
     def line(self, point: Point) -> str:
-        return f"{self} {point}"
+        return f"{self} up to {point.path}" if self.order == "interleave" else f"{self} {point}"
 
-    def times(self, copies: int) -> StackCopy:
-        """The same, copied so many times."""
-        numbers = (number * copies // self.copies for number in (self.parameters, self.flops))
-        return StackCopy(self.block, self.blocks, copies, *numbers)
+    def times(self, copies: int, *, noise: float = 0.0, seed: int = 0) -> StackCopy:
+        """The same, copied so many times, with this noise."""
+        parameters, flops = (number * copies // self.copies for number in (self.parameters, self.flops))
+        return replace(self, copies=copies, parameters=parameters, flops=flops, noise=noise, seed=seed if noise else 0)
 
     def cost(self, point: Point) -> Cost:
         return Cost(self.parameters, self.flops, self.copies * len(self.blocks))
@@ -108,10 +129,14 @@ class StackCopy(Plain):
     def check(self, point: Point) -> None:
         if not self.blocks or self.copies < 1:
             raise ValueError(f"{self.copies} copies of {len(self.blocks)} blocks are not a stack")
+        if self.order not in ORDERS:
+            raise ValueError(one_of("order", self.order, ORDERS))
+        if not (0 <= self.noise < math.inf and self.seed >= 0):
+            raise ValueError(f"a noise of {self.noise} with seed {self.seed} cannot be drawn")
 
 
 class Stacking(Edit):
-    """The copies go in one after the other, each where a twin of the last block would go."""
+    """The copies go in one after the other, each where a twin of the block before it would go."""
 
     copies = True
 
@@ -122,31 +147,33 @@ class Stacking(Edit):
         if made is None:
             self._plan(model, site, stack)
             return
-        # Later growths are gone when copies are taken out, so they are neighbours as they were.
+        # Later growths are gone when copies are taken out.
         self.site, self.renames, self.beside = site, {}, {}
         self.name, self.module = made
-        parent, _, key = self.name.rpartition(".")
-        keys = list(model.get_submodule(parent)._modules)
-        count = stack.copies * len(stack.blocks)
-        self._paths = [join(parent, each) for each in keys[keys.index(key) :][:count]]
-        self.added = [model.get_submodule(each) for each in self._paths]
+        number = new_in(self.module)
+        found = [(path, module) for its, path, module in grown(model) if its == number]
+        self._paths, self.added = [path for path, _ in found], [module for _, module in found]
 
     def _plan(self, model: nn.Module, site: Site, stack: StackCopy) -> None:
         path, anchor = site.find(model)
-        self._sources = stack.sources(model) * stack.copies
+        blocks = stack.sources(model)
         self._around = site.point.around(model)
-        first = plan_cut(model, site.point, path, takes_call=True)
-        self._cuts = _cuts(model, first, [source for source, _ in self._sources])
+        # Whose copies come after which block.
+        groups = [(path, site.point, blocks * stack.copies)]
+        if stack.order == "interleave":
+            points = [replace(site.point, anchor=ref) for ref in stack.blocks]
+            groups = [(own[0], point, [own] * stack.copies) for own, point in zip(blocks, points, strict=True)]
+        planned = [plan_cut(model, point, after, takes_call=True) for after, point, _ in groups]
+        self._sources = [source for _, _, sources in groups for source in sources]
+        self._cuts = _cuts(
+            model, [(cut, [name for name, _ in group[2]]) for cut, group in zip(planned, groups, strict=True)]
+        )
         bound = tuple(Ref.to(*found) for found in self._around)
-        point = replace(site.point, anchor=Ref.to(path, anchor), neighbours=bound, place=first.place)
-        blocks = tuple(Ref.to(*found) for found in self._sources[: len(stack.blocks)])
-        self.site = replace(site, point=point, move=replace(stack, blocks=blocks))
+        point = replace(site.point, anchor=Ref.to(path, anchor), neighbours=bound, place=planned[-1].place)
+        self.site = replace(site, point=point, move=replace(stack, blocks=tuple(Ref.to(*found) for found in blocks)))
         self._paths = [cut.path for cut in self._cuts]
         self.name = self._paths[0]
-        if first.way == "list":
-            self.renames = list_renames(model, first.parent, int(first.new), more=len(self._cuts))
-        else:
-            self.renames = renames_of(model, first)
+        self.renames = _renames(model, self._cuts)
         self.beside = {
             join(place, name): tuple(p.shape)
             for place, module in self._around
@@ -158,6 +185,8 @@ class Stacking(Edit):
         whole, _ = readable_part(self._model, self._model)
         plain = Twin(self._stack.block, ())  # nothing in it is zero
         self.added = [plain.build(whole.get_submodule(path), whole) for path, _ in self._sources]
+        if self._stack.noise:
+            _add_noise(self.added, self._stack.noise, self._stack.seed)
         self.module = self.added[0]
         self.prepared()
 
@@ -184,21 +213,55 @@ class Stacking(Edit):
         return [parameter for module in self.added for parameter in module.parameters()]
 
 
-def _cuts(model: nn.Module, first: Cut, sources: Sequence[str]) -> list[Cut]:
-    """Where each of the copies goes, the first of them at a cut that was planned."""
-    if first.way == "list":
-        keys = [_key_in(first.parent, source) for source in sources]
-        return [replace(first, key=key, new=str(int(first.new) + i)) for i, key in enumerate(keys)]
-    wraps = first.way == "wrap"
-    taken = {} if wraps else model.get_submodule(first.parent)._modules
-    cuts, number = [first], 1
-    while len(cuts) < len(sources):
-        number += 1
-        key = f"grown{number}"
-        if key not in taken and key != first.new:
-            parent = join(first.parent, first.key) if wraps else first.parent
-            cuts.append(replace(first, parent=parent, key=cuts[-1].new, side="after", way="sequence", new=key))
+def _cuts(model: nn.Module, groups: Sequence[tuple[Cut, Sequence[str]]]) -> list[Cut]:
+    """Where each of the copies goes, as the model is when those before it are there: a group begins at the cut that was planned for it."""
+    cuts: list[Cut] = []
+    for first, sources in groups:
+        if first.way == "list":
+            start = number_after(int(first.key), _positions(cuts, first.parent)) + 1
+            for position, source in enumerate(sources, start):
+                source_now = number_after(int(_key_in(first.parent, source)), _positions(cuts, first.parent))
+                cuts.append(replace(first, key=str(source_now), new=str(position)))
+            continue
+        wraps = first.way == "wrap"
+        parent = join(first.parent, first.key) if wraps else first.parent
+        taken = (
+            set()
+            if wraps
+            else {*model.get_submodule(parent)._modules, *(cut.new for cut in cuts if cut.parent == parent)}
+        )
+        for index in range(len(sources)):
+            new = next(name for number in count(1) if (name := f"grown{number}") not in taken)
+            taken.add(new)
+            after = replace(first, parent=parent, key=cuts[-1].new, side="after", way="sequence") if index else first
+            cuts.append(replace(after, new=new))
     return cuts
+
+
+def _positions(cuts: Sequence[Cut], container: str) -> list[int]:
+    """Where cuts put blocks into a list, one after the other."""
+    return [int(cut.new) for cut in cuts if cut.way == "list" and cut.parent == container]
+
+
+def _renames(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, str]:
+    """The names that change: of what is wrapped, and of the blocks of lists that move up."""
+    renames: dict[str, str] = {}
+    for container in dict.fromkeys(cut.parent for cut in cuts if cut.way == "list"):
+        renames.update(list_renames(model, container, *_positions(cuts, container)))
+    for cut in cuts:
+        if cut.way == "wrap":
+            renames.update(renames_of(model, cut))
+    return renames
+
+
+def _add_noise(modules: Sequence[nn.Module], share: float, seed: int) -> None:
+    """Move every parameter by noise whose standard deviation is this share of its own. The global random state stays as it is."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (each for module in modules for each in module.parameters() if each.is_floating_point()):
+            values = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+            drawn = torch.randn(parameter.shape, generator=generator, device="cpu", dtype=values.dtype)
+            parameter.copy_(values + share * values.std(correction=0) * drawn.to(values.device))
 
 
 def _key_in(container: str, path: str) -> str:
@@ -215,8 +278,11 @@ def _key_in(container: str, path: str) -> str:
 # a copy.
 
 
-def find_stacks(model: nn.Module, example: Any) -> Sites:
-    """For each stack of equal blocks the site that copies it once, after its last block. The model is only read."""
+NO_STACK = "it has no stack of equal blocks that the example runs through, one after the other"
+
+
+def find_stacks(model: nn.Module, example: Any, *, order: str = "stack", spare: int = 0) -> Sites:
+    """For each stack of equal blocks the site that copies it once, but for so many blocks at each of its ends. The model is only read."""
     model = bare(model)
     check_values(example)
     with torch.inference_mode(False):
@@ -228,26 +294,33 @@ def find_stacks(model: nn.Module, example: Any) -> Sites:
         for stack in sorted(search.stacks, key=lambda stack: stack.blocks[0].began):
             last = stack.blocks[-1]
             try:
-                site = _site(search, finder, stack)
+                site = _site(search, finder, stack, order, spare)
                 _try(flow.model, site, example, flow.output)
             except Refused as refusal:
                 skipped.append(Skipped(last.path, str(refusal)))
             else:
                 found.append(replace(site, _root=Ref.to("", model)))
+    if not search.stacks:
+        skipped.append(Skipped("", NO_STACK))
     return Sites(found, skipped, model_name=type(model).__name__)
 
 
-def _site(search: Search, finder: TwinFinder, stack: Stack) -> Site:
-    model, last = search.model, stack.blocks[-1]
+def _site(search: Search, finder: TwinFinder, stack: Stack, order: str, spare: int) -> Site:
+    model, copied = search.model, stack.blocks[spare : len(stack.blocks) - spare]
+    if not copied:
+        raise Refused(f"its stack has {len(stack.blocks)} blocks, and spare={spare} leaves out so many at each end")
+    last = copied[-1]
+    for block in copied if order == "interleave" else (last,):
+        assert block.result is not None
+        search.check(block, "after", block.result, block=True)
     assert last.result is not None
-    search.check(last, "after", last.result, block=True)
     chained, place = _place(search, finder, stack, last)
     point = search.point(last, "after", last.result, block=True, chained=chained, place=place)
-    blocks = [(call.path, model.get_submodule(call.path)) for call in stack.blocks]
+    blocks = [(call.path, model.get_submodule(call.path)) for call in copied]
     parameters = sum(parameter.numel() for _, block in blocks for parameter in block.parameters())
-    flops = sum(map(block_flops, stack.blocks))
+    flops = sum(map(block_flops, copied))
     refs = tuple(Ref.to(*block) for block in blocks)
-    return Site(point, StackCopy(type(last.module).__name__, refs, 1, parameters, flops))
+    return Site(point, StackCopy(type(last.module).__name__, refs, 1, parameters, flops, order))
 
 
 def _place(search: Search, finder: TwinFinder, stack: Stack, last: ModuleCall) -> tuple[bool, ListPlace | None]:

@@ -106,7 +106,8 @@ def _against_front(row: Row) -> str:
 
 _OURS = "1 pass of the unmodified network"
 _NOTHING = (
-    "random-units", "net2net", "netmorph", "net2net-deeper", "netmorph-deeper", "random-place", "variance-transfer", "g-stack", "llama-pro"
+    "random-units", "net2net", "netmorph", "net2net-deeper", "netmorph-deeper", "random-place", "variance-transfer", "g-stack", "llama-pro",
+    "stack",
 )  # fmt: skip
 # In passes over the training data, all places together, as the released code works where there is one. Strategy -> words.
 PUBLISHED: Mapping[str, str] = {

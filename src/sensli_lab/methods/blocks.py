@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites
+from sensli.growing.stacking import StackBlocks, stack_of
 from sensli.growing.strategy import Strategy
 from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction
@@ -21,7 +22,7 @@ from sensli.modules import checks, random_state
 from sensli.modules.grown import count_growths, grown, told
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site, Sites
-from sensli.moves.stacking import StackCopy, find_stacks
+from sensli.moves.stacking import StackCopy
 from sensli.moves.twin.twins import LASTS, Twin
 from sensli.text.commands import UNMEASURED
 from sensli_lab.methods.searching import PaperMethod, apply_growth, by_one, check_seed, mean_loss, turns_of, unmeasured
@@ -80,7 +81,7 @@ class LlamaPro(PaperMethod):
 FACTOR = 4  # of the paper
 
 
-class GStack(PaperMethod):
+class GStack(StackBlocks):
     """Plain copies of each stack after it, once.
 
     Args:
@@ -88,27 +89,26 @@ class GStack(PaperMethod):
         where: Which stacks to copy, as in `find_sites`; a stack is named by its last block.
     """
 
+    takes: ClassVar[frozenset[str]] = frozenset({"where"})
+    all_at_once: ClassVar[bool] = False
+
     def __init__(self, *, factor: int = FACTOR, where: Any = None) -> None:
-        self.factor = checks.whole("factor", factor, FACTOR, least=2)
-        self._search = RememberedSites(where=where, find=find_stacks)
+        super().__init__(factor=checks.whole("factor", factor, FACTOR, least=2), where=where)
 
     @classmethod
     def made(cls, options: Options) -> Strategy:
         return cls(where=options.where)
 
-    def propose(self, model: nn.Module, example: Any) -> Sites:
-        found = super().propose(model, example)
-        sites = [
-            replace(site, move=_stack(site).times(factor - 1)) for factor in range(self.factor, 1, -1) for site in found
-        ]
-        return Sites(sites, found.skipped, model_name=type(bare(model)).__name__)
+    @property
+    def factors(self) -> Sequence[int]:
+        return range(self.factor, 1, -1)
 
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         """The factor: of what fits, the largest is taken."""
         copied = _copied(bare(model))  # as the model itself tells
-        merits = [Merit(site, 0.0 if site.path in copied else _stack(site).copies + 1.0) for site in sites]
+        merits = [Merit(site, 0.0 if site.path in copied else stack_of(site).copies + 1.0) for site in sites]
         return Merits(merits, norm=UNMEASURED, batches=0)
 
     def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
@@ -122,14 +122,6 @@ class GStack(PaperMethod):
         if taken:
             return f"GStack made {', '.join(f'{merit.value:g} times as many blocks' for merit in taken)}"
         return "GStack stacks once, and has done so"
-
-    def keeps_function(self) -> bool:
-        return False
-
-
-def _stack(site: Site) -> StackCopy:
-    assert isinstance(site.move, StackCopy)
-    return site.move
 
 
 def _copied(network: nn.Module) -> set[str]:
