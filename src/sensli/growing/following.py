@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites, trained
 from sensli.growing.options import Options
+from sensli.growing.uniform import after, parts_of
 from sensli.merits.catching import split
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit
@@ -25,6 +26,7 @@ from sensli.modules.running import count_samples, first_samples, to_device
 from sensli.modules.wrappers import bare
 from sensli.moves.dead import Recycle
 from sensli.moves.sites import Site
+from sensli.moves.width.confirming import width_of
 from sensli.moves.width.width import Width
 from sensli.surgery.averaging import Averaged, Copies, check_alike, follow, kept_of
 from sensli.surgery.dead import find_dead, renew
@@ -64,23 +66,32 @@ class Followers:
         when: Mapping[str, int],
         first: bool,
         measured: bool = True,
-    ) -> Growth:
-        """Insert the layer, and let everything follow. What concerns the rest of the model is done once per look, with the ``first``."""
+    ) -> list[Growth]:
+        """Insert the layer, or all parts of one decision, and let everything follow. What concerns the rest of the model is done once
+        per look, with the ``first``."""
         rates = options.rates
         check_alike(model, self.averaged)
         if self.copies is not None and not history:
             self.copies.check(self.optimizers)
+        grown: list[Growth] = []
         with AllOrNothing() as change:
             self.keep(change, model, history)
-            growth = grow(
-                model, merit.site, optimizer=self.optimizer, scheduler=self.scheduler, lr_factor=rates.lr_factor if first else 1.0,
-                new_lr_factor=rates.new_lr_factor, group=rates.group, freeze_rest=rates.freeze_rest,
-            )  # fmt: skip
-            found = {"merit": merit.value, "ratio": merit.ratio} if measured else {}
-            growth = replace(growth, details={**when, **found})
-            history.append(growth)
-            follow(self.averaged, growth, model)
-        return growth
+            for part in parts_of(merit):
+                site = part.site
+                if grown:
+                    site = replace(site, move=after(width_of(site), [width_of(growth.site) for growth in grown]))
+                growth = grow(
+                    model, site, optimizer=self.optimizer, scheduler=self.scheduler,
+                    lr_factor=rates.lr_factor if first and not grown else 1.0,
+                    new_lr_factor=rates.new_lr_factor, group=rates.group, freeze_rest=rates.freeze_rest,
+                )  # fmt: skip
+                found = {"merit": part.value, "ratio": part.ratio} if measured else {}
+                of_group = {"group": (*grown, growth)[0].number} if part is not merit else {}
+                growth = replace(growth, details={**when, **found, **of_group})
+                history.append(growth)
+                follow(self.averaged, growth, model)
+                grown.append(growth)
+        return grown
 
     def recycle(self, model: nn.Module, site: Site, history: History, *, when: Mapping[str, int], check: Any) -> Growth:
         """Give dead units a new start, and let everything follow."""

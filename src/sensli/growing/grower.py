@@ -54,7 +54,7 @@ class Looked:
     room: Room
     merits: Merits | None = None  # None where there was nothing to choose from
     reason: str = ""
-    grown: list[tuple[Merit, Growth]] = field(default_factory=list)
+    grown: list[tuple[Merit, list[Growth]]] = field(default_factory=list)  # a decision may be of several parts
     recycled: int = 0  # units
     tried: Tried | None = None
     kept: bool = True  # the function
@@ -68,6 +68,7 @@ class Looked:
     def noted(self, call: int, options: Options, sizes: Sizes) -> Decision:
         """What the page and the log show. FLOPs are counted after a growth only."""
         flops = sizes.flops_for_log() if self.grown else None
+        grown = [growths for _, growths in self.grown]
         return Decision.of(
             self.merits,
             self.taken,
@@ -75,10 +76,10 @@ class Looked:
             tau=options.tau,
             select=options.selection,
             reason=self.reason + (f"; dead units recycled: {self.recycled}" if self.recycled else ""),
-            growths=tuple(growth.number for _, growth in self.grown),
+            growths=tuple(growth.number for growths in grown for growth in growths),
             parameters=self.room.parameters,
-            flops=None if flops is None else flops - sum(growth.site.flops for _, growth in self.grown),
-            added=tuple(growth.site.parameters for _, growth in self.grown),
+            flops=None if flops is None else flops - sum(growth.site.flops for growths in grown for growth in growths),
+            added=tuple(sum(growth.site.parameters for growth in growths) for growths in grown),
             per=options.per,
             step_name=options.step_name,
             tried=self.tried,
@@ -207,7 +208,9 @@ class Call:
         if looked.merits is not None:
             chosen = self._decide(looked.merits)
             self._grow_by_trial(looked, chosen, batches, loss_fn)
-            recycled += self._recycle(batches, inside=[growth.number for _, growth in looked.grown])
+            recycled += self._recycle(
+                batches, inside=[growth.number for _, growths in looked.grown for growth in growths]
+            )
             refused = self.options.trigger.refusal(self._context_of(chosen[0])) if chosen and not looked.grown else ""
             why = looked.tried or refused or self.strategy.reason(looked.merits, looked.taken)
             looked.reason = f"{why}{looked.room.left_out}"
@@ -264,9 +267,9 @@ class Call:
         trying = Trying(trial, self.model, self.followers, self.history, options, self.sizes["flops"], self.together)
         return trying.run(candidates, batches, loss_fn, self.change)
 
-    def _grow(self, chosen: Sequence[Merit], measured: bool) -> list[tuple[Merit, Growth]]:
+    def _grow(self, chosen: Sequence[Merit], measured: bool) -> list[tuple[Merit, list[Growth]]]:
         """Grow at the first ones that the trigger still allows, at most ``max_growths``; at all of them if they are one decision."""
-        options, grown = self.options, list[tuple[Merit, Growth]]()
+        options, grown = self.options, list[tuple[Merit, list[Growth]]]()
         most = len(chosen) if self.strategy.all_at_once else options.max_growths
         for merit in chosen:
             if len(grown) == most:
@@ -277,10 +280,10 @@ class Call:
             merit_now = replace(merit, site=site)
             if not options.trigger.allows(site, self._context_of(merit_now)):
                 continue
-            growth = self.followers.insert(
+            growths = self.followers.insert(
                 self.model, merit_now, self.history, options, when=self._when, first=not grown, measured=measured
             )
-            grown.append((merit, growth))
+            grown.append((merit, growths))
             self.sizes.forget()
         if grown:
             options.trigger.grown()
@@ -509,7 +512,7 @@ class Grower:
                 the preset goes by the losses of its own checks.
 
         Returns:
-            The growth (with ``max_growths`` > 1 the first one; `history` has all), or None if nothing has grown.
+            The growth (with ``max_growths`` > 1 or ``what="uniform"`` the first one; `history` has all), or None if nothing has grown.
         """
         if not self._said_no_optimizer and self._in_training:
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
@@ -526,7 +529,7 @@ class Grower:
             looked = call.run(batches, loss_fn)
             if looked is not None:
                 self._tell_of(looked)
-        return looked.grown[0][1] if looked is not None and looked.grown else None
+        return looked.grown[0][1][0] if looked is not None and looked.grown else None
 
     def _take_example(self, together: Together, batches: Iterable[Any]) -> Iterable[Any]:
         """Take the example from the first batch if none is known, that of the first rank on all of them. The batches, all of them."""

@@ -18,6 +18,7 @@ from sensli.errors import OptimizerError, SensliError
 from sensli.growing.options import OF_STACKS, OF_STRATEGIES, Options
 from sensli.growing.strategy import Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
+from sensli.growing.uniform import Uniform, add_up, make_uniform, parts_of
 from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import measure
 from sensli.merits.merits import Merit, Merits, choose_sites, is_control
@@ -31,6 +32,7 @@ from sensli.moves.sites import Site, Sites, Skipped, Where, filter_sites
 from sensli.surgery.growth import check_joining
 from sensli.surgery.optimizers import Optimizers
 from sensli.surgery.record import factor_text, reason_of, rule_of
+from sensli.text.commands import GROW, UNIFORM
 
 # ---- The sites of a model: searched for again only after a change.
 
@@ -111,14 +113,15 @@ def proposed(strategy: Strategy, model: nn.Module, example: Any, optimizer: Opti
 def trained(network: nn.Module, sites: Sites, optimizer: Optimizers, group: int | dict[str, Any] | None) -> Sites:
     """The sites that the optimizer could follow to; the others are skipped with the reason."""
     kept, skipped = [], list(sites.skipped)
-    for site in sites:
+    for site in (part.site for each in sites for part in parts_of(Merit(each, 0.0))):
         try:
             check_joining(network, site, optimizer, group)
         except OptimizerError as error:
             skipped.append(Skipped(site.path, f"nothing would train a layer there: {error}"))
         else:
             kept.append(site)
-    return Sites(kept, skipped, notes=sites.notes, model_name=type(network).__name__)
+    found = Sites(kept, skipped, notes=sites.notes, model_name=type(network).__name__)
+    return make_uniform(network, found) if any(isinstance(site.move, Uniform) for site in sites) else found
 
 
 # ---- Which of the sites there is room for: what the trigger's limits allow, and how much one growth may add
@@ -337,13 +340,14 @@ class Sensli(Strategy):
     """Proposes what `find_sites` finds, scores by `measure`, and takes what passes the threshold by the order of ``select``."""
 
     takes: ClassVar[frozenset[str]] = OF_STRATEGIES - OF_STACKS
+    grows: ClassVar[tuple[str, ...]] = (*GROW, UNIFORM)
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.threshold = Threshold(options.tau, options.floor)
         self._search = RememberedSites(
-            what=options.what, where=options.where, form=options.form, kernel_size=options.kernel_size, units=options.units,
-            init=options.init,
+            what="units" if options.what == UNIFORM else options.what, where=options.where, form=options.form,
+            kernel_size=options.kernel_size, units=options.units, init=options.init,
         )  # fmt: skip
         # Not the global random state, which growing leaves alone.
         self._generator = torch.Generator().manual_seed(options.seed)
@@ -353,20 +357,22 @@ class Sensli(Strategy):
         return cls(options)
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
-        return self._search.sites(model, example)
+        found = self._search.sites(model, example)
+        return make_uniform(bare(model), found) if self.options.what == UNIFORM else found
 
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         options = self.options
         blind = Blind(loss_fn) if loss_fn is not None and options.floor else None
+        parts = [part.site for site in sites for part in parts_of(Merit(site, 0.0))]
         merits = measure(
-            model, sites, batches, blind or loss_fn, norm=options.norm, ratio=True, confidence=options.confidence,
+            model, parts, batches, blind or loss_fn, norm=options.norm, ratio=True, confidence=options.confidence,
             tolerance=options.tolerance,
         )  # fmt: skip
         if options.floor:
             self.threshold.learn_scale(model, blind, merits)
-        return merits
+        return add_up(bare(model), merits) if options.what == UNIFORM else merits
 
     def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         worth = self.threshold.worth(merits)
@@ -381,6 +387,8 @@ class Sensli(Strategy):
                 f"the problem is solved: the classes are learnt, with a loss of {merits.loss:.1e}, not above the "
                 f"{self.threshold.least_loss:.1e} that the floor allows"
             )
+        if taken and self.options.what == UNIFORM:
+            return f"all {len(parts_of(taken[0]))} widths grow by {self.options.units:g}, as one decision"
         return reason_of(
             merits, taken, select=self.options.selection, tau=self.threshold.tau, floor=self.threshold.least_gain(merits),
             control=is_control(self.options.select), per=self.options.per,

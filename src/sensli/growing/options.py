@@ -26,7 +26,7 @@ from sensli.moves.width.starts import STARTS
 from sensli.surgery.optimizers import Optimizers, check_group, check_needed, check_optimizers
 from sensli.surgery.rates import Schedulers, check_factor, check_own_factor, check_own_rate, plan_rate_scaling
 from sensli.surgery.record import STEP_NAMES, Decision
-from sensli.text.commands import GROW
+from sensli.text.commands import GROW, UNIFORM
 
 # ---- Where decisions go while a training runs: any callable, a writer of TensorBoard scalars, or several of them.
 
@@ -238,8 +238,9 @@ class StrategyOptions(TypedDict, total=False):
     do not use.
 
     Attributes:
-        what: What to grow: ``"layers"``, ``"units"`` of layers that exist, or ``"both"``, whichever is worth more. By default what the
-            preset says, or what the strategy grows.
+        what: What to grow: ``"layers"``, ``"units"`` of layers that exist, ``"both"``, whichever is worth more, or ``"uniform"``: all
+            layers that can have more units get the same share of them, as one decision. By default what the preset says, or what the
+            strategy grows.
         where: Which sites to consider, as in `find_sites`: a kind, a path or a pattern of paths, a list of these, or a function.
             None considers all of them.
         units: How many units a layer gets at a growth: a number, or a share of those it has (default: 0.25).
@@ -297,6 +298,7 @@ PRESETS: dict[str, dict[str, Any]] = {"auto": {"what": "units", "tau": 0.0}, "pa
 # What may differ between ranks. What a trigger says is compared when it says it, and so is a choice that depends on the seed.
 _OWN = ("trigger", "rates", "seed", "log")
 _OF_LAYERS, _OF_UNITS = frozenset({"form", "kernel_size"}), frozenset({"units"})
+_OF_CHOICE = frozenset({"select", "per", "confidence", "tolerance"})  # which of several sites to take
 OF_STACKS = frozenset({"factor", "order", "spare", "noise"})  # how blocks are copied
 # What a strategy may take (`Strategy.takes`). All other options are for `Grower` itself, whatever the strategy is.
 OF_STRATEGIES = (
@@ -405,7 +407,7 @@ class Options:
         )
         choose(self.norm, ())
         check_where(self.where)
-        checks.one_of("what", "layers" if self.what is None else self.what, GROW)
+        checks.one_of("what", "layers" if self.what is None else self.what, (*GROW, UNIFORM))
         check_init(self.init)
         check_per(self.per)
         self._check_use()
@@ -443,6 +445,14 @@ class Options:
                 f"factor must be at most max_factor, which is {self.max_factor:g}, got {self.factor}: stacks {self.factor} times as "
                 f"deep may bring the model to {self.factor} times its parameters. Give max_factor={self.factor} too, or None."
             )
+        if self.what == UNIFORM and not isinstance(self.units, float):
+            raise ValueError(
+                f"units must be a share with what='uniform' (for example 0.25), got {self.units}: every layer grows by the same share."
+            )
+        if self.what == UNIFORM and self.max_growths != 1:
+            raise ValueError(
+                f"max_growths must be left out with what='uniform', got {self.max_growths}: all layers grow together."
+            )
         if strategy.all_at_once and self.max_growths != 1:
             raise ValueError(
                 f"max_growths must be left out with {self._named}, got {self.max_growths}: it decides about all layers together."
@@ -466,9 +476,9 @@ class Options:
         given = () if self.init is None else (self.init,) if isinstance(self.init, str) else self.init
         for names, what, other in ((STARTS, "layers", "units"), (INITS, "units", "layers")):
             wrong = [name for name in given if name in names]
-            if wrong and self.what == what:
+            if wrong and (self.what == what or (self.what, what) == (UNIFORM, "units")):
                 raise ValueError(
-                    f"init must be about what grows with what={what!r}, got {wrong[0]!r}: it is about {other}. Leave it out, or use "
+                    f"init must be about what grows with what={self.what!r}, got {wrong[0]!r}: it is about {other}. Leave it out, or use "
                     f"what={other!r} or 'both'."
                 )
 
@@ -479,7 +489,12 @@ class Options:
             raise ValueError(
                 f"{told} only a strategy that is given by its name gets it. Give it to {kind}(...) itself."
             )
-        if name in class_of(self.strategy).takes:  # but not with what grows
+        if name in class_of(self.strategy).takes & _OF_CHOICE:  # but not with what grows
+            raise ValueError(
+                f"{name} must be left out with what={self.what!r}, got {checks.shown(value)}: it chooses between sites, and all "
+                "of them grow together. Leave it out, or use what='units'."
+            )
+        if name in class_of(self.strategy).takes:
             other = "layers" if name in _OF_LAYERS else "units"
             raise ValueError(
                 f"{name} must be left out with what={self.what!r}, got {checks.shown(value)}: it is about {other}. Leave it out, or use "
@@ -537,7 +552,9 @@ def used(strategy: str | Strategy, what: str | None = None) -> frozenset[str]:
     if not isinstance(strategy, str):
         return frozenset()
     kind = class_of(strategy)
-    unused = {"layers": _OF_UNITS, "units": _OF_LAYERS}.get(what or kind.grows[0], frozenset())
+    unused = {"layers": _OF_UNITS, "units": _OF_LAYERS, UNIFORM: _OF_LAYERS | _OF_CHOICE}.get(
+        what or kind.grows[0], frozenset()
+    )
     return kind.takes - unused
 
 

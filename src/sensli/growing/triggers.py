@@ -12,6 +12,7 @@ from typing import Any
 from sensli.merits.merits import Merit
 from sensli.modules import checks
 from sensli.moves.sites import Site
+from sensli.text.commands import UNIFORM
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class TriggerContext:
         growths: How many growths there have been.
         sizes: ``"parameters"``, ``"flops"`` (of one forward pass, per sample) and ``"depth"`` (layers with weights); counted only
             when asked for.
-        what: What grows: ``"layers"``, ``"units"`` or ``"both"``.
+        what: What grows: ``"layers"``, ``"units"``, ``"both"`` or ``"uniform"``.
         merit: What was measured of the site that a trigger is asked about. None before the measurement.
     """
 
@@ -62,7 +63,7 @@ class Trigger:
         """Called when a Grower is made, before anything trains.
 
         Args:
-            what: What grows: ``"layers"``, ``"units"`` or ``"both"``.
+            what: What grows: ``"layers"``, ``"units"``, ``"both"`` or ``"uniform"``.
             shares: Whether merits have a `share`.
 
         Raises:
@@ -536,7 +537,7 @@ class Limit(Trigger):
             )
 
     def made_for(self, *, what: str, shares: bool) -> None:
-        if "depth" in self.limits and what == "units":
+        if "depth" in self.limits and what in ("units", UNIFORM):
             raise ValueError(
                 f"depth in {self!r} must be left out where only units grow, got {self.limits['depth']}: they make nothing deeper. Limit "
                 "parameters or flops instead."

@@ -28,7 +28,7 @@ from sensli.moves.twin.finding import TwinKind
 from sensli.moves.twin.twins import INITS
 from sensli.moves.width.finding import WidthKind
 from sensli.moves.width.starts import STARTS
-from sensli.text.commands import FORMS, GROW
+from sensli.text.commands import FORMS, GROW, UNIFORM
 
 # ---- The registry of the ways to grow, in the order in which they are asked.
 
@@ -134,6 +134,11 @@ def find_sites(
         BadExample: If the example does not run through the model.
         UnsupportedModel: If the model as a whole cannot be read.
     """
+    if what == UNIFORM:
+        raise ValueError(
+            f"what must be one of {', '.join(map(repr, GROW))} here, got {UNIFORM!r}: that is a decision of a Grower about all sites of "
+            "what='units' together."
+        )
     checks.one_of("what", what, GROW)
     kernel_size, units = check_request(form, kernel_size), check_units(units)
     block_init, unit_init = check_init(init)

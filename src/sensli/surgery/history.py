@@ -60,7 +60,7 @@ class Growth(Plain):
         own_rate: The separate parameter groups that were added, or None.
         frozen: The names of the parameters that were frozen by this growth.
         freeze_rest: Whether it came with ``freeze_rest``: it trains on when a later growth does.
-        details: When and why it was chosen: epoch (or step), merit, ratio.
+        details: When and why it was chosen: epoch (or step), merit, ratio; group, the number of the first growth of one decision.
     """
 
     _needed: ClassVar[tuple[str, ...]] = ("site", "number", "name", "parameters", "renames", "rates", "details")
@@ -175,6 +175,7 @@ class _Shown:
     step: int = 0
     merit: float = 0.0
     ratio: float | None = None
+    group: int = 0
 
 
 def names_of_today(growths: Iterable[Growth]) -> dict[str, Growth]:
@@ -247,8 +248,8 @@ class History(Sequence[Growth]):
 
     @property
     def additions(self) -> int:
-        """How many of the growths added parameters; recycling or removing units adds none."""
-        return sum(growth.site.parameters > 0 for growth in self)
+        """How many of the growths added parameters; recycling or removing units adds none, and the parts of one decision count once."""
+        return len({growth.details.get("group", growth.number) for growth in self if growth.site.parameters > 0})
 
     def append(self, growth: Growth) -> None:
         """Add the newest growth.

@@ -67,6 +67,7 @@ def imported(module: str, feature: str, *, extra: str | None = None) -> Any:
 KINDS = ("conv", "linear", "block", "units")  # of sites
 FORMS = ("relu", "residual", "parametric")  # of new layers
 GROW = ("layers", "units", "both")  # what may grow
+UNIFORM = "uniform"  # what a `Grower` may be told instead: all widths by one share, as one decision
 PER = {"parameters": "per parameter", "flops": "per FLOP"}  # what merits are compared by, and how a table says it
 TRAINER_FILE = "sensli.json"  # beside the weights in every folder that a growing Trainer of Hugging Face saves
 MEASURED_PLACES = ("merit", "least")  # of new blocks in a saved model, found on data

@@ -15,6 +15,7 @@ from sensli.growing.triggers import TriggerContext
 from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merits
 from sensli.moves.sites import Site
+from sensli.text.commands import GROW
 from sensli_lab.methods.searching import UnitMethod
 
 # ---- A control: SensLI's own sites and starts, at a random one of them. What is measured decides whether to grow, not
@@ -27,6 +28,7 @@ class RandomPlace(Sensli):
     """Chooses among the sites by lot."""
 
     takes: ClassVar[frozenset[str]] = Sensli.takes - {"select"}
+    grows: ClassVar[tuple[str, ...]] = GROW
 
     @classmethod
     def made(cls, options: Options) -> Sensli:
