@@ -13,18 +13,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli.errors import BadExample, HistoryError, MovedSite, SensliError, ZeroMerits
+from sensli.errors import BadExample, HistoryError, MeasurementError, MovedSite, SensliError, ZeroMerits
 from sensli.growing.following import Followers, Recycling, first_input, reusable
 from sensli.growing.looking import Room, Sizes, proposed
 from sensli.growing.options import Log, Options, Rates, StrategyOptions, Trial, tell
 from sensli.growing.strategy import Strategy, strategy_of
 from sensli.growing.trials import Outcome, Trying
 from sensli.growing.triggers import Trigger, TriggerContext
+from sensli.growing.watching import NOTHING_WATCHED, Watch, Watching, check_watchable
 from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merit, Merits
+from sensli.merits.probe import check_scaler
 from sensli.modules import checks
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together, numbered
@@ -145,6 +148,9 @@ def draw(record: Record, call: int, network: nn.Module) -> None:
 # ---- One call of `Grower.step`: ask the trigger, and if it fires look, decide, try, grow and note what came of it.
 
 
+Batches = Iterable[Any] | Watching  # what merits are taken from
+
+
 @dataclass(frozen=True)
 class Call:
     """What one call works with. It changes the model, what follows it and the history; the caller takes all back if it raises.
@@ -179,7 +185,7 @@ class Call:
     together: Together
     change: AllOrNothing
 
-    def run(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked | None:
+    def run(self, batches: Batches, loss_fn: LossFunction | None) -> Looked | None:
         """What the look came to, or None if the trigger did not fire; recorded either way."""
         if not self.history.record:
             draw(self.history.record, 0, bare(self.model))
@@ -197,11 +203,11 @@ class Call:
             self.together.agree()
         return looked
 
-    def _looked(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked:
+    def _looked(self, batches: Batches, loss_fn: LossFunction | None) -> Looked:
         """All that a look does."""
         self.followers.keep(self.change, self.model, self.history)
         self.options.trigger.looked()
-        if self.options.recycle or self.options.trial is not None:
+        if not isinstance(batches, Watching) and (self.options.recycle or self.options.trial is not None):
             batches = reusable(batches)
         recycled = self._recycle(batches)
         looked = self._look(batches, loss_fn)
@@ -218,20 +224,26 @@ class Call:
         looked.recycled = recycled
         return looked
 
-    def _look(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Looked:
+    def _look(self, batches: Batches, loss_fn: LossFunction | None) -> Looked:
         """What the sites that fit are worth; if there is nothing to choose from, the reason."""
-        sites = proposed(self.strategy, self.model, self.example, self.followers.optimizer, self.options)
+        sites = batches.sites if isinstance(batches, Watching) else self._proposed()
         room = Room.of(sites, self.options, self._context)
         self.together.agree_on(numbered("site", room.fitting), last=False)
         if not room.fitting:
             return Looked(room, reason=room.why_none)
         try:
-            merits = self.strategy.score(self.model, room.fitting, batches, loss_fn)
+            if isinstance(batches, Watching):
+                merits = batches.merits_of(room.fitting)
+            else:
+                merits = self.strategy.score(self.model, room.fitting, batches, loss_fn)
         except ZeroMerits as nothing:
             text = f"{self.options.step_name} {self.number}: nothing has grown, because {nothing}"
             warnings.warn(text, stacklevel=5)  # at the call of `step`
             return Looked(room, reason="all merits are zero")
         return Looked(room, merits, kept=self.strategy.keeps_function())
+
+    def _proposed(self) -> Sites:
+        return proposed(self.strategy, self.model, self.example, self.followers.optimizer, self.options)
 
     def _decide(self, merits: Merits) -> list[Merit]:
         """The merits whose sites the strategy would take, in that order; the same on all ranks."""
@@ -241,7 +253,7 @@ class Call:
         return [known[id(site)] for site in sites]
 
     def _grow_by_trial(
-        self, looked: Looked, chosen: Sequence[Merit], batches: Iterable[Any], loss_fn: LossFunction | None
+        self, looked: Looked, chosen: Sequence[Merit], batches: Batches, loss_fn: LossFunction | None
     ) -> None:
         """Grow what was chosen; where growths are tried first, what won, with the values it ended with."""
         measured = looked.merits is not None and looked.merits.norm != UNMEASURED
@@ -254,7 +266,7 @@ class Call:
         self.options.trigger.judged(outcome.tried.grew)
         looked.tried = outcome.tried
 
-    def _try(self, chosen: Sequence[Merit], batches: Iterable[Any], loss_fn: LossFunction | None) -> Outcome | None:
+    def _try(self, chosen: Sequence[Merit], batches: Batches, loss_fn: LossFunction | None) -> Outcome | None:
         """What comes of the best of the chosen growths that the trigger allows, if they are to be tried and there are any."""
         options, trial = self.options, self.options.trial
         if trial is None:
@@ -265,7 +277,8 @@ class Call:
         if not candidates:
             return None
         trying = Trying(trial, self.model, self.followers, self.history, options, self.sizes["flops"], self.together)
-        return trying.run(candidates, batches, loss_fn, self.change)
+        # Where steps were watched it has batches of its own.
+        return trying.run(candidates, () if isinstance(batches, Watching) else batches, loss_fn, self.change)
 
     def _grow(self, chosen: Sequence[Merit], measured: bool) -> list[tuple[Merit, list[Growth]]]:
         """Grow at the first ones that the trigger still allows, at most ``max_growths``; at all of them if they are one decision."""
@@ -291,9 +304,9 @@ class Call:
         self.together.agree_on({"the number of growths": len(self.history)}, last=False)
         return grown
 
-    def _recycle(self, batches: Iterable[Any], inside: Sequence[int] | None = None) -> int:
+    def _recycle(self, batches: Batches, inside: Sequence[int] | None = None) -> int:
         """Recycle dead units, if that is wanted: all of them, or those in the layers of these growths. How many there were."""
-        if not self.options.recycle or (inside is not None and not inside):
+        if isinstance(batches, Watching) or not self.options.recycle or (inside is not None and not inside):
             return 0
         return self.recycling.recycle(
             self.model, self.example, batches, self.together, self.history, when=self._when, inside=inside
@@ -475,6 +488,7 @@ class Grower:
         self._metric_optional = trigger is None  # that of the preset can do without
         self._strategy: Strategy = strategy_of(self.options)
         self._recycling = Recycling(self._followers)
+        self._watching = Watching(model, self._strategy, self.options, self._followers)
         self._said_too_large = False
         self._strategy.attend(bare(model), self.optimizers, self.history)
         self._said_no_optimizer = bool(self.optimizers)
@@ -497,8 +511,43 @@ class Grower:
         """The optimizers that follow, without wrappers of other libraries."""
         return self._followers.optimizers
 
+    def watch(self, *, scaler: torch.amp.GradScaler | None = None) -> Watch:
+        """Take the merits of the next check from the training steps inside the context, without an extra pass.
+
+            with grower.watch():
+                loss = loss_fn(model(x), y)
+                optimizer.zero_grad(); loss.backward(); optimizer.step()
+            ...
+            grower.step(metric=loss.item())  # no batches: decides by what was watched
+
+        Watch as many steps before a call of `step` as you like, such as the last eight: one update in each context, all its batches if
+        gradients are accumulated. Merits are those of the mean gradient over these steps, during which the weights move. With weights that
+        stand still they are those of `measure` on the same batches. Hooks are there inside the context only, and not even there if the
+        trigger cannot fire on the next call. What was watched is not saved in a checkpoint; a step that raises is left out.
+
+        Args:
+            scaler: The `torch.amp.GradScaler` that scales the loss. Without it merits are those of the scaled loss; their ratios are the
+                same.
+
+        Returns:
+            The context. ``add_loss`` of it notes the loss of a batch, which tells when a problem is solved.
+
+        Raises:
+            SensliError: If the strategy or an option needs passes of its own, or there is nowhere to grow.
+        """
+        check_watchable(self._strategy, self.options)
+        check_scaler(scaler)
+        self._watching.asked = True
+        idle = not self._watching.may_fire(self._may_fire)
+        return Watch(self._watching, self._example, scaler, idle=idle)
+
+    def _may_fire(self) -> bool:
+        sizes = Sizes(bare(self.model), self._example)
+        context = TriggerContext(self.calls + 1, None, self.history.additions, sizes, self.options.what)
+        return self.options.trigger.may_fire(context)
+
     def step(
-        self, batches: Iterable[Any], loss_fn: LossFunction | None = None, *, metric: float | None = None
+        self, batches: Iterable[Any] | None = None, loss_fn: LossFunction | None = None, *, metric: float | None = None
     ) -> Growth | None:
         """Count one epoch; if the trigger fires, measure, decide and grow.
 
@@ -506,7 +555,8 @@ class Grower:
         all of them.
 
         Args:
-            batches: The data to measure on: yields ``(input, target)`` pairs or dicts of keyword arguments.
+            batches: The data to measure on: yields ``(input, target)`` pairs or dicts of keyword arguments. None decides by the steps that
+                `watch` has watched since the last call.
             loss_fn: The mean loss of a batch, as in `measure`. None uses ``output.loss``.
             metric: The number that triggers watch: the mean training loss of the epoch, or a validation loss. Without it the trigger of
                 the preset goes by the losses of its own checks.
@@ -520,20 +570,34 @@ class Grower:
         # No decorator: warnings are to name the caller's line.
         with without_inference_mode(), AllOrNothing() as change, Together(self.model, "step the grower") as together:
             change.on_failure(partial(self._count_again, self.calls, self.last_merits, self._said_too_large))
-            checks.batches("batches", batches)
+            source = self._source(batches)
             checks.loss("loss_fn", loss_fn)
             change.on_failure(remember(self.history, self._strategy, self.options.trigger))
-            batches = self._take_example(together, batches)
+            source = self._take_example(together, source)
             call = self._call(together, metric, change)
             self.calls = call.number
-            looked = call.run(batches, loss_fn)
+            looked = call.run(source, loss_fn)
             if looked is not None:
                 self._tell_of(looked)
+        self._watching.forget()
         return looked.grown[0][1][0] if looked is not None and looked.grown else None
 
-    def _take_example(self, together: Together, batches: Iterable[Any]) -> Iterable[Any]:
+    def _source(self, batches: Iterable[Any] | None) -> Batches:
+        """What the merits are taken from: the batches that were given, or the steps that were watched."""
+        if self._watching.is_open:
+            raise SensliError("grower.step was called inside of `with grower.watch()`. Leave that `with` block first.")
+        if batches is None and not self._watching.asked:
+            raise MeasurementError(NOTHING_WATCHED)
+        if batches is not None and self._watching.asked:
+            raise SensliError(
+                "batches must be left out where steps were watched since the last call: the check decides by these. Give batches, or use "
+                "grower.watch(), but not both."
+            )
+        return self._watching if batches is None else checks.batches("batches", batches)
+
+    def _take_example(self, together: Together, batches: Batches) -> Batches:
         """Take the example from the first batch if none is known, that of the first rank on all of them. The batches, all of them."""
-        if self._example is None:
+        if self._example is None and not isinstance(batches, Watching):
             found, batches = first_input(self.model, batches)
             self._example = together.agree(found, last=False)[0]
         return batches
@@ -568,7 +632,7 @@ class Grower:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
         own = None if metric is None else checks.number("metric", metric)
         counts = {"the number of calls": self.calls, "the number of growths": len(self.history)}
-        given = {"metric=": "given" if own is not None else "not given"}
+        given = {"metric=": "given" if own is not None else "not given", "grower.watch()": self._watching.asked}
         told = together.agree_on({**given, **counts, **self.options.common}, own, last=False)
         return None if own is None else sum(told) / len(told)
 
@@ -621,4 +685,5 @@ class Grower:
         calls, history = read(state, bare(self.model), self.state_dict())
         load(state, self._strategy, self.options.trigger)
         self.calls, self.history = calls, history
+        self._watching.forget()
         self._strategy.attend(bare(self.model), self.optimizers, history)

@@ -250,7 +250,9 @@ class Threshold:
 
         Only where most of the loss is gone: a network whose outputs are far too small for its targets has small gradients too.
         """
-        loss = abs(merits.loss or 0.0)
+        if merits.loss is None:  # of steps that were watched without it
+            return 0.0
+        loss = abs(merits.loss)
         self.largest_loss = max(self.largest_loss, loss)
         # A loss of exactly zero leaves nothing to gain, whatever its scale was.
         scale = max(self.largest_loss, 1.0) if loss == 0 else self.largest_loss

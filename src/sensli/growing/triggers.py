@@ -59,6 +59,16 @@ class Trigger:
             f"{type(self).__name__} must define fires(self, context): whether to look on this call."
         )
 
+    def may_fire(self, context: TriggerContext) -> bool:
+        """Whether `fires` could say yes on this call, whatever the metric will be. Where it could not, `Grower.watch` costs nothing.
+
+        Asked any number of times before the call, so it must change nothing; the metric is not known yet.
+
+        Args:
+            context: The next call and the model as it is.
+        """
+        return True
+
     def made_for(self, *, what: str, shares: bool) -> None:
         """Called when a Grower is made, before anything trains.
 
@@ -184,6 +194,9 @@ class _Both(_Pair):
         left, right = self.left.fires(context), self.right.fires(context)
         return left and right
 
+    def may_fire(self, context: TriggerContext) -> bool:
+        return self.left.may_fire(context) and self.right.may_fire(context)
+
     def allows(self, site: Site, context: TriggerContext) -> bool:
         return self.left.allows(site, context) and self.right.allows(site, context)
 
@@ -201,6 +214,9 @@ class _Either(_Pair):
     def fires(self, context: TriggerContext) -> bool:
         self._fired = (self.left.fires(context), self.right.fires(context))
         return any(self._fired)
+
+    def may_fire(self, context: TriggerContext) -> bool:
+        return self.left.may_fire(context) or self.right.may_fire(context)
 
     def looked(self) -> None:
         # The side that did not fire continues to count.
@@ -253,6 +269,9 @@ class Pays(Trigger):
     def fires(self, context: TriggerContext) -> bool:
         self._waited += 1
         return self._waited >= 1 << self._vain
+
+    def may_fire(self, context: TriggerContext) -> bool:
+        return self._waited + 1 >= 1 << self._vain
 
     def allows(self, site: Site, context: TriggerContext) -> bool:
         return context.merit is None or payoff(context.merit, context.sizes["flops"]) >= self.factor
@@ -349,6 +368,9 @@ class Diminishing(Trigger):
                 self._recent = [*self._recent, point][-self.window :]
         return self._waited >= self.window * 2**self._declined and self._flat
 
+    def may_fire(self, context: TriggerContext) -> bool:
+        return self._waited + 1 >= self.window * 2**self._declined and len(self._recent) + 1 >= self.window
+
     @property
     def _flat(self) -> bool:
         """Whether the rate of the last calls is a small share of the mean rate."""
@@ -425,6 +447,9 @@ class At(Trigger):
     def fires(self, context: TriggerContext) -> bool:
         return context.call in self.calls
 
+    def may_fire(self, context: TriggerContext) -> bool:
+        return self.fires(context)
+
     def __repr__(self) -> str:
         return f"At({', '.join(map(str, sorted(self.calls)))})"
 
@@ -441,6 +466,9 @@ class Every(Trigger):
 
     def fires(self, context: TriggerContext) -> bool:
         return context.call % self.calls == 0
+
+    def may_fire(self, context: TriggerContext) -> bool:
+        return self.fires(context)
 
     def __repr__(self) -> str:
         return f"Every({self.calls})"
@@ -481,6 +509,9 @@ class Plateau(Trigger):
         else:
             self.waited += 1
         return self.waited >= self.patience
+
+    def may_fire(self, context: TriggerContext) -> bool:
+        return self.waited + 1 >= self.patience
 
     def looked(self) -> None:
         self.waited = 0
@@ -547,6 +578,9 @@ class Limit(Trigger):
         # units make nothing deeper, so the limit of the depth does not end them
         binding = {name: limit for name, limit in self.limits.items() if name != "depth" or context.what == "layers"}
         return self._leaves_growths(context) and all(context.sizes[name] < limit for name, limit in binding.items())
+
+    def may_fire(self, context: TriggerContext) -> bool:
+        return self.fires(context)  # which depends on nothing that comes later
 
     def allows(self, site: Site, context: TriggerContext) -> bool:
         added = {"parameters": site.parameters, "flops": site.flops, "depth": site.cost.depth}

@@ -497,6 +497,13 @@ class Catch:
                 "with a loss without that term, or leave out the sites that it passes."
             )
 
+    def begin_again(self) -> None:
+        """For another step of the user's: what was caught so far belongs to those before it."""
+        self.whose = Stepped(self.model)
+        self.caught = 0
+        for each in (*self.sites, *self.weights):
+            each.sums = {}
+
     def _forget(self) -> None:
         """Begin once more: what was caught so far does not count."""
         self.caught = 0

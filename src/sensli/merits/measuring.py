@@ -76,7 +76,7 @@ def look_ahead(
     found: Found | None = None
     if size:
         found = _seen(model, catch, wanting, few(first, max(least, samples // SHARE)), loss_fn)
-    shared = _of_the_first(together, found, device_of(model))
+    shared = of_the_first(together, found, device_of(model))
     for (index, gauge), sums in zip(wanting, shared or (), strict=shared is not None):
         site = gauge.settled(catch.sites[index].site, sums)
         catch.sites[index] = SiteCatch(site, catch.groups, model, catch.natural)
@@ -120,7 +120,7 @@ def fit_to_batch(together: Together, model: nn.Module, site: Site, batch: Any) -
                 run(model, to_device(few(batch, MANY), device_of(model)))
             with torch.no_grad():
                 found = [gauge.found()]
-    shared = _of_the_first(together, found, device_of(model))
+    shared = of_the_first(together, found, device_of(model))
     return site if shared is None else gauge.settled(site, shared[0])
 
 
@@ -132,7 +132,7 @@ def few(batch: Any, count: int) -> Any:
     return mapped(batch, lambda tensor: tensor[:count] if tensor.dim() else tensor)
 
 
-def _of_the_first(together: Together, found: Found | None, device: Any) -> Found | None:
+def of_the_first(together: Together, found: Found | None, device: Any) -> Found | None:
     """What the first process that has seen something found, on all of them."""
     own_forms = None if found is None else [{name: _form(value) for name, value in each.items()} for each in found]
     forms = together.agree(own_forms, last=False)

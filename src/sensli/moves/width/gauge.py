@@ -20,7 +20,7 @@ from sensli.moves.factors import Factored, Outer, sums_of
 from sensli.moves.point import Point, Ref
 from sensli.moves.roles import Geometry, map_of
 from sensli.moves.sites import Caught, Gauge
-from sensli.moves.width.replica import Replica
+from sensli.moves.width.replica import ReaderCall, Replica
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing
 
 if TYPE_CHECKING:
@@ -57,6 +57,21 @@ _COLUMNS = 4  # of each candidate, for each candidate: as many tell which gradie
 _REPLICAS: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
 
 
+@contextmanager
+def shared_replica(model: nn.Module) -> Iterator[Replica]:
+    """The replica of a model, beside its passes; whoever comes first makes it."""
+    known = _REPLICAS.get(model)
+    if known is not None:
+        yield known
+        return
+    replica = _REPLICAS[model] = Replica(model)
+    try:
+        with replica.beside():
+            yield replica
+    finally:
+        del _REPLICAS[model]
+
+
 class ReaderGauge(Gauge):
     """Catches the cotangents of the layers that read a width, and what the replica would give them to read."""
 
@@ -75,18 +90,14 @@ class ReaderGauge(Gauge):
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
         """Beside the passes of the model the replica runs, once for all widths."""
-        known = _REPLICAS.get(model)
-        replica = self._replica = Replica(model) if known is None else known
-        replica.ask(self, self._width, self._candidates())
-        if known is not None:
+        with shared_replica(model) as replica:
+            self.join(replica)
             yield
-            return
-        _REPLICAS[model] = replica
-        try:
-            with replica.beside():
-                yield
-        finally:
-            del _REPLICAS[model]
+
+    def join(self, replica: Replica) -> None:
+        """Have the replica run the candidates of this width too."""
+        self._replica = replica
+        replica.ask(self, self._width, self._candidates())
 
     def _candidates(self) -> Entries | float:
         """What the replica runs, as it understands it."""
@@ -95,7 +106,11 @@ class ReaderGauge(Gauge):
     def catching(self, index: int, x: Tensor) -> Caught:
         assert self._replica is not None
         call = self._replica.call(self._readers[index].module.path, x)
-        return lambda x, cotangent, args, kwargs: self._sums(index, upcast(call.read_by(self)), cotangent)
+        return lambda x, cotangent, args, kwargs: self.sums_of_call(index, call, cotangent)
+
+    def sums_of_call(self, index: int, call: ReaderCall, cotangent: Tensor) -> Mapping[str, Tensor | Outer]:
+        """What one call of a reader adds, when the cotangent of what it gave is known."""
+        return self._sums(index, upcast(call.read_by(self)), cotangent)
 
     def _sums(self, index: int, read: Tensor, cotangent: Tensor) -> Mapping[str, Tensor | Outer]:
         """What one call of a reader adds: what candidates would give it to read, and the cotangent of what it gave."""

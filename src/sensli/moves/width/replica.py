@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -26,7 +26,7 @@ from sensli.modules import random_state
 from sensli.modules.copies import copied_block, made_by
 from sensli.modules.engines.fsdp import unsharded
 from sensli.modules.grown import WideAttention, holder_of
-from sensli.modules.running import first_tensor, let_memory_through, mapped, tensors, whole
+from sensli.modules.running import autocast_of_now, first_tensor, let_memory_through, mapped, tensors, whole
 from sensli.modules.wrappers import is_sharded
 from sensli.moves.point import is_transformed
 from sensli.moves.roles import ConvRole, Role, map_of, role_of
@@ -157,6 +157,20 @@ class ReaderCall:
         return self.read[id(asker), self.path][self.number]
 
 
+@dataclass
+class Passed:
+    """What a pass of the model has left for the candidates to run beside it."""
+
+    args: Any
+    kwargs: Any
+    drawn: dict[str, Any]  # the random states with which it began
+    calls: dict[str, list[tuple[Tensor, Tensor, int]]]  # inputs and outputs of layers, and the versions of the outputs
+    blind: list[tuple[ReaderCall, Tensor]]
+    changing: set[Key]  # hooks of the user
+    read: Read  # to be filled
+    autocast: Callable[[], AbstractContextManager[None]]
+
+
 class Replica:
     """The copy of one model for all widths that are measured in it."""
 
@@ -187,6 +201,18 @@ class Replica:
         # the backward pass.
         self._blind: list[tuple[ReaderCall, Tensor]] = []
         self._unwatched: deque[tuple[ReaderCall, Tensor]] = deque(maxlen=_WAITING)
+        self._late: list[Passed] | None = None  # passes that wait for candidates, which are not known yet
+
+    def wait_for(self, width: Width) -> None:
+        """Candidates of this width will be known only after a pass: `ask`, then `catch_up`."""
+        self._late = self._late or []
+        self._readers = (*self._readers, *(axis.module.path for axis in width.filled_with("column")))
+
+    def catch_up(self) -> None:
+        """Candidates are known now: run them beside the passes that have waited, and from now on beside every pass at once."""
+        passes, self._late = self._late or [], None
+        for passed in passes:
+            self._run(passed)
 
     def ask(self, asker: Any, width: Width, candidates: Entries | float) -> None:
         """Run these candidates too.
@@ -235,7 +261,7 @@ class Replica:
         finally:
             for handle in handles:
                 handle.remove()
-            self._copy, self._made, self.read, self._given_back = None, False, {}, []
+            self._copy, self._made, self.read, self._given_back, self._late = None, False, {}, [], None
             for held in (self._modules, self._givers, self._pairs, self._calls, self._random, self._unwatched):
                 held.clear()
 
@@ -282,7 +308,23 @@ class Replica:
         drawn, self._random = self._random, {}
         if output is None or not drawn:
             return
+        passed = Passed(
+            args, kwargs, drawn, self._calls, self._blind, set(self._hooks.changing), self.read, autocast_of_now()
+        )
+        self._calls, self._blind = {}, []
+        if self._late is None:
+            self._run(passed)
+        else:
+            self._late.append(passed)
+        self._unwatched.extend(each for each in passed.blind if each[0].path in self._readers)
+
+    def _run(self, passed: Passed) -> None:
+        """The copy, with candidates, beside a pass that the model has made."""
         assert self._copy is not None
+        before = self._calls, self.read
+        self._calls, self.read = passed.calls, passed.read
+        self._hooks.changing.clear()
+        self._hooks.changing.update(passed.changing)
         if not self._made:
             self._make(self._copy)
             self._made = True
@@ -290,14 +332,13 @@ class Replica:
             mine.training = its.training
         now = random_state.capture()  # on all devices: a model may draw on several
         try:
-            random_state.restore(drawn)  # what is drawn once more is the same, such as which blocks are left out
+            random_state.restore(passed.drawn)  # what is drawn once more is the same, such as which blocks are left out
             # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
             # What it would save for a backward pass goes nowhere: not to another device, and not into somebody's checkpoint.
-            with torch.enable_grad(), saved_tensors_hooks(lambda value: value, lambda value: value):
-                self._copy(*args, **kwargs)
+            with passed.autocast(), torch.enable_grad(), saved_tensors_hooks(lambda value: value, lambda value: value):
+                self._copy(*passed.args, **passed.kwargs)
             self._check_calls()
             self._hooks.check()
-            self._unwatched.extend(each for each in self._blind if each[0].path in self._readers)
         except MeasurementError:
             raise
         except Exception as error:
@@ -309,8 +350,7 @@ class Replica:
             ) from error
         finally:
             random_state.restore(now)
-            self._blind.clear()
-            self._calls.clear()
+            self._calls, self.read = before
             self._again.clear()
             self._zeros.clear()
 
