@@ -1,5 +1,5 @@
 """When to look, for users: ``from sensli.triggers import Every``. What is here lives in `sensli.growing`."""
 
-from sensli.growing.triggers import At, Diminishing, Every, Limit, Pays, Plateau, Trigger, TriggerContext
+from sensli.growing.triggers import At, Diminishing, Every, Limit, Pays, Plateau, Saturating, Trigger, TriggerContext
 
-__all__ = ["At", "Diminishing", "Every", "Limit", "Pays", "Plateau", "Trigger", "TriggerContext"]
+__all__ = ["At", "Diminishing", "Every", "Limit", "Pays", "Plateau", "Saturating", "Trigger", "TriggerContext"]

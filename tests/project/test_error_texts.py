@@ -45,6 +45,7 @@ UNITS = "units must be a number of units (for example 8) or a share of those tha
             "SGD contains no parameter of this Sequential, so it belongs to another model",
         ),
         (lambda: without_metric(triggers.Diminishing()), "call grower.step(loader, loss_fn, metric=loss)."),
+        (lambda: without_metric(triggers.Saturating()), "call grower.step(loader, loss_fn, metric=loss)."),
         (lambda: without_metric(triggers.Plateau(5)), "call grower.step(loader, loss_fn, metric=loss)."),
         (lambda: Grower(fnn(), trigger=10), "trigger must be one of sensli.triggers (for example "),  # type: ignore[arg-type]
         *((lambda units=units: Grower(fnn(), units=units), f"{UNITS}{units}.") for units in (1.5, 0.0, 0, -1)),

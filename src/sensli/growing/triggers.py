@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sensli.growing.curves import LearningCurve
 from sensli.merits.merits import Merit
 from sensli.modules import checks
 from sensli.moves.sites import Site
@@ -395,7 +397,7 @@ class Diminishing(Trigger):
         return {name: getattr(self, f"_{name}") for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != set(_STATE) or not all(fine(state[name]) for name, fine in _STATE.items()):
+        if not _matches(state, _STATE):
             raise ValueError(f"{self!r} needs FLOPs, pairs of FLOPs and values, and two counts, got {state!r}.")
         for name in _STATE:
             setattr(self, f"_{name}", state[name])
@@ -412,23 +414,131 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _point(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_number, value))
+def _point(value: Any, size: int = 2) -> bool:
+    return isinstance(value, list) and len(value) == size and all(map(_number, value))
 
 
-_STATE: dict[str, Callable[[Any], bool]] = {  # what is saved, and what it must look like
+def _count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def _doublings(value: Any) -> bool:
+    return _count(value) and value < 64
+
+
+_Form = dict[str, Callable[[Any], bool]]  # what is saved, and what it must look like
+_STATE: _Form = {
     "spent": _number,
     "first": lambda value: value is None or _point(value),
     "recent": lambda value: isinstance(value, list) and all(map(_point, value)),
-    "waited": lambda value: type(value) is int and value >= 0,
-    "declined": lambda value: type(value) is int and 0 <= value < 64,
+    "waited": _count,
+    "declined": _doublings,
+}
+
+
+def _matches(state: dict[str, Any], form: _Form) -> bool:
+    return set(state) == set(form) and all(fine(state[name]) for name, fine in form.items())
+
+
+# ---- `Saturating`: look when little is left to win for a network of this size.
+
+
+class Saturating(Trigger):
+    """Fires when the network has nearly learnt what it can: ``Saturating(0.25)``.
+
+    The loss of a network of one size falls as c + B t^-b, with t the calls of training. The law is fitted to the metrics since the
+    last growth. It fires when what training can still win, B t^-b, is probably less than a share of c, which remains in the end.
+    Then a larger network, which would end some percent of c lower, falls faster per FLOP from the same loss.
+
+    A loss that goes to zero, and a metric that rises, never fire it. After a growth, values count once the metric is back where it
+    was, and it waits for half as many calls as there were before. Each look in a row without a growth doubles the number of calls
+    until the next. Each call is taken to train on as many samples, at about the same learning rate.
+
+    Args:
+        share: The share of c (default: 0.25).
+        calls: The least number of calls with a metric that a fit needs, and the least number of calls between two looks (default: 8).
+    """
+
+    def __init__(self, share: float = 0.25, *, calls: int = 8) -> None:
+        self.share = checks.share("share", share, 0.25)
+        self.calls = checks.whole("calls", calls, 8, least=5)
+        self._begun = 0  # calls before the last growth
+        self._time = 0  # calls since then
+        self._curve = LearningCurve()
+        self._level: float | None = None  # to which the metric must come back after a growth
+        self._waited = 0  # calls since the last look
+        self._vain = 0  # looks in a row without a growth
+
+    @property
+    def needs_metric(self) -> bool:
+        return True
+
+    def fires(self, context: TriggerContext) -> bool:
+        if context.metric is None:
+            raise ValueError("Saturating needs a metric: call grower.step(loader, loss_fn, metric=loss).")
+        self._time += 1
+        self._waited += 1
+        now = self._time - 0.5  # a mean over the call
+        if context.metric < 0:
+            warnings.warn(
+                "Saturating needs a loss whose least value is 0, and the metric is negative: it does not fire. Use Diminishing instead.",
+                stacklevel=2,
+            )
+            return False
+        if context.metric < 1e300:  # a number, and one whose sums are numbers
+            if self._level is not None and context.metric <= self._level:
+                self._level = None
+            if self._level is None:
+                self._curve.add(now, context.metric)
+        # Fewer calls say little about a law whose time began before the growth.
+        least = max(self.calls * (1 << max(self._vain - 1, 0)), self._begun // 2 if self._vain == 0 else 0)
+        if self._curve.count < self.calls or self._waited < least:
+            return False
+        return self._curve.saturation(now, self.share, self._begun) >= _LIKELY
+
+    def looked(self) -> None:
+        self._waited, self._vain = 0, min(self._vain + 1, 63)  # no training is longer
+
+    def grown(self) -> None:
+        self._level = self._curve.level if self._level is None else self._level
+        self._begun, self._time, self._curve = self._begun + self._time, 0, LearningCurve()
+        self._waited = self._vain = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {name: getattr(self, f"_{name}") for name in _SATURATING if name not in ("points", "width")}
+        return own | {"points": [list(point) for point in self._curve.points], "width": self._curve.width}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not _matches(state, _SATURATING):
+            raise ValueError(f"{self!r} needs counts, a level, and sums of times and values, got {state!r}.")
+        self._curve = LearningCurve(state["points"], state["width"])
+        for name in set(_SATURATING) - {"points", "width"}:
+            setattr(self, f"_{name}", state[name])
+
+    def __repr__(self) -> str:
+        return f"Saturating({self.share:g}, calls={self.calls})"
+
+
+_LIKELY = 2 / 3  # at least twice as likely as not
+_SATURATING: _Form = {
+    "begun": _count,
+    "time": _count,
+    "level": lambda value: value is None or (_number(value) and value >= 0),
+    "waited": _count,
+    "vain": _doublings,
+    "points": lambda value: (
+        isinstance(value, list)
+        and len(value) <= LearningCurve.MOST
+        and all(_point(point, 3) and min(point) >= 0 and point[2] >= 1 for point in value)
+    ),
+    "width": lambda value: _count(value, 1),
 }
 
 
 # ---- When to look for a new layer. A trigger is a small object with one question; combine triggers with ``&`` and ``|``.
 
 
-__all__ = ["At", "Diminishing", "Every", "Limit", "Pays", "Plateau", "Trigger", "TriggerContext"]
+__all__ = ["At", "Diminishing", "Every", "Limit", "Pays", "Plateau", "Saturating", "Trigger", "TriggerContext"]
 
 
 class At(Trigger):
