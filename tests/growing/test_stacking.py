@@ -382,6 +382,13 @@ def on_ranks() -> Any:
         grower.step(BATCHES, F.cross_entropy, metric=1.0)
         train(model, grower.optimizers[0])
         found[name] = ranks.wholes(getattr(model, "module", model).state_dict())
+    # The least important block, on the data of all ranks together.
+    mine = [(X[dist.get_rank() :: 2], Y[dist.get_rank() :: 2])]
+    least = {"strategy": "sensli", "what": "layers", "select": "least", "floor": 0.0}
+    model = DistributedDataParallel(made())
+    found["least"] = grower_of(model, **least).step(mine, F.cross_entropy).site.path
+    with pytest.raises(SensliError, match=r"needs whole gradients, but the model is sharded"):
+        grower_of(_shard(made()), **least).step(mine, F.cross_entropy)
     model = DistributedDataParallel(made())
     with pytest.raises(SensliError, match=r"Ranks disagree.*noise 0\.1, seed 0.* on rank 0 and .*seed 1.* on rank 1"):
         grower_of(model, noise=0.1, seed=dist.get_rank()).step(BATCHES, F.cross_entropy, metric=1.0)
@@ -403,7 +410,10 @@ def test_several_processes_copy_alike(tmp_path: Path) -> None:
     grower.step(BATCHES, F.cross_entropy, metric=1.0)
     train(model, grower.optimizers[0])
     expected = model.state_dict()
-    for values in ranks.run(on_ranks, 2, tmp_path).values():
+    found = ranks.run(on_ranks, 2, tmp_path)
+    options = {"strategy": "sensli", "what": "layers", "select": "least"}
+    assert found.pop("least") == grower_of(made(), **options).step(BATCHES, F.cross_entropy).site.path  # type: ignore[union-attr]
+    for values in found.values():
         assert list(values) == list(expected)
         for name, value in values.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)

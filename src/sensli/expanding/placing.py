@@ -14,9 +14,10 @@ from sensli.cli.inputs import loss_for, read_batches, text_batches
 from sensli.errors import ExpansionError
 from sensli.expanding.checking import free_memory
 from sensli.expanding.sibling import Described
-from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.merits.catching import LossFunction
+from sensli.merits.importance import measure_importance
 from sensli.merits.measuring import measure
-from sensli.modules.running import count_samples, gradients_kept, run
+from sensli.modules.running import count_samples
 from sensli.moves.finding import find_sites
 from sensli.text.commands import MEASURED_PLACES
 from sensli.text.tables import text_table
@@ -205,10 +206,7 @@ def merits_of_places(
 def importance_of_blocks(
     model: torch.nn.Module, stack: str, batches: Sequence[Any], loss_fn: LossFunction | None = None
 ) -> dict[int, float]:
-    """How much each block's own weights matter: the sum of ``|weight * gradient|``, in the mean over the batches.
-
-    It is the first-order estimate of what the loss would lose with each weight (Molchanov et al., 2019), summed over a block as Shortened
-    LLaMA (Kim et al., 2024) does to find blocks that can be left out. Gradients, and which parameters train, are as before afterwards.
+    """How much each block's own weights matter, as `measure_importance` says.
 
     Args:
         model: The model.
@@ -219,31 +217,8 @@ def importance_of_blocks(
     Returns:
         The importance by the number of the block.
     """
-    weights = [list(block.parameters()) for block in model.get_submodule(stack).children()]
-    own = [weight for block in weights for weight in block if weight.is_floating_point()]
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    sums, samples = [0.0] * len(weights), 0
-    with gradients_kept(model), torch.enable_grad():
-        try:
-            model.requires_grad_(False)
-            for weight in own:
-                weight.requires_grad_(True)
-            for index, batch in enumerate(batches):
-                given, target = split(batch, index, model)
-                loss = scalar_loss(run(model, given), target, loss_fn, index)
-                model.zero_grad(set_to_none=True)
-                loss.backward()
-                size = _samples(batch)
-                samples += size
-                for number, block in enumerate(weights):
-                    for weight in block:
-                        if weight.grad is not None:
-                            product = weight.detach() * weight.grad
-                            sums[number] += size * product.abs().sum(dtype=torch.float64).item()
-        finally:
-            for parameter, asked in trained:
-                parameter.requires_grad_(asked)
-    return {number: total / samples for number, total in enumerate(sums)}
+    blocks = list(model.get_submodule(stack).children())
+    return dict(enumerate(measure_importance(model, blocks, batches, loss_fn)))
 
 
 def _samples(batch: Any) -> int:

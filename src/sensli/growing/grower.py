@@ -26,7 +26,7 @@ from sensli.growing.trials import Outcome, Trying
 from sensli.growing.triggers import Trigger, TriggerContext
 from sensli.growing.watching import NOTHING_WATCHED, Watch, Watching, check_watchable
 from sensli.merits.catching import LossFunction
-from sensli.merits.merits import Merit, Merits
+from sensli.merits.merits import LEAST, Merit, Merits
 from sensli.merits.probe import check_scaler
 from sensli.modules import checks
 from sensli.modules.engines.all_or_nothing import AllOrNothing
@@ -207,7 +207,8 @@ class Call:
         """All that a look does."""
         self.followers.keep(self.change, self.model, self.history)
         self.options.trigger.looked()
-        if not isinstance(batches, Watching) and (self.options.recycle or self.options.trial is not None):
+        several = self.options.recycle or self.options.trial is not None or self.options.select == LEAST  # passes
+        if several and not isinstance(batches, Watching):
             batches = reusable(batches)
         recycled = self._recycle(batches)
         looked = self._look(batches, loss_fn)

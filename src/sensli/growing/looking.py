@@ -20,8 +20,9 @@ from sensli.growing.strategy import Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
 from sensli.growing.uniform import Uniform, add_up, make_uniform, parts_of
 from sensli.merits.catching import LossFunction
+from sensli.merits.importance import measure_importance
 from sensli.merits.measuring import measure
-from sensli.merits.merits import Merit, Merits, choose_sites, is_control
+from sensli.merits.merits import LEAST, Merit, Merits, choose_sites, is_control
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.flops import count_flops
@@ -29,6 +30,8 @@ from sensli.modules.running import mapped, noting, tensors, untouched, without_a
 from sensli.modules.wrappers import bare, is_sharded, own_modules, own_parameters
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites, Skipped, Where, filter_sites
+from sensli.moves.stacking import NO_STACK
+from sensli.moves.twin.twins import Twin
 from sensli.surgery.growth import check_joining
 from sensli.surgery.optimizers import Optimizers
 from sensli.surgery.record import factor_text, reason_of, rule_of
@@ -353,6 +356,7 @@ class Sensli(Strategy):
         )  # fmt: skip
         # Not the global random state, which growing leaves alone.
         self._generator = torch.Generator().manual_seed(options.seed)
+        self._importance: list[float] = []  # of the blocks of the last look, where it decides
 
     @classmethod
     def made(cls, options: Options) -> Sensli:
@@ -360,6 +364,8 @@ class Sensli(Strategy):
 
     def propose(self, model: nn.Module, example: Any) -> Sites:
         found = self._search.sites(model, example)
+        if self.options.select == LEAST:
+            return _after_blocks(found, type(bare(model)).__name__)
         return make_uniform(bare(model), found) if self.options.what == UNIFORM else found
 
     def score(
@@ -374,10 +380,16 @@ class Sensli(Strategy):
         )  # fmt: skip
         if options.floor:
             self.threshold.learn_scale(model, blind, merits)
+        if options.select == LEAST:
+            blocks = [site.find(bare(model))[1] for site in sites]
+            self._importance = measure_importance(model, blocks, batches, loss_fn)
         return add_up(bare(model), merits) if options.what == UNIFORM else merits
 
     def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         worth = self.threshold.worth(merits)
+        if self.options.select == LEAST:  # whether to grow, the largest merit decides
+            ranked = sorted(range(len(merits)), key=lambda index: self._importance[index])
+            return [merits[index].site for index in ranked[: len(worth)]]
         found = choose_sites(
             self.options.select, merits, worth, self.options.max_growths, self._generator, per=self.options.per
         )
@@ -397,6 +409,8 @@ class Sensli(Strategy):
         )  # fmt: skip
 
     def rule(self, merits: Merits, taken: Sequence[Merit]) -> str:
+        if taken and self.options.select == LEAST:
+            return f"copies the least important of {len(merits)} blocks"
         return rule_of(merits, taken, self.options.selection)
 
     def state_dict(self) -> dict[str, Any]:
@@ -406,6 +420,13 @@ class Sensli(Strategy):
         loss, generator = _loss(state.get("largest_loss", 0.0)), read_generator(state["generator"])
         self.threshold.largest_loss = loss
         self._generator.set_state(generator)
+
+
+def _after_blocks(found: Sites, name: str) -> Sites:
+    """Of each block the site that puts a copy of it after it."""
+    sites = [site for site in found if isinstance(site.move, Twin) and site.side == "after"]
+    why = [] if sites else [Skipped("", f"select='least' copies blocks, and {NO_STACK}")]
+    return Sites(sites, [*found.skipped, *why], notes=found.notes, model_name=name)
 
 
 def _loss(value: Any) -> float:

@@ -14,7 +14,7 @@ from sensli.errors import UnsupportedModel, WrongType
 from sensli.growing.strategy import STRATEGIES, Strategy, check_strategy, class_of
 from sensli.growing.triggers import Diminishing, Pays, Trigger
 from sensli.merits.measuring import check_level
-from sensli.merits.merits import BY_MERIT, Merit, Selection, check_per, check_selection
+from sensli.merits.merits import BY_MERIT, LEAST, Merit, Selection, check_per, check_selection
 from sensli.merits.norms import choose
 from sensli.modules import checks
 from sensli.modules.wrappers import is_sharded
@@ -253,7 +253,8 @@ class StrategyOptions(TypedDict, total=False):
         select: Which site to take: ``"auto"`` takes the largest merit, but between the blocks of a stack the middle, or with
             ``max_growths`` even spacing, as no merit is known to tell the better site. ``"largest"`` always takes the largest merit. As
             controls ``"smallest"``, ``"random"``, ``"first"`` or ``"last"`` in the data flow, or ``"even"`` spacing, for which the largest
-            merit still decides whether to grow at all; or a function of `Merits` that returns one of them (default: "auto").
+            merit still decides whether to grow at all; ``"least"``, which copies the block that matters least, by the sum of
+            ``|weight * gradient|`` over its weights; or a function of `Merits` that returns one of them (default: "auto").
         max_growths: The largest number of growths at once (default: 1). A strategy that decides about all layers together takes as many as
             it chose.
         per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are.
@@ -444,6 +445,11 @@ class Options:
             raise ValueError(
                 f"factor must be at most max_factor, which is {self.max_factor:g}, got {self.factor}: stacks {self.factor} times as "
                 f"deep may bring the model to {self.factor} times its parameters. Give max_factor={self.factor} too, or None."
+            )
+        if self.select == LEAST and (self.what != "layers" or self.form not in ("auto", "twin")):
+            raise ValueError(
+                f"select='least' copies blocks: it needs what='layers' with form='auto' or 'twin', got what={self.what!r} and "
+                f"form={self.form!r}."
             )
         if self.what == UNIFORM and not isinstance(self.units, float):
             raise ValueError(

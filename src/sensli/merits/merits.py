@@ -384,12 +384,15 @@ SELECTIONS: dict[str, Order] = {
 
 
 BY_MERIT = ("auto", "largest")  # those that take the place with the largest merit wherever merits compare
+LEAST = "least"  # takes the block that matters least, and copies it: no merit tells which, so `Grower` measures it
 
 
 def check_selection(select: str | Selection) -> None:
     """Refuse what is neither registered nor a function."""
-    if not callable(select):
-        checks.one_of("select", select, SELECTIONS, other="a function of Merits that returns one of them")
+    if not callable(select) and select != LEAST:
+        checks.one_of(
+            "select", select, SELECTIONS, other="a function of Merits that returns one of them, or 'least' for blocks"
+        )
 
 
 def is_control(select: str | Selection) -> bool:
