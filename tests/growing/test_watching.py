@@ -159,13 +159,24 @@ def test_batches_of_one_update_are_one_step(what: str) -> None:
     assert accumulated.last_merits.batches == single.last_merits.batches == 2  # type: ignore[union-attr]
 
 
-def test_units_in_the_first_batch_of_an_update_are_measured_with_the_weights_that_it_had() -> None:
+@pytest.mark.parametrize("closed", [False, True])
+def test_units_in_the_first_batch_of_an_update_are_measured_with_the_weights_that_it_had(closed: bool) -> None:
     """Their rows are chosen before the optimizer moves anything, also where it steps inside of the context."""
     model, data = fnn(nn.GELU), batches((8,))
     moved, held = copy.deepcopy(model), copy.deepcopy(model)
     one = growing(moved, optimizer=torch.optim.SGD(moved.parameters(), lr=10.0), what="units")
     two = growing(held, what="units")
-    train(one, data)
+    if closed:
+
+        def closure() -> Tensor:
+            loss = loss_fn(moved(data[0][0]), data[0][1])
+            loss.backward()
+            return loss
+
+        with one.watch():
+            one.optimizers[0].step(closure)
+    else:
+        train(one, data)
     train(two, data)
     moved.load_state_dict(held.state_dict())
     one.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -732,3 +733,71 @@ def test_a_trial_is_refused_where_the_trainer_makes_its_updates_otherwise(tmp_pa
         make(tmp_path, tried(1), cls=OwnLoop)
     with pytest.raises(UnsupportedModel, match=r"the optimizer \(optim='lomo'\) steps inside of the backward pass"):
         make(tmp_path, tried(1), optim="lomo")
+
+
+# --- the steps that run anyway ---
+
+
+class Failing(Trainer):  # type: ignore[misc, unused-ignore]
+    """Fails in the last update before the check."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
+        if self.state.global_step == 7:
+            raise RuntimeError("mine")
+        return super().training_step(model, inputs, *args)
+
+
+@pytest.mark.parametrize("what", ["layers", "units"])
+def test_watched_updates_decide_as_in_a_loop_of_ones_own(what: str, tmp_path: Path) -> None:
+    """Of the last two updates before a check, with batches accumulated and gradients clipped."""
+    callback = grow(2, what=what, watch=2)
+    model = make_model(**EXACT).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make(
+        tmp_path, callback, model=model, cls=OwnLoss, save_strategy="no", train_sampling_strategy="sequential", num_train_epochs=2,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=0.5,
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+    )  # fmt: skip
+    trainer.train()
+    assert len(callback.history) == 1
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+    plain = make_model(**EXACT).double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ids = torch.stack([row["input_ids"] for row in rows()])
+    grower = Grower(
+        plain, optimizer, preset="paper", example={"input_ids": ids[:2]}, trigger=triggers.At(2), tau=0.0, what=what
+    )
+    plain.train()
+    for _ in range(2):
+        updates = ids.split(8)
+        for index, update in enumerate(updates):
+            with grower.watch() if len(updates) - index <= 2 else nullcontext():
+                optimizer.zero_grad()
+                for batch in update.split(4):
+                    (3 * shifted(plain(batch).logits, batch)).backward()  # as OwnLoss, which does not divide either
+                nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+                optimizer.step()
+        grower.step()
+    theirs, ours = callback.history.record.decisions[0].merits, grower.history.record.decisions[0].merits
+    assert [each.site for each in theirs] == [each.site for each in ours]
+    assert [each.value for each in theirs] == pytest.approx(
+        [each.value for each in ours], rel=1e-3
+    )  # GPT-2 casts to float32
+
+
+def test_a_training_that_watches_resumes_to_the_bit_and_one_that_fails_leaves_no_hook(tmp_path: Path) -> None:
+    whole = make(tmp_path / "whole", grow(2, 3, watch=2, what="both"))
+    whole.train()
+    again = grow(2, 3, watch=2, what="both")
+    resumed = make(tmp_path / "again", again)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-8"))
+    assert len(again.history) == 2
+    assert_same(whole.model.state_dict(), resumed.model.state_dict())
+
+    failing = make(tmp_path / "failing", grow(2, watch=2), cls=Failing, save_strategy="no")
+    with pytest.raises(RuntimeError, match="mine"):
+        failing.train()
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in failing.model.modules())
+    with pytest.raises(SensliError, match="scores sites in passes of its own"):
+        GrowthCallback(triggers.At(2), strategy="llama-pro", watch=2)

@@ -6,7 +6,7 @@ import io
 import os
 import runpy
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -526,3 +526,104 @@ def test_trials_in_two_processes_keep_what_one_process_keeps(two_processes: Any)
         assert list(found["model"]) == list(expected["model"])
         for name, value in expected["model"].items():
             torch.testing.assert_close(found["model"][name], value, rtol=1e-9, atol=1e-11)
+
+
+# --- the steps that run anyway ---
+
+
+@pytest.mark.parametrize(("what", "kind", "accumulate"), [("layers", Module, 2), ("units", Direct, 1)])
+def test_watched_steps_decide_as_in_a_loop_of_ones_own(what: str, kind: Any, accumulate: int, tmp_path: Path) -> None:
+    """Of the last two updates before a check; a step that calls parts of the module is watched too, and logs as ever."""
+    options: dict[str, Any] = {"preset": "paper", "tau": 0.0, "what": what}
+    callback, logged = GrowthCallback(triggers.At(2, 3), watch=2, **options), []
+
+    class Logged(kind):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.log("mine", 1.0)
+            return super().training_step(batch, index)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            logged.append(float(self.trainer.callback_metrics.pop("mine")))
+
+    module, _ = fit(
+        tmp_path, 3, callback, limit_val_batches=0, dropout=0.0, kind=Logged, accumulate_grad_batches=accumulate
+    )
+    assert len(callback.history) == 2 and len(logged) == 12 and "training_step" not in vars(module)
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+
+    plain, loader = Module(0.0), data()
+    parts = plain.configure_optimizers()
+    optimizer, scheduler = parts["optimizer"], parts["lr_scheduler"]
+    grower = Grower(
+        plain.layers,
+        optimizer,
+        example=data().dataset[:2][0],
+        trigger=triggers.At(2, 3),
+        scheduler=scheduler,
+        **options,
+    )
+    for _ in range(3):
+        updates = list(zip(*[iter(loader)] * accumulate, strict=True))
+        for index, update in enumerate(updates):
+            with grower.watch() if len(updates) - index <= 2 else nullcontext():
+                optimizer.zero_grad()
+                for a, b in update:
+                    (cross_entropy(plain(a), b) / accumulate).backward()
+                optimizer.step()
+        grower.step()
+        scheduler.step()
+    merits = [look.merits for look in grower.history.record.decisions]
+    for theirs, ours in zip((look.merits for look in callback.history.record.decisions), merits, strict=True):
+        assert [each.value for each in theirs] == pytest.approx([each.value for each in ours], rel=1e-9)
+    for (_, one), (_, other) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_a_fit_that_watches_resumes_to_the_bit_and_a_step_that_fails_leaves_no_hook(tmp_path: Path) -> None:
+    def callback() -> GrowthCallback:
+        return GrowthCallback(triggers.At(2, 4), preset="paper", tau=0.0, watch=2)
+
+    whole, _ = fit(tmp_path, 5, callback(), limit_val_batches=0)
+    _, trainer = fit(tmp_path, 3, callback(), limit_val_batches=0)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    again = callback()
+    resumed, _ = fit(tmp_path, 5, again, limit_val_batches=0, ckpt_path=tmp_path / "half.ckpt", seed=99)
+    assert len(again.history) == 2
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+    made: list[Any] = []
+
+    class Failing(Module):
+        def training_step(self, batch: Any, index: int) -> Any:
+            made[:] = [self]
+            if self.current_epoch == 1 and index == 3:
+                raise RuntimeError("mine")
+            return super().training_step(batch, index)
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(tmp_path, 3, callback(), limit_val_batches=0, kind=Failing)
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in made[0].modules())
+    assert "training_step" not in vars(made[0])
+
+
+def test_steps_that_cannot_be_watched_are_refused(tmp_path: Path) -> None:
+    for options, text in (
+        ({"watch": 0}, "watch must be"),
+        ({"watch": 2, "batches": 3}, "batches must be left out with watch=2"),
+        ({"watch": 2, "strategy": "gradmax"}, "scores sites in passes of its own"),
+    ):
+        with pytest.raises((ValueError, SensliError), match=text):
+            GrowthCallback(triggers.At(2), **options)
+    endless = DataLoader(Endless(), batch_size=8)
+    trainer = pl.Trainer(
+        max_epochs=1, default_root_dir=tmp_path, callbacks=[GrowthCallback(triggers.At(1), watch=2)], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModel, match="this training loader has no length"):
+        trainer.fit(Module(), endless)
+
+
+class Endless(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        yield from zip(*data().dataset[:], strict=True)

@@ -542,6 +542,11 @@ class Grower:
         idle = not self._watching.may_fire(self._may_fire)
         return Watch(self._watching, self._example, scaler, idle=idle)
 
+    @property
+    def has_watched(self) -> bool:
+        """Whether `watch` was called since the last call of `step`, which then decides by what was watched."""
+        return self._watching.asked
+
     def _may_fire(self) -> bool:
         sizes = Sizes(bare(self.model), self._example)
         context = TriggerContext(self.calls + 1, None, self.history.additions, sizes, self.options.what)

@@ -103,7 +103,7 @@ class Watching:
     def set_hooks(self, probe: MeanProbe, stack: ExitStack) -> None:
         """On the optimizers, as long as the stack is open: what must be known before weights move, and how many steps there are."""
         for number, optimizer in enumerate(self._followers.optimizers):
-            stack.callback(optimizer.register_step_pre_hook(lambda *_: probe.settle()).remove)
+            stack.callback(optimizer.register_step_pre_hook(_settling(probe)).remove)
             if number == 0:
                 stack.callback(optimizer.register_step_post_hook(lambda *_: probe.count_update()).remove)
 
@@ -127,6 +127,27 @@ class Watching:
         return self._probe.merits_of(sites)
 
 
+def _settling(probe: MeanProbe) -> Callable[..., Any]:
+    """A hook before an optimizer's step; of a closure that is given to the step, which passes forward and backward, a hook after it."""
+
+    def hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args, kwargs.get("closure")]
+        closure = next((each for each in given[1:] if callable(each)), None)
+        if closure is None:
+            probe.settle()
+            return None
+
+        def closed(*inner: Any, **named: Any) -> Any:
+            result = closure(*inner, **named)
+            probe.settle()
+            return result
+
+        changed = {name: closed if value is closure else value for name, value in kwargs.items()}
+        return tuple(closed if each is closure else each for each in args), changed
+
+    return hook
+
+
 class Watch:
     """What ``with grower.watch() as watched:`` gives: hooks are there as long as the context lasts, and only if a check may follow."""
 
@@ -134,6 +155,11 @@ class Watch:
         self._watching, self._example, self._scaler, self._idle = watching, example, scaler, idle
         self._probe: MeanProbe | None = None
         self._hooks = ExitStack()
+
+    def prepare(self) -> None:
+        """Find the sites already, where that needs more around it than the step."""
+        if not self._idle:
+            self._watching.prepare(self._example)
 
     def __enter__(self) -> Watch:
         if not self._idle:

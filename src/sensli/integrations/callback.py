@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from sensli.errors import UnsupportedModel
 from sensli.growing.grower import Grower
 from sensli.growing.options import Options, Trial
+from sensli.growing.strategy import class_of
 from sensli.growing.triggers import Trigger
+from sensli.growing.watching import Watch, check_watchable
 from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merits
 from sensli.modules import checks
@@ -241,6 +244,7 @@ class GrowingCallback:
         preset: str = "auto",
         monitor: str | None = None,
         batches: int | None = None,
+        watch: int | None = None,
         metrics: bool = True,
         **options: Any,
     ) -> None:
@@ -248,6 +252,11 @@ class GrowingCallback:
             checks.instance("monitor", monitor, str, "the name of a metric (for example 'val_loss')")
         self._monitor = monitor
         self._batches = None if batches is None else checks.whole("batches", batches, 10)
+        self._steps_watched = None if watch is None else checks.whole("watch", watch, 8)
+        if watch is not None and batches is not None:
+            raise ValueError(
+                f"batches must be left out with watch={watch}, got {batches}: checks decide by the watched steps, and measure nothing."
+            )
         self._metrics = checks.flag("metrics", metrics)
         _check_names(options)
         self._given = {name: options.pop(name) for name in _OF_THE_MODEL if name in options}
@@ -263,6 +272,13 @@ class GrowingCallback:
             )
         if self.options.trial is not None:
             check_trial(self.options.trial)
+        if watch is not None:
+            strategy = self.options.strategy
+            # A trial will have the trainer's batches and step.
+            check_watchable(
+                class_of(strategy) if isinstance(strategy, str) else strategy, replace(self.options, trial=None)
+            )
+        self._watch: Watch | None = None  # that is open
         self.grower: Grower | None = None  # made when there is a batch
         # Those that are given and those that other callbacks keep. The Grower has this list itself: one may come later.
         self._averages = as_averages(self._given.pop("averaged", None))
@@ -306,10 +322,28 @@ class GrowingCallback:
             self._copies.check(optimizers)
 
     def _step(self, batches: Iterable[Any], loss_fn: LossFunction, metric: float | None) -> None:
-        """One call of the Grower; its record learns what the metric is called."""
+        """One call of the Grower, by what was watched if anything was; its record learns what the metric is called."""
         assert self.grower is not None
         self.grower.history.record.metric = self._monitor
-        self.grower.step(batches, loss_fn, metric=metric)
+        watched = self.grower.has_watched  # not so if a training was resumed after the last steps of the epoch
+        self.grower.step(None if watched else batches, loss_fn, metric=metric)
+
+    def _is_watched(self, left: float) -> bool:
+        """Whether the next update is to be watched: with it so many are left in the epoch."""
+        if self._steps_watched is None or self._watch is not None:
+            return False
+        if left == math.inf:
+            raise UnsupportedModel(
+                f"watch={self._steps_watched} watches the last steps of an epoch, and this training loader has no length. Leave watch= "
+                "out: then checks measure on batches."
+            )
+        return left <= self._steps_watched
+
+    def _close_watch(self, failed: BaseException | None = None) -> None:
+        """The update is over; one that failed is left out."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(None if failed is None else type(failed), failed, None)
 
 
 def _check_names(options: dict[str, Any]) -> None:

@@ -6,8 +6,9 @@ The sites are found and the merits measured by running ``training_step`` itself,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -86,6 +87,8 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         preset: As in `sensli.Grower` (default: "auto").
         monitor: The name of the logged metric that `triggers.Plateau` watches and the animation shows.
         batches: The largest number of training batches to measure on. None uses all of them.
+        watch: Decide by so many of the last updates before a check, as `sensli.Grower.watch` does, instead of measuring on batches. None
+            measures.
         metrics: Whether to log (default: True).
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``form``, ``where``, ``rates``, ...
     """
@@ -194,6 +197,40 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
             self._batches_seen += 1
             self._look_for_averages([*_callbacks(trainer), pl_module], pl_module, _CURE)
             self._check_averages(pl_module, trainer.optimizers)
+        update, inside = divmod(batch_idx, trainer.accumulate_grad_batches)
+        updates: float = trainer.num_training_batches / trainer.accumulate_grad_batches
+        left = updates if updates == math.inf else math.ceil(updates) - update
+        if inside == 0 and not _is_over(trainer) and self._is_watched(left):
+            self._open_watch(trainer, pl_module)
+
+    def _open_watch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._schedulers[:] = [config.scheduler for config in trainer.lr_scheduler_configs]
+        with _looking(pl_module), trainer.precision_plugin.train_step_context():
+            watch = self._made(trainer, pl_module).watch(scaler=getattr(trainer.precision_plugin, "scaler", None))
+            self._watch = watch.__enter__()
+        pl_module.__dict__["training_step"] = _called(pl_module)
+
+    def _close_watch(self, failed: BaseException | None = None) -> None:
+        if self._watch is not None and self.grower is not None:
+            bare(self.grower.model).__dict__.pop("training_step", None)
+        super()._close_watch(failed)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._watch is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            self._watch.add_loss(loss)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 == trainer.num_training_batches:
+            self._close_watch()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close_watch(exception)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close_watch(SensliError("the training has ended within an update"))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._example is None or _is_over(trainer):
@@ -205,9 +242,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         metric = self._metric(trainer)
         batches = _batches(trainer, self._batches)
         facts: dict[str, float] = {}
-        # What training_step logs meanwhile goes nowhere.
-        looking = standing_in(pl_module, _training_step, log=_nothing, log_dict=_nothing)
-        with looking, trainer.precision_plugin.train_step_context():
+        with _looking(pl_module), trainer.precision_plugin.train_step_context():
             before = len(grower.history)
             self._step(batches, _loss, metric)
             if self._metrics:
@@ -299,6 +334,23 @@ def _training_step(module: LightningModule, batch: Any, index: int) -> Any:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def _looking(module: LightningModule) -> AbstractContextManager[None]:
+    """Calling the module runs its training_step; what that logs meanwhile goes nowhere."""
+    return standing_in(module, _training_step, log=_nothing, log_dict=_nothing)
+
+
+def _called(module: LightningModule) -> Callable[..., Any]:
+    """The module's training_step inside of a call of the module: the hooks there tell where a pass begins and ends."""
+    own = module.training_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with standing_in(module, lambda _, *given, **named: own(*given, **named)):
+            return module(*args, **kwargs)
+
+    step.__wrapped__ = own  # type: ignore[attr-defined]  # Lightning asks for the names of its arguments
+    return step
 
 
 # ---- A trial inside of a Lightning fit: its steps are those that the Trainer would take.

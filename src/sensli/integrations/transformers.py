@@ -67,6 +67,8 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         preset: As in `sensli.Grower` (default: "auto").
         monitor: The name of the logged number that `triggers.Plateau` watches and the animation shows: ``"eval_loss"``, ``"loss"``.
         batches: The largest number of training batches to measure on. None uses all of them.
+        watch: Decide by so many of the last updates before a check, as `sensli.Grower.watch` does, instead of measuring on batches. None
+            measures.
         metrics: Whether to log (default: True).
         **options: Other arguments of `sensli.Grower`: ``tau``, ``norm``, ``select``, ``form``, ``where``, ``rates``, ...
     """
@@ -115,7 +117,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
                     f"transformers {__version__} has no Trainer.{method.__name__}, which checkpoints of a growing model need. "
                     "Use a version this release of sensli was tested with (5.22)."
                 )
-        for method in around:
+        for method in (*around, *([] if self._steps_watched is None else [self._inner_training_loop])):
             # On this Trainer alone, around its own methods: a subclass may have overridden them.
             setattr(trainer, method.__name__, functools.partial(method, getattr(trainer, method.__name__)))
         self.trainer = trainer
@@ -163,7 +165,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         with standing_in(network, loss_step(trainer)):
             self.grower.sites()  # a model without a place to grow should fail before it is trained
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_come(state)
         if self._steps_seen < 2:
             # Not only when the training begins: a callback after this one may make its average then.
@@ -172,7 +174,32 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             self._look_for_averages(trainer.callback_handler.callbacks, trainer.model_wrapped, _CURE)
             self._check_averages(trainer.model_wrapped, as_optimizers(trainer.optimizer))
 
+        self._open_watch(args, state, kwargs.get("train_dataloader"))
+
+    def _open_watch(self, args: Any, state: Any, loader: Any) -> None:
+        if self._steps_watched is None:
+            return
+        try:
+            updates: float = math.ceil(len(loader) / args.gradient_accumulation_steps)
+        except TypeError:
+            updates = math.inf
+        if self._is_watched(math.inf if updates == math.inf else updates - state.global_step % updates):
+            assert self.grower is not None
+            trainer, watch = self._trainer, self.grower.watch()
+            network = bare(trainer.model_wrapped)
+            with aside(trainer), standing_in(network, loss_step(trainer)):
+                watch.prepare()
+            self._watch = watch.__enter__()
+
+    def _inner_training_loop(self, given: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return given(*args, **kwargs)
+        except BaseException as error:
+            self._close_watch(error)
+            raise
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close_watch()
         # Here and not in on_epoch_end: a checkpoint of the last step is written in between, and must hold the growth.
         if _is_whole(state.epoch):
             late = self._monitor is not None and monitored(args, self._monitor) == "epoch"
