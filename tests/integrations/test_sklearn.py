@@ -63,7 +63,14 @@ def waves(samples: int = 400) -> tuple[Any, Any]:
 @pytest.fixture(scope="module")
 def grown() -> GrowingRegressor:
     torch.set_num_threads(1)
-    settings: dict[str, Any] = {"members": 3, "layers": 1, "width": 16, "max_width": 32, "learning_rate": 0.01}
+    settings: dict[str, Any] = {
+        "members": 3,
+        "layers": 1,
+        "width": 16,
+        "max_width": 32,
+        "learning_rate": 0.01,
+        "bins": 1,
+    }
     return GrowingRegressor(**settings, random_state=0).fit(*waves())
 
 
@@ -78,7 +85,7 @@ def test_the_librarys_own_checks(kind: Any) -> None:
 def test_it_grows_while_the_held_out_samples_improve_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     x, y = waves(600)
     fixed: dict[str, Any] = {
-        "members": 3, "layers": 1, "width": 16, "max_width": 16, "learning_rate": 0.01, "max_epochs": 300,
+        "members": 3, "layers": 1, "width": 16, "max_width": 16, "learning_rate": 0.01, "max_epochs": 300, "bins": 1,
     }  # fmt: skip
     model = GrowingRegressor(**fixed, max_layers=2, random_state=0, verbose=1).fit(x, y)
     printed = capsys.readouterr().out

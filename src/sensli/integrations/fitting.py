@@ -1,6 +1,7 @@
 """Train networks that grow together while what each holds out gets better, and that stop by themselves.
 
-Every sample is held out by one network, so all samples together decide about a growth.
+Every sample is held out by one network, so all samples together decide about a growth; or by two that differ in their first weights
+alone, whose mean then tells whether an ensemble would pay.
 """
 
 from __future__ import annotations
@@ -70,9 +71,7 @@ class Stacked:
         self._restore(state, torch.device("cpu"))
 
     def on(self, device: torch.device) -> Stacked:
-        """The same training on a device; itself if it is there."""
-        if self.flat.device == device:
-            return self
+        """A copy of the training on a device, for the same networks."""
         made = object.__new__(Stacked)
         made._restore(self.__getstate__(), device)
         return made
@@ -141,16 +140,25 @@ class Diverged(ValueError):
 
 
 class FoldData:
-    """Samples, and which of them each network trains on and holds out. Without the latter nothing grows."""
+    """Samples, and which of them each network trains on and holds out. Without the latter nothing grows.
+
+    ``copies``: by how many networks each sample is held out: the networks come in so many equal rounds.
+    """
 
     def __init__(
-        self, x: Tensor, y: Tensor, weight: Tensor, rows: Sequence[Tensor], held_out: Sequence[Tensor] = ()
+        self,
+        x: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        rows: Sequence[Tensor],
+        held_out: Sequence[Tensor] = (),
+        copies: int = 1,
     ) -> None:
         self.x, self.y = x, y
         self.weight = weight / weight.mean()  # the scale of the loss does not depend on that of the weights
         self.rows, self._shares = self._padded(rows)
         self.watched = self._padded(held_out or rows)
-        self.grows = len(held_out) > 0
+        self.grows, self.copies = len(held_out) > 0, copies
 
     def _padded(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Rows of equal number for every network, and the weights of these samples: zero where a row fills up."""
@@ -264,23 +272,18 @@ class Fit:
         say: Callable[[str], None],
         history: History,
     ) -> None:
-        self.networks, self.data, self.losses, self.scores, self.plan, self.say = (
-            networks,
-            data,
-            losses,
-            scores,
-            plan,
-            say,
-        )
+        self.networks, self.data, self.plan, self.say = list(networks), data, plan, say
+        self.losses, self.scores = losses, scores
         self._began, self._asked = history.record.calls, _Asked(plan)
         # What trains is stacked, and begins again after each growth: this optimizer only says what can be trained.
         self._grower = Grower(
-            networks[0], torch.optim.SGD(networks[0].parameters()), preset="paper", example=data.x[:1], trigger=self._asked, tau=plan.tau,
+            networks[0], torch.optim.SGD(networks[0].parameters()), preset="auto", example=data.x[:1], trigger=self._asked, tau=plan.tau,
             form="relu", what="both", units=plan.units, init="random", max_growths=plan.max_layers, max_factor=None, floor=0.0,
         )  # fmt: skip
         self._grower.history = history
         self._watched = data.part(*data.watched)
-        self._share = (data.watched[1] / data.watched[1].sum()).flatten()
+        first = data.watched[1][: len(data.watched[1]) // data.copies]  # the other rounds hold out the same
+        self._share = (first / first.sum()).flatten()
         self._best = self._watch(self._stacked())  # the score of each sample
         self.fitted = Fitted(history, self._mean(self._best))
         self._first = self.fitted.loss
@@ -292,7 +295,7 @@ class Fit:
         self._stage(self.plan.patience)
         helps = {"layer": True, "units": True}
         while any(helps.values()) and self._left:
-            kind = "layer" if helps["layer"] else "units"
+            kind = "units" if helps["units"] else "layer"
             if self._room(kind) and self._try(kind):
                 helps = {"layer": True, "units": True}
             else:
@@ -365,7 +368,29 @@ class Fit:
         """The score of every watched sample, with the averaged weights of the network that does not train on it."""
         x, y, _ = self._watched
         with torch.no_grad():
-            return self.scores(stacked.forward(x, average=True).flatten(0, 1), y.flatten(0, 1))
+            each = self.scores(stacked.forward(x, average=True).flatten(0, 1), y.flatten(0, 1))
+        return each.view(self.data.copies, -1).mean(0)
+
+    def held_out(self, mean: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs, targets and shares of the watched samples; ``mean`` takes the outputs of all rounds to one."""
+        x, y, _ = self._watched
+        with torch.no_grad():
+            outputs = self._stacked().forward(x)
+        outputs, y = (each.unflatten(0, (self.data.copies, -1)).flatten(1, 2) for each in (outputs, y))
+        return outputs[0] if mean is None else mean(outputs), y[0], self._share
+
+    def pays(self, mean: Callable[[Tensor], Tensor]) -> bool:
+        """Whether the mean of all networks would be better than one of them by what counts, as the mean of two tells.
+
+        What two win is half of what very many would: the part of the error that differs from network to network.
+        """
+        output, target, share = self.held_out(mean)
+        gain = self._best - self.scores(output, target)
+        mean_gain = self._mean(gain)
+        error = float((share * (gain - mean_gain)).square().sum().sqrt())
+        of_all = mean_gain * 2 * (1 - 1 / len(self.networks))
+        self.say(f"the mean of {len(self.networks)} networks would lower the loss by {of_all / self.fitted.loss:.1%}")
+        return mean_gain > error and self._enough(self.fitted.loss - of_all, self.fitted.loss)
 
     def _note(self, value: float | None) -> Growth | None:
         """Tell the record the watched loss of this epoch; if a growth was asked for, make it."""

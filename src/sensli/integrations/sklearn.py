@@ -1,15 +1,16 @@
 """`GrowingClassifier` and `GrowingRegressor`: scikit-learn estimators with no architecture to choose.
 
-`fit` starts with two hidden layers, adds layers and units while the held-out samples improve, and stops by itself. Several networks
-grow together, and each holds out another part, so every sample takes part in the decision. At the end all train on all samples for a
-while (``refit=False`` leaves that out), and the prediction is their mean.
+`fit` starts with one small hidden layer, adds units and layers while the held-out samples improve, and stops by itself. Several networks
+grow together, and each holds out another part, so every sample takes part in the decision. At the end one of them trains on all samples
+for a while (``refit=False`` leaves that out), or all of them if the held-out samples say that their mean is better.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -28,25 +29,35 @@ from sensli.surgery.history import History
 
 
 class Committee(nn.Module):
-    """Standardises its input, asks every member, and takes the mean: of the outputs, or of the probabilities of classes.
+    """Makes features of its input, asks every member, and takes the mean: of the outputs, or of the probabilities of classes.
 
-    For classes the output is the logarithm of the mean probabilities, so ``softmax`` of it gives them. ``smoothing`` is that of the labels
-    in training, which the probabilities are freed from.
+    The input has a column for each of the table's; `columns.Reader` says how words and dates are numbers there. For classes the output
+    is the logarithm of the mean probabilities, so ``softmax`` of it gives them. ``smoothing`` is that of the labels in training, which
+    the probabilities are freed from.
     """
 
-    mean: Tensor
-    scale: Tensor
-
-    def __init__(self, members: Iterable[nn.Module], mean: Any, scale: Any, *, classify: bool) -> None:
+    def __init__(self, members: Iterable[nn.Module], features: Features, *, classify: bool) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float64, device="cpu"))
-        self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64, device="cpu"))
-        self.members, self.classify, self.smoothing = nn.ModuleList(members), classify, 0.0
+        self.features, self.members = features, nn.ModuleList(members)
+        self.classify, self.smoothing, self.temperature = classify, 0.0, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = (x - self.mean) / self.scale
-        outputs = torch.stack([member(x) for member in self.members])
-        return sharpened(outputs.softmax(-1).mean(0), self.smoothing).log() if self.classify else outputs.mean(0)
+        x = self.features(x)
+        output = mean_output(torch.stack([member(x) for member in self.members]), classify=self.classify)
+        return sharpened(output.exp(), self.smoothing).log() / self.temperature if self.classify else output
+
+
+def mean_output(outputs: Tensor, *, classify: bool) -> Tensor:
+    """The mean over networks, the first dimension: of outputs, or of probabilities, as logarithms."""
+    return outputs.softmax(-1).mean(0).log() if classify else outputs.mean(0)
+
+
+def best_temperature(output: Tensor, target: Tensor, share: Tensor, smoothing: float) -> float:
+    """What the logarithms of probabilities are divided by for the smallest log loss of these samples."""
+    logs = sharpened(output.double().softmax(-1), smoothing).log()
+    tried = torch.logspace(-0.3, 0.7, 31, dtype=torch.float64, device=logs.device)
+    losses = [share.double() @ cross_entropy(logs / each, target, reduction="none") for each in tried]
+    return float(tried[torch.stack(losses).argmin()])
 
 
 def sharpened(probabilities: Tensor, smoothing: float) -> Tensor:
@@ -79,11 +90,38 @@ try:
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.model_selection import KFold, StratifiedKFold
     from sklearn.utils import check_random_state
-    from sklearn.utils._param_validation import Interval
-    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+    from sklearn.utils._param_validation import Interval, StrOptions
+    from sklearn.utils.validation import (
+        _check_sample_weight,
+        _check_y,
+        check_array,
+        check_consistent_length,
+        check_is_fitted,
+        validate_data,
+    )
+
+    from sensli.integrations.columns import Features, Reader, is_frame, moments
 except ImportError as error:
     raise missing("sklearn", error) from error
 
+
+def all_or_nothing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that leaves the estimator as it was if it raises."""
+
+    @wraps(method)
+    def called(self: Any, *args: Any, **options: Any) -> Any:
+        before = dict(vars(self))
+        try:
+            return method(self, *args, **options)
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+
+    return called
+
+
+PARTS = 3  # of the samples, each of which some networks hold out
 FEWEST = 50  # fewer samples decide nothing: then nothing is held out and nothing grows
 
 
@@ -97,9 +135,9 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        members: int = 5,
-        layers: int = 2,
-        width: int = 100,
+        members: Any = "auto",
+        layers: int = 1,
+        width: int = 32,
         max_layers: int = 4,
         max_width: int = 200,
         learning_rate: float = 3e-3,
@@ -110,6 +148,8 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         tolerance: float = 1e-2,
         tau: float = 0.0,
         refit: bool = True,
+        categorical_features: Any = "from_dtype",
+        bins: int = 16,
         warm_start: bool = False,
         device: Any = "cpu",
         random_state: Any = None,
@@ -128,6 +168,8 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         self.tolerance = tolerance
         self.tau = tau
         self.refit = refit
+        self.categorical_features = categorical_features
+        self.bins = bins
         self.warm_start = warm_start
         self.device = device
         self.random_state = random_state
@@ -140,7 +182,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
 
     # What scikit-learn's `_validate_params` checks when fitting begins, before anything changes.
     _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
-        "members": [_whole(2)],
+        "members": [_whole(2), StrOptions({"auto"})],
         "layers": [_whole()],
         "width": [_whole()],
         "max_layers": [_whole()],
@@ -153,6 +195,8 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         "tolerance": [Interval(Real, 0, 1, closed="left")],
         "tau": [Interval(Real, 0, None, closed="left")],
         "refit": ["boolean"],
+        "categorical_features": [StrOptions({"from_dtype"}), "array-like", None],
+        "bins": [_whole()],
         "warm_start": ["boolean"],
         "device": [str, torch.device],
         "random_state": ["random_state"],
@@ -163,6 +207,12 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _continues(self) -> bool:
         return bool(self.warm_start and hasattr(self, "model_"))
 
+    def _start_count(self, samples: int) -> int:
+        """How many networks begin: if the samples decide, two for each part that is held out, or one where nothing is."""
+        if self.members == "auto":
+            return 2 * PARTS if samples >= FEWEST else 1
+        return int(self.members)
+
     def _fit(self, x: Any, y: Any, weight: Any, outputs: int) -> None:
         """Train on targets that are numbers already: the indices of classes, or one column for each target."""
         counts = weight > 0
@@ -172,10 +222,13 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         with random_state.kept_of_torch():  # the user's own draws continue as if nothing had been fitted
             random_state.seed_torch(int(random.randint(2**31 - 1)))
             model = copy.deepcopy(self.model_) if goes_on else self._start(x, weight, outputs)
-            rows, held_out = self._folds(y, random, len(model.members))
+            # Two networks hold out the same if they are to tell whether more than one pay.
+            copies = 2 if self.members == "auto" and len(model.members) % 2 == 0 else 1
+            rows, held_out = self._folds(y, random, len(model.members) // copies)
+            rows, held_out = rows * copies, held_out * copies
             # The few samples of which none is held out cost nothing in double precision, on the CPU.
             device, precision = (device, torch.float32) if held_out else (torch.device("cpu"), torch.float64)
-            data = _data(model, x, y, weight, rows, held_out, precision, device)
+            data = _data(model, x, y, weight, rows, held_out, precision, device, copies)
             history = History(self.history_, record=self.history_.record.copied()) if goes_on else History()
             history.record.metric = "validation loss" if held_out else "training loss"
             fit = Fit(
@@ -186,6 +239,12 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
                 fitted = fit.run()
             except Diverged as error:
                 raise ValueError(f"{name}: {error}") from error
+            mean = partial(mean_output, classify=self._classify)
+            alone = copies > 1 and not self.warm_start and not (held_out and fit.pays(mean))
+            if held_out and self._classify:
+                model.temperature = best_temperature(*fit.held_out(None if alone else mean), self._smoothing)
+            if alone:
+                model.members, fit.networks = model.members[:1], fit.networks[:1]
             # What a warm start continues with must not have seen what its networks hold out.
             if self.refit and not self.warm_start and held_out:
                 fit.finish()
@@ -193,7 +252,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             warnings.warn(
                 f"{name} stopped after max_epochs={self.max_epochs} epochs, while the loss still improved. Increase max_epochs.",
                 ConvergenceWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         self._keep(model, [*self.loss_curve_, *fitted.curve] if goes_on else fitted.curve)
         self.history_, self.validation_loss_ = fitted.history, fitted.loss
@@ -205,12 +264,12 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             random = check_random_state(self.random_state)
             random_state.seed_torch(int(random.randint(2**31 - 1)) + len(getattr(self, "loss_curve_", ())))
             first = not hasattr(self, "model_")
-            model = self._start(x, weight, outputs) if first else self.model_
+            model = self._start(x, weight, outputs, in_parts=self.members == "auto") if first else self.model_
             if not hasattr(self, "_stacked"):
                 model.members.float()
                 self._stacked = Stacked(list(model.members), self.learning_rate, self.weight_decay)
                 model.members.double()
-            self._stacked = self._stacked.on(device)
+            self._stacked = self._stacked.on(device)  # a copy, which a failure leaves behind
             everything = torch.arange(len(x), device="cpu")
             data = _data(model, x, y, weight, [everything] * len(model.members), [], torch.float32, device)
             try:
@@ -222,9 +281,12 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             self.history_ = History()
         self._keep(model, [*getattr(self, "loss_curve_", ()), loss], self._stacked)
 
-    def _start(self, x: Any, weight: Any, outputs: int) -> Committee:
-        members = networks(self.members, [x.shape[1], *[self.width] * self.layers, outputs])
-        return Committee(members, *moments(x, weight), classify=self._classify)
+    def _start(self, x: Any, weight: Any, outputs: int, *, in_parts: bool = False) -> Committee:
+        features = Features(x, weight, self._reader.parts, self.bins)
+        members = networks(
+            1 if in_parts else self._start_count(len(x)), [features.count, *[self.width] * self.layers, outputs]
+        )
+        return Committee(members, features, classify=self._classify)
 
     def _keep(self, model: Committee, curve: list[float], stacked: Stacked | None = None) -> None:
         self.model_, self.loss_curve_, self.n_iter_ = model, curve, len(curve)
@@ -261,9 +323,9 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         """The rows that each network trains on and holds out; below a size all train on all."""
         if len(y) < max(FEWEST, members):
             return [torch.arange(len(y), device="cpu")] * members, []
-        alike = self._classify and np.unique(y, return_counts=True)[1].min() >= members
-        folds = (StratifiedKFold if alike else KFold)(members, shuffle=True, random_state=random)
-        pairs = [(torch.from_numpy(train), torch.from_numpy(rest)) for train, rest in folds.split(y, y)]
+        alike = self._classify and np.unique(y, return_counts=True)[1].min() >= max(members, 5 if members == 1 else 2)
+        folds = (StratifiedKFold if alike else KFold)(members if members > 1 else 5, shuffle=True, random_state=random)
+        pairs = [(torch.from_numpy(train), torch.from_numpy(rest)) for train, rest in folds.split(y, y)][:members]
         return [train for train, _ in pairs], [rest for _, rest in pairs]
 
     def _weights(self, sample_weight: Any, x: Any) -> Any:
@@ -274,10 +336,42 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _output(self, x: Any) -> Tensor:
         check_is_fitted(self)
-        x = validate_data(self, x, reset=False, dtype=np.float64)
+        x = self._matrix(validate_data(self, self._cells(x), reset=False, skip_check_array=True))
         with torch.no_grad():
             out: Tensor = self.model_(torch.tensor(x, device="cpu"))  # a copy: what pandas hands out may be read-only
             return out
+
+    def _read(self, x: Any, y: Any, *, first: bool, numeric: bool) -> tuple[Any, Any]:
+        """The table as a matrix, and the targets; the first time with a reader for this table and those to come."""
+        x, y = validate_data(self, self._cells(x), y, reset=first, skip_check_array=True)
+        y = _check_y(y, multi_output=numeric, y_numeric=numeric, estimator=self)
+        x = self._matrix(x, first=first)
+        check_consistent_length(x, y)
+        return x, y
+
+    def _cells(self, x: Any) -> Any:
+        """A frame as it is; what else holds samples as an array of numbers or of cells."""
+        if is_frame(x):
+            return x
+        if not hasattr(x, "dtype") and np.asarray(x).dtype.kind in "US":
+            x = np.asarray(x, dtype=object)  # numbers among words stay numbers
+        kind: dict[str, Any] = {"dtype": np.float64, "ensure_all_finite": "allow-nan"}
+        if getattr(getattr(x, "dtype", None), "kind", "f") in "OUSMm":
+            kind = {"dtype": None, "ensure_all_finite": False}
+        x = check_array(x, accept_sparse="csr", estimator=self, input_name="X", **kind)
+        return x.toarray() if hasattr(x, "toarray") else x
+
+    def _matrix(self, cells: Any, *, first: bool = False) -> Any:
+        """Samples as a matrix of numbers, with NaN for gaps."""
+        if first:
+            self._reader = Reader(cells, self.categorical_features, type(self).__name__)
+        return check_array(self._reader.read(cells), ensure_all_finite="allow-nan", estimator=self, input_name="X")
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        for kind in ("allow_nan", "categorical", "sparse", "string"):
+            setattr(tags.input_tags, kind, True)
+        return tags
 
     @property
     def _smoothing(self) -> float:
@@ -293,13 +387,6 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         raise NotImplementedError
 
 
-def moments(values: Any, weight: Any) -> tuple[Any, Any]:
-    """Weighted mean and deviation of each column; a column that does not vary keeps its scale."""
-    mean = np.average(values, axis=0, weights=weight)
-    scale = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weight))
-    return mean, np.where(scale > 1e-12 * np.maximum(1.0, np.abs(mean)), scale, 1.0)
-
-
 def _data(
     model: Committee,
     x: Any,
@@ -309,12 +396,13 @@ def _data(
     held_out: list[Tensor],
     precision: torch.dtype,
     device: torch.device,
+    copies: int = 1,
 ) -> FoldData:
-    """Standardised as the model does it, on the device to train on."""
-    standard = (torch.tensor(x, device="cpu") - model.mean) / model.scale
+    """The features as the model makes them, on the device to train on."""
+    features = model.features(torch.tensor(x, device="cpu"))
     target = torch.tensor(y, dtype=precision if np.issubdtype(y.dtype, np.floating) else None, device="cpu")
     weights = torch.tensor(weight, dtype=precision, device="cpu")
-    return FoldData(standard.to(device, precision), target.to(device), weights.to(device), rows, held_out)
+    return FoldData(features.to(device, precision), target.to(device), weights.to(device), rows, held_out, copies)
 
 
 def _silent(line: str) -> None:
@@ -322,12 +410,9 @@ def _silent(line: str) -> None:
 
 
 try:
-    import numpy as np
     from sklearn.base import ClassifierMixin, RegressorMixin
     from sklearn.utils import compute_sample_weight
-    from sklearn.utils._param_validation import Interval, StrOptions
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import validate_data
 except ImportError as error:
     raise missing("sklearn", error) from error
 
@@ -354,6 +439,10 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
             freed from it (default: 0.1).
         class_weight: Weights of the classes by label, or ``"balanced"`` for the inverse of their frequencies. None weights all
             equally.
+        categorical_features: Which columns are categories: ``"from_dtype"`` takes those of text or of a categorical type; or their
+            places, their names or a mask; None says that there are none (default: "from_dtype").
+        bins: The most pieces of a numerical column, between quantiles, each of which is an input of its own; with 1 the column is
+            one input (default: 16).
         warm_start: Whether the next `fit` continues with the networks of the last one (default: False).
         device: Where `fit` and `partial_fit` train, as torch calls it, such as "cuda"; ``model_`` is on the CPU afterwards, so that
             every machine can read a pickle and predict (default: "cpu").
@@ -372,9 +461,9 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
     def __init__(
         self,
         *,
-        members: int = 5,
-        layers: int = 2,
-        width: int = 100,
+        members: Any = "auto",
+        layers: int = 1,
+        width: int = 32,
         max_layers: int = 4,
         max_width: int = 200,
         learning_rate: float = 3e-3,
@@ -387,6 +476,8 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         refit: bool = True,
         label_smoothing: float = 0.1,
         class_weight: Any = None,
+        categorical_features: Any = "from_dtype",
+        bins: int = 16,
         warm_start: bool = False,
         device: Any = "cpu",
         random_state: Any = None,
@@ -395,11 +486,13 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         super().__init__(
             members=members, layers=layers, width=width, max_layers=max_layers, max_width=max_width, learning_rate=learning_rate,
             weight_decay=weight_decay, batch_size=batch_size, max_epochs=max_epochs, patience=patience, tolerance=tolerance, tau=tau,
-            refit=refit, warm_start=warm_start, device=device, random_state=random_state, verbose=verbose,
+            refit=refit, categorical_features=categorical_features, bins=bins, warm_start=warm_start, device=device,
+            random_state=random_state, verbose=verbose,
         )  # fmt: skip
         self.label_smoothing = label_smoothing
         self.class_weight = class_weight
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingClassifier:
         """Fit the networks.
 
@@ -412,7 +505,7 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
             The estimator itself.
         """
         self._validate_params()
-        X, y = validate_data(self, X, y, dtype=np.float64, reset=not self._continues)
+        X, y = self._read(X, y, first=not self._continues, numeric=False)
         check_classification_targets(y)
         classes = np.unique(y)
         if self._continues and not np.array_equal(classes, self.classes_):
@@ -424,6 +517,7 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         self._fit(X, np.searchsorted(classes, y), weight, max(2, len(classes)))
         return self
 
+    @all_or_nothing
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> GrowingClassifier:
         """Train for one pass over some samples, without growth: after `fit` with the networks that it grew.
 
@@ -444,7 +538,7 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
             raise ValueError(
                 f"classes must be those of the first call of {type(self).__name__}.partial_fit, {self.classes_}, got {known}."
             )
-        X, y = validate_data(self, X, y, dtype=np.float64, reset=not hasattr(self, "model_"))
+        X, y = self._read(X, y, first=not hasattr(self, "model_"), numeric=False)
         check_classification_targets(y)
         if not np.isin(y, known).all():
             raise ValueError(f"y must contain only the classes {known} of {type(self).__name__}, got {np.unique(y)}.")
@@ -506,6 +600,10 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
         tau: The threshold of `sensli.Grower` (default: 0.0).
         refit: Whether to train on all samples at the end, none held out: for half of the epochs that helped, or for as many where the
             loss still fell when growing ended (default: True).
+        categorical_features: Which columns are categories: ``"from_dtype"`` takes those of text or of a categorical type; or their
+            places, their names or a mask; None says that there are none (default: "from_dtype").
+        bins: The most pieces of a numerical column, between quantiles, each of which is an input of its own; with 1 the column is
+            one input (default: 16).
         warm_start: Whether the next `fit` continues with the networks of the last one (default: False).
         device: Where `fit` and `partial_fit` train, as torch calls it, such as "cuda"; ``model_`` is on the CPU afterwards, so that
             every machine can read a pickle and predict (default: "cpu").
@@ -517,6 +615,7 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
     _y_mean: Any
     _y_scale: Any
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingRegressor:
         """Fit the networks.
 
@@ -533,6 +632,7 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
         self._fit(X, (targets - self._y_mean) / self._y_scale, weight, targets.shape[1])
         return self
 
+    @all_or_nothing
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingRegressor:
         """Train for one pass over some samples, without growth: after `fit` with the networks that it grew.
 
@@ -551,7 +651,7 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
 
     def _checked(self, X: Any, y: Any, sample_weight: Any, *, first: bool) -> tuple[Any, Any, Any]:
         """Samples, targets as columns, weights; the first time the moments of the targets are kept."""
-        X, y = validate_data(self, X, y, dtype=np.float64, reset=first, multi_output=True, y_numeric=True)
+        X, y = self._read(X, y, first=first, numeric=True)
         targets = y.reshape(len(y), -1).astype(np.float64)
         if not first and targets.shape[1] != len(self._y_mean):
             raise ValueError(
