@@ -151,7 +151,8 @@ def _seconds_of_norms(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, fl
         catch = Catch(model, sites, weights=True)
         with catch.hooked():
             gradients = torch.autograd.grad(cross_entropy(model(x), y), [w.parameter for w in catch.weights])
-            catch.add_weight_gradients(gradients)
+            for weight, gradient in zip(catch.weights, gradients, strict=True):
+                weight.add_gradient(gradient, 0)
         caught[:] = [*catch.sites, *catch.weights]
 
     seconds = interleaved(

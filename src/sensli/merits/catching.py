@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from sensli.errors import MeasurementError
-from sensli.merits.norms import NATURAL, Metric, natural_merit, squared_norm
-from sensli.modules.running import describe, device_of, run, taken_by, tensors, to_device, upcast
+from sensli.merits.norms import NATURAL, SKETCHABLE, Metric, Sketcher, natural_merit, sketcher_for, squared_norm
+from sensli.modules.running import describe, device_of, nothing_like, run, taken_by, tensors, to_device, upcast
 from sensli.modules.wrappers import eager, own_modules
 from sensli.moves.factors import Factored, Outer, Use, factored, is_moment, mirrored, watch_uses
 from sensli.moves.point import Point, Watch, handed_on, is_transformed, is_transformed_from, tap
@@ -36,12 +37,7 @@ class Sum:
         return max(len(self.groups) - 1, 1)
 
     def add(self, gradient: Tensor, group: int) -> None:
-        gradient = gradient.detach()
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if gradient.is_complex():
-            gradient = torch.view_as_real(gradient)
-        gradient = upcast(gradient)
+        gradient = _plain(gradient)
         for j in {group % len(self), len(self.groups) - 1}:
             held = self.groups[j]
             if held is None:
@@ -57,6 +53,16 @@ class Sum:
             return self.groups[-1]
         whole, part = self.groups[-1], self.groups[without]
         return whole if whole is None or part is None else whole - part
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """Dense, real and in single precision at least."""
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    return upcast(gradient)  # type: ignore[no-any-return]
 
 
 class MomentSum:
@@ -91,12 +97,17 @@ class Catches:
     def __init__(self, groups: int) -> None:
         self.sums: dict[str, Sum | MomentSum] = {}
         self.shape: tuple[int, ...] = ()  # of the activation, which the geometry of a convolution needs
+        self.sketcher: Sketcher | None = None  # of gradients that are too large to be summed
+        self.sketched: set[str] = set()  # sums that are sketches
         self._groups = groups
         self._metrics: list[Metric] = []
 
     def add(self, values: Mapping[str, Tensor | Outer], group: int) -> None:
         """One pass."""
         for name, value in values.items():
+            if self.sketcher is not None and name.startswith("gradient") and self.sketcher.takes(value):
+                value = self.sketcher.sketch(_plain(value))
+                self.sketched.add(name)
             held: Any = self.sums.get(name)
             if held is None:
                 # Gradients without one group of batches are measured by the moments of all.
@@ -121,7 +132,18 @@ class Catches:
         """The squared norm of the mean gradient; ``whole``: the number of samples with the group that is left out."""
         if norm == NATURAL:
             return natural_merit(self.maps(without), samples / (whole or samples), self._metrics)
-        return sum(squared_norm(part, norm, geometry) for part, geometry in self.parts(without)) / samples**2
+        parts = ((part, Geometry() if norm == SKETCHABLE else geometry) for part, geometry in self.parts(without))
+        return sum(squared_norm(part, norm, geometry) for part, geometry in parts) / samples**2
+
+    @property
+    def spread(self) -> float:
+        """How far the merit may be off because it comes from sketches, as a share of it: one standard deviation."""
+        if self.sketcher is None or not self.sketched:
+            return 0.0
+        totals = self.totals()
+        known = {name: float(total.square().sum()) for name, total in totals.items() if name.startswith("gradient")}
+        off = [known[name] * self.sketcher.spread(totals[name]) for name in self.sketched if name in known]
+        return math.hypot(*off) / max(sum(known.values()), math.ulp(0.0))
 
 
 class SiteCatch(Catches):
@@ -336,7 +358,9 @@ class Catch:
         groups: int = 1,
         natural: bool = False,
         gauges: Sequence[Gauge] | None = None,
+        sketched: bool = False,
     ) -> None:
+        """``sketched``: sketches are summed where gradients are too large for that, which is for the Frobenius norm alone."""
         self.model = model
         self.groups = groups
         self.natural = natural  # the moments of the natural merit are caught too
@@ -344,6 +368,13 @@ class Catch:
         self.sites = [SiteCatch(site, groups, model, natural, own) for site, own in zip(sites, given, strict=True)]
         # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
         self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
+        # Without groups the sums of the weights take what a backward pass does.
+        large: list[Catches] = [*self.sites, *(self.weights if groups > 1 else ())]
+        entries = sum(each.gauge.entries for each in self.sites) * (groups + 1 if groups > 1 else 1)
+        entries += sum(3 * weight.parameter.numel() for weight in self.weights if groups > 1)
+        self.sketcher = sketcher_for(entries, groups > 1) if sketched else None
+        for each in large:
+            each.sketcher = self.sketcher
         self.group = 0
         self.keeps_activations = False
         self.watched: list[Tensor] = []  # activations at the sites in the current pass, if they are kept
@@ -361,6 +392,8 @@ class Catch:
         self._refused: dict[str, str] = {}  # sites that a derivative passed which the loss depends on, and in which way
         # Activations whose gradient has not come back yet, and their versions.
         self._waiting: dict[int, tuple[Site, Tensor, int]] = {}
+        # Of the pass in progress: what they are given may be the very tensors that hold them, which nobody would let go of.
+        self._hooks: list[Any] = []
 
     @contextmanager
     def hooked(self) -> Iterator[Catch]:
@@ -386,9 +419,7 @@ class Catch:
                 yield self
         except BaseException:
             # Hooks in a graph hold this object, and what it kept of a pass that ended early would hold the graph.
-            self._waiting.clear()
-            self.leaves.clear()
-            self.watched.clear()
+            self._let_go()
             raise
         finally:
             self.active = False
@@ -435,7 +466,7 @@ class Catch:
                     catch.add(caught(x, self.unscaled(cotangent.detach()), args, kwargs), self.group)
                 self.caught += 1
 
-            watched.register_hook(back)
+            self._hooks.append(watched.register_hook(back))
             # Where a gradient leaves the place of the site.
             watched.grad_fn.register_hook(lambda given, _: None if given[0] is None else (marked(given[0]),))
             return watched
@@ -519,18 +550,39 @@ class Catch:
 
     def forget_pass(self) -> None:
         """Let go of the activations of a pass that is over."""
-        waiting, self._waiting = self._waiting, {}
-        self.leaves.clear()
-        self.watched.clear()
+        waiting = self._waiting
+        self._let_go()
         for site, x, version in waiting.values():  # written through in place, a view loses its gradient without a word
             if x._version != version:
                 raise _overwritten(site)
 
-    def add_weight_gradients(self, gradients: Iterable[Tensor | None]) -> None:
-        """Gradients of the existing weights of one batch, in the order of `weights`."""
-        for weight, gradient in zip(self.weights, gradients, strict=True):
-            if gradient is not None:
-                weight.add_gradient(gradient, self.group)
+    def _let_go(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._waiting = {}
+        self.leaves.clear()
+        self.watched.clear()
+
+    @contextmanager
+    def taking_weight_gradients(self) -> Iterator[None]:
+        """Gradients of the existing weights go to their sums one by one as they arrive, and are not held beside them."""
+
+        def hook(weight: WeightCatch) -> Callable[[Tensor], Tensor | None]:
+            def arrived(gradient: Tensor) -> Tensor | None:
+                if not self.counts():
+                    return None
+                with torch.no_grad():
+                    weight.add_gradient(self.unscaled(gradient), self.group)
+                return nothing_like(gradient)
+
+            return arrived
+
+        with ExitStack() as stack:
+            for weight in self.weights:
+                if weight.parameter.requires_grad:
+                    stack.callback(weight.parameter.register_hook(hook(weight)).remove)
+            yield
 
 
 def _overwritten(site: Site) -> MeasurementError:
@@ -602,8 +654,8 @@ def backward(
         )
     try:
         weighted = loss * (size / (unit or size))
-        with own_pass.of(weighted):
-            gradients = torch.autograd.grad(weighted, wanted, allow_unused=True)
+        with own_pass.of(weighted), catch.taking_weight_gradients():
+            torch.autograd.grad(weighted, wanted, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -612,8 +664,6 @@ def backward(
             "use_reentrant=False, or use Probe around your own step."
         ) from error
     catch.check_order()
-    by_parameter = {id(p): g for p, g in zip(wanted, gradients, strict=True)}
-    catch.add_weight_gradients(by_parameter[id(weight.parameter)] for weight in catch.weights)
     catch.forget_pass()
     return size, float(loss.detach())
 

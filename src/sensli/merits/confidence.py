@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sensli.merits.catching import Catches, WeightCatch
 
@@ -31,6 +31,7 @@ class Estimate:
 
     value: float
     without: tuple[float, ...]
+    spread: float = 0.0  # how far both may be off together, as a share: what was summed are sketches
 
     @property
     def steady(self) -> bool:
@@ -89,6 +90,8 @@ def is_clear(
         if rival is best:
             continue
         mean, error = mean_and_error(_lead(best, rival, sizes, tolerance), remaining)
+        scales = (1.0, 1.0) if best.steady and rival.steady else (best.value, rival.value)
+        error = math.hypot(error, scales[0] * best.spread, scales[1] * rival.spread)
         if mean <= 0 or (error > 0 and student_tail(mean / error, len(sizes) - 1) > allowed):
             return False
     return best.value > 0
@@ -123,11 +126,12 @@ def student_tail(t: float, freedom: int) -> float:
 
 def estimate_of(caught: Catches, norm: str, sizes: Sequence[float], remaining: float) -> Estimate:
     total = sum(sizes)
-    return estimate(
+    found = estimate(
         lambda without: caught.merit(norm, total - (0 if without is None else sizes[without]), without, total),
         sizes,
         remaining,
     )
+    return replace(found, spread=caught.spread)
 
 
 def value_of(caught: Catches, norm: str, sizes: Sequence[float], remaining: float) -> float:

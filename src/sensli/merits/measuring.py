@@ -28,7 +28,7 @@ from sensli.merits.catching import (
 )
 from sensli.merits.confidence import GROUPS, estimate_of, is_clear, mean_of_weights, next_look, value_of
 from sensli.merits.merits import Merit, Merits, as_sites
-from sensli.merits.norms import NATURAL, choose, operator_work
+from sensli.merits.norms import NATURAL, SKETCHABLE, choose, operator_work
 from sensli.modules import checks, random_state
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import unsharded
@@ -79,7 +79,8 @@ def look_ahead(
     shared = of_the_first(together, found, device_of(model))
     for (index, gauge), sums in zip(wanting, shared or (), strict=shared is not None):
         site = gauge.settled(catch.sites[index].site, sums)
-        catch.sites[index] = SiteCatch(site, catch.groups, model, catch.natural)
+        catch.sites[index] = again = SiteCatch(site, catch.groups, model, catch.natural)
+        again.sketcher = catch.sketcher
 
 
 def _seen(
@@ -183,14 +184,17 @@ def join_ranks(together: Together, caught: Caught, device: Any, *, last: bool = 
     Sizes are brought to the unit of the first rank that has any. Unless it is the `last` time, the ranks will meet again.
     """
     own: list[Catches] = [*caught.sites, *caught.weights]
-    forms = [({name: list(map(_form, each.groups)) for name, each in catch.sums.items()}, catch.shape) for catch in own]
+    forms = [
+        ({name: list(map(_form, each.groups)) for name, each in catch.sums.items()}, catch.shape, catch.sketched)
+        for catch in own
+    ]
     told = together.agree((caught.unit, caught.sizes, caught.count, forms, caught.loss), last=last)
     if together.group is None:
         return caught
     common, shapes = next(((unit, forms) for unit, _, _, forms, _ in told if unit), (0.0, told[0][3]))
     copies: list[Any] = [copy(each) for each in own]
     for index, each in enumerate(copies):
-        each.shape = shapes[index][1]  # a rank without data has not seen it
+        _, each.shape, each.sketched = shapes[index]  # a rank without data has not seen it
         each.sums = {}
         for name in dict.fromkeys(name for _, _, _, forms, _ in told for name in forms[index][0]):
             its = [forms[index][0][name] for _, _, _, forms, _ in told if name in forms[index][0]]
@@ -244,7 +248,8 @@ def conclude(
         ratio = None if mean is None else (value / mean if mean > 0 else math.inf)
         share = None if ratio is None else ratio / len(weights)
         merits.append(Merit(its.measured_site(site), value, ratio, its.dead, share))
-    return Merits(merits, norm=norm, batches=caught.count, **facts).check()
+    spread = max((its.spread for its in caught.sites), default=0.0)
+    return Merits(merits, norm=norm, batches=caught.count, spread=spread, **facts).check()
 
 
 # ---- What ``norm="auto"`` may cost: norms that would take longer than the passes themselves give way to one that costs
@@ -308,6 +313,7 @@ def measure(
     max_batches: int | None = None,
     confidence: float | None = None,
     tolerance: float = 0.0,
+    exact: bool = False,
 ) -> Merits:
     """Measure the merit of every site over the data: the squared norm of the gradient of the mean loss.
 
@@ -329,6 +335,9 @@ def measure(
         confidence: Stop as soon as the best site is clear at this level, between 0 and 1. None measures all batches exactly.
         tolerance: With ``confidence``: it is enough that the best site is at least ``1 - tolerance`` times as good as every
             other. Where several sites are worth about the same, a value such as 0.1 saves batches (default: 0.0).
+        exact: Whether to hold the whole gradients of all sites, however large they are. Otherwise, where they would take more than
+            32 MiB in all, the Frobenius norms of large ones come from sketches, and ``Merits.spread`` says how far they may be off
+            (default: False).
 
     Returns:
         The merits in the order of the sites; they print as a table, best first.
@@ -349,17 +358,19 @@ def measure(
         checks.batches("batches", batches)
         checks.loss("loss_fn", loss_fn)
         checks.flag("ratio", ratio)
+        checks.flag("exact", exact)
         max_batches = None if max_batches is None else checks.whole("max_batches", max_batches, 10)
         confidence, tolerance = check_level(confidence, tolerance)
         asked, norm = norm, choose(norm, [site.kind for site in sites])
-        request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance}
+        request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance, "exact": exact}
         ranks = len(together.agree_on({**request, **numbered("site", sites)}, last=False))
         places: Sequence[Site] = sites
         if together.sharded:
             places = [replace(site.by_path(), point=site.point.by_path(site.find(model)[0])) for site in sites]
             model = unsharded(model)
         groups = 1 if confidence is None else GROUPS
-        catch = Catch(model, places, weights=ratio, groups=groups, natural=norm == NATURAL)
+        sketched = norm == SKETCHABLE and not exact
+        catch = Catch(model, places, weights=ratio, groups=groups, natural=norm == NATURAL, sketched=sketched)
         # Without weights that train, only the activations at the sites are asked for.
         catch.keeps_activations, catch.around = not catch.weights, around
         clear, remaining = None, 0.0

@@ -105,6 +105,8 @@ class Merits(Sequence[Merit]):
         confidence: The confidence level that was asked for, or None.
         tolerance: The share of the best merit that may be missed.
         clear: Whether the best site was clear at that level before the data ended. None without a level.
+        spread: How far a merit may be off because large gradients were summed as sketches, as a share of it (one standard deviation, of
+            the site where it is largest); 0.0 where all are exact.
         compared: Compared per added ``"parameters"`` or ``"flops"``; None if as they are. See `per`.
     """
 
@@ -120,6 +122,7 @@ class Merits(Sequence[Merit]):
         tolerance: float = 0.0,
         clear: bool | None = None,
         compared: str | None = None,
+        spread: float = 0.0,
     ) -> None:
         self._merits = tuple(merits)
         self.norm = norm
@@ -130,6 +133,7 @@ class Merits(Sequence[Merit]):
         self.tolerance = tolerance
         self.clear = clear
         self.compared = compared
+        self.spread = spread
 
     @overload
     def __getitem__(self, index: int) -> Merit: ...
@@ -227,6 +231,8 @@ class Merits(Sequence[Merit]):
         samples = f" ({self.samples:,} samples)" if self.samples is not None else ""
         what = "natural merit" if self.norm == NATURAL else f"{self.norm} norm, squared"
         text = f"{what}, over {self.batches} {'batch' if self.batches == 1 else 'batches'}{samples}"
+        if self.spread:
+            text += f"; from sketches of large gradients, each within about {self.spread:.1%}"
         if self.compared:
             text += f"; ordered by the merit {PER[self.compared]} that the growth adds"
         if self.clear is not None:
@@ -242,6 +248,7 @@ class Merits(Sequence[Merit]):
             "samples": self.samples,
             "loss": self.loss,
             "compared": self.compared,
+            **({"spread": self.spread} if self.spread else {}),
             "merits": [merit.to_dict() for merit in self.ranked],
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,6 +14,65 @@ from sensli.modules import checks
 from sensli.modules.running import capable
 from sensli.moves.factors import Factored
 from sensli.moves.roles import Geometry
+
+# ---- Sketches: what is summed in the place of a gradient that is too large to be held for every site.
+#
+# With A and B matrices of random signs, ``A G B^T`` has the squared Frobenius norm of G in the mean. It is linear in G,
+# so that batches, processes and groups of batches add up before any norm is taken. For other norms there is none.
+
+
+ROOM = 2**23  # entries of all sums of a measurement together that are held as they are
+SKETCHABLE = "frobenius"
+
+
+class Sketcher:
+    """Makes sketches of one size; a side of a gradient that is not longer than that stays as it is."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        self.size, self._seed = size, seed
+        self._signs: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}
+
+    def takes(self, value: Any) -> TypeGuard[Tensor]:
+        """Whether this is a gradient, and a sketch of it much smaller."""
+        return isinstance(value, Tensor) and value.dim() >= 2 and value.numel() >= 4 * self.size**2
+
+    def sketch(self, gradient: Tensor) -> Tensor:
+        """Of a gradient, seen as a matrix of outputs by all the rest."""
+        found = gradient.flatten(1)
+        if len(found) > self.size:
+            found = self._projection(len(found), 0, found) @ found
+        if found.shape[1] > self.size:
+            found = found @ self._projection(found.shape[1], 1, found).T
+        return found
+
+    def spread(self, sketch: Tensor) -> float:
+        """About how far the squared norm of a sketch is off, relative to that of the gradient: one standard deviation.
+
+        Each side adds the variance ``2 / size``, divided by the number of directions that a gradient has: large in one, it is known
+        least well.
+        """
+        sides = sum(length == self.size for length in sketch.shape)
+        products = capable(sketch) @ capable(sketch).T
+        directions = products.square().sum() / products.trace().square()
+        return math.sqrt(2 * sides / self.size * float(directions.nan_to_num(nan=0.0)))
+
+    def _projection(self, length: int, side: int, like: Tensor) -> Tensor:
+        """The same for all gradients with a side of this length, on all processes."""
+        key = length, side, like.device, like.dtype
+        if key not in self._signs:
+            generator = torch.Generator().manual_seed(2 * (1_000_003 * self._seed + length) + side)
+            shape, device = (self.size, length), generator.device
+            bits = torch.randint(0, 2, shape, generator=generator, device=device, dtype=torch.int8)
+            self._signs[key] = (bits * 2 - 1).to(like) / math.sqrt(self.size)
+        return self._signs[key]
+
+
+def sketcher_for(entries: int, groups: bool) -> Sketcher | None:
+    """For sums of so many entries in all, with ``groups`` of batches or without; None where they are held as they are."""
+    if entries <= ROOM:
+        return None
+    return Sketcher(128 if groups else 256)  # of groups there are many, and all have the same error
+
 
 # ---- The natural merit: a gradient measured by its own noise and by its inputs, so that no scale of activations or
 # cotangents counts.

@@ -157,6 +157,15 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
+def nothing_like(gradient: Tensor) -> Tensor | None:
+    """What a hook gives back that has taken a gradient: zeros without memory, so that autograd does not hold it to the end of its pass.
+
+    None, which leaves it as it is, where autograd expects something else in its place.
+    """
+    plain = gradient.layout == torch.strided and not torch.is_grad_enabled()
+    return gradient.new_zeros(()).expand_as(gradient) if plain else None
+
+
 # ---- The arguments of a block's call: which of them is the value that flows through the stack, and how to call the block
 # again.
 

@@ -172,7 +172,13 @@ class Layer(Inserts):
 
     def gauge(self, site: Site, model: nn.Module) -> LayerGauge:
         anchor = site.find(model)[1]
-        return LayerGauge([(site.point, anchor)], shape=(1, *site.shape), layer=self, anchor=anchor)
+        return LayerGauge(
+            [(site.point, anchor)],
+            shape=(1, *site.shape),
+            entries=math.prod(self.weight_shape),
+            layer=self,
+            anchor=anchor,
+        )
 
     def module_at(self, model: nn.Module, site: Site, anchor: nn.Module) -> nn.Module:
         """The layer with the type, device, memory layout and mode of what is around its place."""

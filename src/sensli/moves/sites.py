@@ -165,6 +165,9 @@ class Gauge:
     points: Sequence[tuple[Point, nn.Module]] = ()  # where an activation and its cotangent are caught
     weights: Sequence[nn.Parameter] = ()  # parameters put into the model for the time of the measurement
     shape: tuple[int, ...] = ()  # of the activation, with its batch; the geometry of a convolution needs it
+    entries: int = (
+        0  # of all gradients that are summed under names that begin with "gradient": each one a matrix or a kernel
+    )
     natural: bool = False  # whether the moments of the natural merit are wanted, with the gradients as matrices
     # Whether the backward pass in progress is measured: the user's code may take others.
     counts: Callable[[], bool] = field(default=always, repr=False)

@@ -17,7 +17,17 @@ from sensli.errors import MeasurementError, UnsupportedSite, one_of
 from sensli.modules import random_state
 from sensli.modules.copies import copied_block, is_large
 from sensli.modules.engines.distributed import readable_part
-from sensli.modules.running import HALF, Slot, first_tensor, undrawn, upcast, value_at, with_value, without_memory
+from sensli.modules.running import (
+    HALF,
+    Slot,
+    first_tensor,
+    nothing_like,
+    undrawn,
+    upcast,
+    value_at,
+    with_value,
+    without_memory,
+)
 from sensli.moves.factors import Outer, Use, watch_uses
 from sensli.moves.inserting import Inserts, apply_cut, example_parameter, plan_cut, take_out
 from sensli.moves.point import Point
@@ -41,13 +51,14 @@ class _TwinGauge(Gauge):
         self._point, self._block, self._module = point, block, module
         named = dict(module.named_parameters())
         self._maps = [named[name] for name in measured]
+        self.entries = sum(weight.numel() for weight in self._maps)
         # where maps were used in the pass that comes back, with the cotangents
         self._met: list[tuple[int, Use, Tensor]] = []
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
-        """The vector of all gradients cut into those of the single maps."""
-        parts = sums["gradient"].split([weight.numel() for weight in self._maps])
-        return [(part.view(weight.shape), Geometry()) for part, weight in zip(parts, self._maps, strict=True)]
+        """Those of the single maps."""
+        names = (f"gradient{index}" for index in range(len(self._maps)))
+        return [(sums[name], Geometry()) for name in names if name in sums]
 
     def _watch(self, output: Tensor, *, aside: bool) -> None:
         """Have the cotangents at all maps arrive with the backward pass from the twin's output; ``aside``: in one of its own."""
@@ -60,10 +71,8 @@ class _TwinGauge(Gauge):
 
         watch_uses([output.grad_fn], {id(weight): weight for weight in self._maps}, arrived)
 
-    def _vector(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor | Outer]:
-        """The gradients of the maps as one vector; a map without one has zeros there."""
-        pairs = zip(self._maps, gradients, strict=True)
-        return {"gradient": torch.cat([(torch.zeros_like(w) if g is None else g).flatten() for w, g in pairs])}
+    def _plain_sums(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor | Outer]:
+        return {f"gradient{index}": gradient for index, gradient in enumerate(gradients) if gradient is not None}
 
     def _natural_sums(self, gradients: Sequence[Tensor | None], samples: int) -> dict[str, Tensor | Outer]:
         met, self._met = self._met, []
@@ -91,7 +100,7 @@ class VirtualTwin(_TwinGauge):
     def caught(
         self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Mapping[str, Tensor | Outer]:
-        """The gradients of all measured maps as one vector. The twin takes the block's other arguments too: a mask, positions."""
+        """The gradients of all measured maps. The twin takes the block's other arguments too: a mask, positions."""
         if self._block.training != self._training:
             self._module.train(self._block.training)
             self._training = self._block.training
@@ -111,7 +120,7 @@ class VirtualTwin(_TwinGauge):
             if self.natural:
                 self._watch(output, aside=True)
             gradients = torch.autograd.grad(output, self._maps, cotangent.to(output.dtype), allow_unused=True)
-        return self._natural_sums(gradients, len(x)) if self.natural else self._vector(gradients)
+        return self._natural_sums(gradients, len(x)) if self.natural else self._plain_sums(gradients)
 
 
 class AddedTwin(_TwinGauge):
@@ -132,7 +141,7 @@ class AddedTwin(_TwinGauge):
     def hooks(
         self, add: Callable[[Mapping[str, Tensor | Outer]], None], unscaled: Callable[[Tensor], Tensor]
     ) -> list[Any]:
-        """Hand on the gradients of all measured maps, as parts of one vector.
+        """Hand on the gradients of all measured maps, one by one.
 
         The sums of a natural merit are handed on map by map, when a gradient arrives: that is after the cotangents of all uses of the map.
         """
@@ -145,19 +154,20 @@ class AddedTwin(_TwinGauge):
                 samples[:] = [len(value)]
                 self._watch(value, aside=False)
 
-        def hook(index: int) -> Callable[[Tensor], None]:
-            def arrived(gradient: Tensor) -> None:
-                if self.natural and not self.counts():
-                    return
+        def hook(index: int) -> Callable[[Tensor], Tensor | None]:
+            def arrived(gradient: Tensor) -> Tensor | None:
+                if not self.counts():
+                    return None
                 gradients: list[Tensor | None] = [None] * len(self._maps)
                 gradients[index] = unscaled(gradient.detach())
                 if not self.natural:
-                    add(self._vector(gradients))
-                    return
+                    add(self._plain_sums(gradients))
+                    return nothing_like(gradient)
                 mine = [(number, use, unscaled(g)) for number, use, g in self._met if number == index]
                 others, self._met = [each for each in self._met if each[0] != index], mine
                 add(self._natural_sums(gradients, samples[0]))
                 self._met = others
+                return nothing_like(gradient)
 
             return arrived
 
