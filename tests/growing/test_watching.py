@@ -83,6 +83,7 @@ UNITS = {
     "random": (deep, points, {"init": "random"}),
     "gradmax": (lambda: fnn(nn.Tanh), points, {"init": "gradmax"}),
     "natural": (deep, points, {"norm": "natural"}),
+    "uniform": (deep, points, {"what": "uniform", "units": 0.5}),
 }
 
 
@@ -351,6 +352,7 @@ def test_a_model_that_was_changed_by_hand_is_refused_once() -> None:
     [
         ({"strategy": "firefly"}, "strategy='firefly' scores sites in passes of its own"),
         ({"strategy": "random-start"}, "strategy='random-start' scores sites in passes of its own"),
+        ({"select": "least"}, "select='least' measures how much the blocks matter in a pass of its own"),
         ({"recycle": True}, "recycle=True looks for dead units in batches"),
         ({"confidence": 0.9}, "confidence=0.9 chooses the number of batches"),
         ({"trial": Trial(2)}, "a Trial trains on batches"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -15,12 +15,14 @@ from sensli.growing.following import Followers
 from sensli.growing.looking import Sensli, proposed
 from sensli.growing.options import Options
 from sensli.growing.strategy import Strategy
-from sensli.merits.merits import Merits
+from sensli.growing.uniform import add_up, parts_of
+from sensli.merits.merits import LEAST, Merit, Merits
 from sensli.merits.probe import MeanProbe
 from sensli.modules import checks
 from sensli.modules.running import without_autocast, without_inference_mode
 from sensli.modules.wrappers import bare, is_sharded
 from sensli.moves.sites import Site, Sites
+from sensli.text.commands import UNIFORM
 
 NOTHING_WATCHED = (
     "batches is missing, and no step was watched since the last call of grower.step. Give grower.step(batches, loss_fn), or train inside "
@@ -35,6 +37,8 @@ def check_watchable(strategy: Strategy | type[Strategy], options: Options) -> No
     reason = ""
     if not issubclass(kind, Sensli) or kind.score is not Sensli.score:
         reason = f"strategy={options.strategy!r} scores sites in passes of its own"
+    elif options.select == LEAST:
+        reason = "select='least' measures how much the blocks matter in a pass of its own"
     elif options.recycle:
         reason = "recycle=True looks for dead units in batches"
     elif options.confidence is not None:
@@ -92,7 +96,7 @@ class Watching:
 
     def _made(self) -> MeanProbe:
         try:
-            return MeanProbe(self._model, self._sites, norm=self._options.norm)
+            return MeanProbe(self._model, _parts(self._sites), norm=self._options.norm)
         except MeasurementError as error:
             if not is_sharded(bare(self._model)):
                 raise
@@ -124,7 +128,13 @@ class Watching:
     def merits_of(self, sites: Sequence[Site]) -> Merits:
         """What the sites are worth, by the steps that were watched."""
         assert self._probe is not None
-        return self._probe.merits_of(sites)
+        merits = self._probe.merits_of(_parts(sites))
+        return add_up(bare(self._model), merits) if self._options.what == UNIFORM else merits
+
+
+def _parts(sites: Iterable[Site]) -> list[Site]:
+    """The sites that are measured: of one that is several at once, its parts."""
+    return [part.site for site in sites for part in parts_of(Merit(site, 0.0))]
 
 
 def _settling(probe: MeanProbe) -> Callable[..., Any]:
