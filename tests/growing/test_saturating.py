@@ -76,7 +76,8 @@ def test_a_loss_that_goes_to_zero_never_fires(power: float) -> None:
 
 def test_a_constant_loss_fires_and_each_look_in_vain_doubles_the_wait() -> None:
     assert firing(Saturating(), [1.0] * 70) == [8, 16, 32, 64]
-    assert firing(Saturating(calls=5), [0.3] * 16, grows=True) == [5, 10, 15]
+    assert firing(Saturating(calls=5), [0.3] * 50, grows=True) == [5, 15, 45]
+    assert firing(Saturating(calls=5, apart=0), [0.3] * 16, grows=True) == [5, 10, 15]
     draw = random.Random(0)
     assert firing(Saturating(), [1.0 + draw.gauss(0, 0.01) for _ in range(20)])
 

@@ -451,17 +451,20 @@ class Saturating(Trigger):
     Then a larger network, which would end some percent of c lower, falls faster per FLOP from the same loss.
 
     A loss that goes to zero, and a metric that rises, never fire it. After a growth, values count once the metric is back where it
-    was, and it waits for half as many calls as there were before. Each look in a row without a growth doubles the number of calls
-    until the next. Each call is taken to train on as many samples, at about the same learning rate.
+    was, and it waits for ``apart`` times as many calls as there were before: the best size doubles when the compute quadruples or so.
+    Each look in a row without a growth doubles the number of calls until the next. Each call is taken to train on as many samples, at
+    about the same learning rate.
 
     Args:
         share: The share of c (default: 0.25).
         calls: The least number of calls with a metric that a fit needs, and the least number of calls between two looks (default: 8).
+        apart: After a growth it waits for this many times the calls before it (default: 2.0).
     """
 
-    def __init__(self, share: float = 0.25, *, calls: int = 8) -> None:
+    def __init__(self, share: float = 0.25, *, calls: int = 8, apart: float = 2.0) -> None:
         self.share = checks.share("share", share, 0.25)
         self.calls = checks.whole("calls", calls, 8, least=5)
+        self.apart = checks.at_least("apart", apart, 0, 2.0)
         self._begun = 0  # calls before the last growth
         self._time = 0  # calls since then
         self._curve = LearningCurve()
@@ -490,9 +493,8 @@ class Saturating(Trigger):
                 self._level = None
             if self._level is None:
                 self._curve.add(now, context.metric)
-        # Fewer calls say little about a law whose time began before the growth.
-        least = max(self.calls * (1 << max(self._vain - 1, 0)), self._begun // 2 if self._vain == 0 else 0)
-        if self._curve.count < self.calls or self._waited < least:
+        waits = self._waited < self.calls * (1 << max(self._vain - 1, 0)) or self._time < self.apart * self._begun
+        if self._curve.count < self.calls or waits:
             return False
         return self._curve.saturation(now, self.share, self._begun) >= _LIKELY
 
@@ -516,7 +518,7 @@ class Saturating(Trigger):
             setattr(self, f"_{name}", state[name])
 
     def __repr__(self) -> str:
-        return f"Saturating({self.share:g}, calls={self.calls})"
+        return f"Saturating({self.share:g}, calls={self.calls}, apart={self.apart:g})"
 
 
 _LIKELY = 2 / 3  # at least twice as likely as not
