@@ -429,8 +429,8 @@ class Grower:
             give fires. Every other argument overrides it (default: "auto").
         trigger: When to check, one of `sensli.triggers`, for example ``Every(10) & Limit(growths=3)``. None takes that of the preset,
             ``Pays() | Diminishing()``.
-        strategy: What is proposed at a check, how it is scored and what is taken: a name that is registered, or a `Strategy` object
-            (default: "sensli").
+        strategy: What is proposed at a check, how it is scored and what is taken: a name that is registered, such as ``"stack"``, which
+            copies whole stacks of blocks, or a `Strategy` object (default: "sensli").
         example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments; keys that ``forward`` does
             not take, such as labels, are left out. None takes the first batch that `step` is given.
         max_factor: A growth that would bring the model to more than this many times its parameters is left out. None allows
