@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import ExpansionError
-from sensli.expanding.sibling import Described, Sibling, example_for, save
+from sensli.expanding.sibling import Described, save
 from sensli.expanding.weights import Content, Stored, Zeros, read_weights, write_weights
 from sensli.modules.running import tensors as tensors_in
+from sensli.modules.siblings import Sibling, example_for
 from sensli.moves.twin.counting import find_indices
 
 if TYPE_CHECKING:

@@ -18,16 +18,7 @@ from sensli.expanding.checking import check_blocks, check_example, check_files, 
 from sensli.expanding.moments import check_optimizer, move_optimizer
 from sensli.expanding.placing import BEFORE_ALL, Measurement, measurement_for, placing_lines
 from sensli.expanding.record import RECORD, ExpansionRecord, expansion
-from sensli.expanding.sibling import (
-    BlockRule,
-    Described,
-    Sibling,
-    build_sibling,
-    find_rules,
-    generic,
-    quiet,
-    read_description,
-)
+from sensli.expanding.sibling import BlockRule, Described, find_rules, generic, make_sibling, read_description
 from sensli.expanding.units import Lengthening, UnitPlan, find_unit_rules, plan_units
 from sensli.expanding.weights import (
     Content,
@@ -41,6 +32,7 @@ from sensli.expanding.weights import (
     write_weights,
 )
 from sensli.modules import checks
+from sensli.modules.siblings import Sibling, quiet
 from sensli.text.commands import BLOCK_STARTS, PLACES, TRAINER_FILE
 from sensli.text.records import dumps as strict_json
 
@@ -446,7 +438,7 @@ def expand(
     tensors = read_weights(source)
     with quiet():
         example = check_example(check, described)
-        sibling = build_sibling(described)
+        sibling = make_sibling(described)
         planned = plan_expansion(described, tensors, sibling, measurement or place, blocks, stack, units)
         config = set_fields(described.stored, planned.fields)
         built = check_blocks(described, planned, config)

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from sensli.errors import ExpansionError, SensliError
-from sensli.expanding.sibling import Described, Sibling, changed_fields, generic, save
+from sensli.expanding.sibling import Described, changed_fields, generic, save
 from sensli.expanding.weights import Content, Drawn, Longer, Shorter, Stored, Zeros, load, seed_of
+from sensli.modules.siblings import Sibling
 from sensli.moves.finding import find_sites
 from sensli.moves.width.width import Width
 from sensli.surgery.growth import grow

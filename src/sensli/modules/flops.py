@@ -81,7 +81,7 @@ def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False
             "Run the model once yourself, then count."
         )
     counter = FlopCounter(elementwise=elementwise)
-    with _unchanged(model), torch.no_grad():
+    with unchanged(model), torch.no_grad():
         try:
             with eager(), counter:  # a compiler would run into the counter and give the model up
                 run(model, to_device(example, device_of(model)))
@@ -105,7 +105,7 @@ def _samples(example: Example) -> int:
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards each module's mode, every buffer and the random state are what they were.
 
     The modes are set one by one: a model's own train() may do more than set them.

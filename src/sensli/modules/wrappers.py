@@ -148,6 +148,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any_is_a(model.modules(), "FSDPModule")
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The user's class of a module, also where `fully_shard` has put one of its own in front of it."""
+    kind = type(module)
+    return kind.__bases__[1] if is_a(module, "FSDPModule") and len(kind.__bases__) > 1 else kind
+
+
 def is_average(module: object) -> bool:
     """Whether this is an average of torch (`torch.optim.swa_utils.AveragedModel`)."""
     return isinstance(module, nn.Module) and is_a(module, "AveragedModel")

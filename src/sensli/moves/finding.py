@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sensli.errors import WrongType, one_of
+from sensli.errors import UnsupportedModel, WrongType, one_of
 from sensli.modules import checks
 from sensli.modules.copies import OnlyRead, SharedMemoryWritten
 from sensli.modules.running import device_of, tf32_note_of, to_device, without_autocast
+from sensli.modules.siblings import is_configured, sibling_of
 from sensli.modules.wrappers import averages_in, bare, is_sharded
+from sensli.moves.carrying import Found, carry_over, made_sibling
 from sensli.moves.dead import NarrowKind, RecycleKind
 from sensli.moves.layers import LayerKind
 from sensli.moves.point import Ref
@@ -51,6 +53,9 @@ def move_from_dict(data: Mapping[str, Any]) -> Move:
 
 Init = str | Sequence[str] | None  # how what is new gets its weights
 _INIT_NAMES = ", ".join(map(repr, (*INITS, *STARTS)))
+# From a function, or from the configuration of the model: at any size, never, or (None) above so many parameters.
+SiblingOption = Callable[[], Any] | bool | None
+LARGE = 1_000_000_000
 _LOOKED_FOR = {"twin": "no stack of blocks", "relu": "no ReLU"}
 
 
@@ -103,6 +108,7 @@ def find_sites(
     kernel_size: int | None = None,
     units: int | float = 0.25,
     init: Init = None,
+    sibling: SiblingOption = None,
 ) -> Sites:
     """Find the places where a model can grow without changing its function: by an identity layer, or by more units in a layer.
 
@@ -126,13 +132,17 @@ def find_sites(
             ``"copy"`` takes those of its neighbor, ``"fresh"`` draws new ones with the same spread. Units: ``"sensitive"`` chooses the
             incoming weights that are worth most among several that are made for the data, ``"random"`` draws them, ``"gradmax"`` leaves
             them zero and chooses the outgoing weights, ``"net2net"`` copies units that are there. None takes "copy" and "sensitive".
+        sibling: Where to look: a function that makes a small model of the same class, with at least three blocks, or a pair of it and
+            an example for it. Sites are found there and bound to this model by path, and the example runs through the model once, so
+            that no copy of it is made. True builds one from ``model.config``, False always copies. None builds one for models with a
+            configuration and more than a billion parameters.
 
     Returns:
         The sites in the order of the data flow, with the places that were skipped and why.
 
     Raises:
         BadExample: If the example does not run through the model.
-        UnsupportedModel: If the model as a whole cannot be read.
+        UnsupportedModel: If the model as a whole cannot be read, or the sibling has other paths or classes.
     """
     if what == UNIFORM:
         raise ValueError(
@@ -147,7 +157,7 @@ def find_sites(
     check_values(checks.example("example", example))
     with torch.inference_mode(False):
         request = Request(form, kernel_size, block_init, what, units, unit_init)
-        found, skipped, notes = _search_on_copy(model, example, request)
+        found, skipped, notes = _found(model, example, request, sibling)
     found, skipped = _outside_of_averages(model, found, skipped)
     sites = [replace(site, _root=Ref.to("", model)) for site in found]
     remember(model, sites)
@@ -168,7 +178,23 @@ def _outside_of_averages(
     return sites, skipped
 
 
-def _search_on_copy(model: nn.Module, example: Any, request: Request) -> tuple[list[Site], list[Skipped], list[str]]:
+def _found(model: nn.Module, example: Any, request: Request, sibling: SiblingOption) -> Found:
+    """What was found on a sibling, where there is one to look at, or else on a copy of the model."""
+    if sibling is not None and not isinstance(sibling, bool):
+        return carry_over(model, example, made_sibling(sibling, model, example), request, _search_on_copy)
+    if sibling:
+        return carry_over(model, example, sibling_of(model, example), request, _search_on_copy)
+    note: list[str] = []
+    if sibling is None and is_configured(model) and sum(p.numel() for p in model.parameters()) > LARGE:
+        try:
+            return carry_over(model, example, sibling_of(model, example), request, _search_on_copy)
+        except UnsupportedModel as error:
+            note.append(f"a copy of the whole model was searched, because a small sibling of it would not do: {error}")
+    found, skipped, notes = _search_on_copy(model, example, request)
+    return found, skipped, [*note, *notes]
+
+
+def _search_on_copy(model: nn.Module, example: Any, request: Request) -> Found:
     """The search on a copy that shares the model's memory or, where the model's code writes into its parameters, on a whole one."""
     guard = OnlyRead(model)
     if guard and not is_sharded(model):
@@ -177,9 +203,7 @@ def _search_on_copy(model: nn.Module, example: Any, request: Request) -> tuple[l
     return _search(model, example, request, share=False)
 
 
-def _search(
-    model: nn.Module, example: Any, request: Request, *, share: bool
-) -> tuple[list[Site], list[Skipped], list[str]]:
+def _search(model: nn.Module, example: Any, request: Request, *, share: bool) -> Found:
     example = to_device(example, device_of(model))
     flow = record(model, example, share=share)
     try:

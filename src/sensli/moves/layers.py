@@ -397,20 +397,12 @@ class Placing:
                 )
             # torch's slopes per channel lie along the second dimension, which are the features only in a matrix
             norm = int(form == "residual" and len(shape) == 2 and after_batch_norm(seen.node))
-            s = _fitted(s, shape[-1] if len(shape) == 2 else 1)
+            s = fitted(s, shape[-1] if len(shape) == 2 else 1)
             return Layer(form, "linear", shape[-1], activation=s, norm=norm)
-        kernel, groups = same_size_kernel((3,) * (len(shape) - 2), shape[2:]), 1
-        for name in neighbours:
-            module = self.search.model.get_submodule(name)
-            like = map_of(module) if isinstance(module, CONVOLUTIONS) else None
-            if like is not None and len(like.kernel) == len(shape) - 2:
-                kernel = same_size_kernel(like.kernel, shape[2:])
-                groups = grouped_like(shape[1], like.module.groups)
-                break
-        if self.kernel_size is not None:
-            kernel = (self.kernel_size,) * len(kernel)
+        near = [self.search.model.get_submodule(name) for name in neighbours]
+        kernel, groups = windows_like(near, shape, self.kernel_size)
         norm = len(kernel) if form == "residual" and after_batch_norm(seen.node) else 0
-        return Layer(form, "conv", shape[1], kernel, groups, _fitted(s, shape[1]), norm=norm)
+        return Layer(form, "conv", shape[1], kernel, groups, fitted(s, shape[1]), norm=norm)
 
     def _activation_in(self, call: ModuleCall) -> Activation | None:
         """The first activation inside a block, module or functional: what the block's author would use."""
@@ -438,7 +430,21 @@ def after_batch_norm(node: Any) -> bool:
     return source is not None and operation(source) in ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
 
 
-def _fitted(activation: Activation, width: int) -> Activation:
+def windows_like(
+    neighbours: Sequence[nn.Module], shape: Sequence[int], kernel_size: int | None
+) -> tuple[tuple[int, ...], int]:
+    """The kernel and the groups of a new convolution on a map of this shape: those of the first neighbour that is one of as many axes."""
+    kernel, groups = same_size_kernel((3,) * (len(shape) - 2), shape[2:]), 1
+    for module in neighbours:
+        like = map_of(module) if isinstance(module, CONVOLUTIONS) else None
+        if like is not None and len(like.kernel) == len(shape) - 2:
+            kernel = same_size_kernel(like.kernel, shape[2:])
+            groups = grouped_like(shape[1], like.module.groups)
+            break
+    return kernel if kernel_size is None else (kernel_size,) * len(kernel), groups
+
+
+def fitted(activation: Activation, width: int) -> Activation:
     """The same activation for another width: a PReLU with one slope per channel has to fit."""
     if activation.name == "PReLU" and dict(activation.arguments)["num_parameters"] > 1:
         return replace(activation, arguments=(("num_parameters", width),))

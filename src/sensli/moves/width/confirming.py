@@ -460,7 +460,7 @@ class _Together:
         for numbers in self._guesses():
             changed = self._changed(numbers)
             built = build_again(self.module, changed)
-            if built is None or shapes(built) != wanted or not _is_valid(changed):
+            if built is None or shapes(built) != wanted or not is_valid(changed):
                 continue
             move = replace(self.move, sizes=(*self.move.sizes, *numbers))
             site = Site(self.point, replace(move, sizes=(*move.sizes, *self._inside(before, built, move))))
@@ -525,7 +525,7 @@ class _Together:
         return id(size.holder(self.model.get_submodule(size.module.path))), size.name
 
 
-def _is_valid(configuration: Any) -> bool:
+def is_valid(configuration: Any) -> bool:
     """Whether the library reads the configuration back: it may refuse numbers that the model itself would take."""
     if not hasattr(configuration, "to_dict") or not hasattr(type(configuration), "from_dict"):
         return True

@@ -141,7 +141,7 @@ class Siting:
             if not any(p.requires_grad for p in self.model.get_submodule(path).parameters(recurse=False)):
                 raise NoWidth(f"{path}, which reads its units, does not train")
         request = self.search.request
-        more = request.units if isinstance(request.units, int) else max(1, round(request.units * move.units))
+        more = more_units(request.units, move.units)
         for axis in move.axes:
             adapter = _adapter_around(self.model, axis.module.path)
             if adapter:
@@ -170,7 +170,7 @@ class Siting:
             raise NoWidth(f"returns {call.returned}, not a tensor")
         if not self.search.flow.reaches(seen):
             raise NoWidth("no gradient arrives there")
-        added, flops = self._cost(move, resized)
+        added, flops = cost_of(self.model, move, resized, self._shape)
         point = self.search.point(call, "after", seen)
         return Site(replace(point, chained=False), replace(move, added=added, flops=flops))
 
@@ -219,26 +219,38 @@ class Siting:
         bound = (replace(size, module=ref) for size, ref in zip(sizes, refs, strict=True))
         return replace(site, move=replace(move, sizes=(*move.sizes, *bound), flops=flops))
 
-    def _cost(self, move: Width, resized: Sequence[Resize]) -> tuple[int, int]:
-        """Parameters and FLOPs that come with the units."""
-        added = flops = 0
-        positions = {}
-        for axis in move.axes:
-            module = self.model.get_submodule(axis.module.path)
-            role, call = role_of(module), self.calls.get(axis.module.path)
-            if role is None or call is None:
-                continue  # torch's own attention: a trial counts it
-            seen = call.inputs[0] if getattr(module, "transposed", False) and call.inputs else call.output
-            tensor = None if seen is None else seen.tensor
-            if tensor is not None and isinstance(getattr(module, axis.name), nn.Parameter):
-                shape = [size for dim, size in enumerate(tensor.shape[1:], 1) if dim != role.channel % tensor.dim()]
-                positions[id(getattr(module, axis.name))] = math.prod(shape)
-        for each in resized:
-            if each.is_parameter:
-                more = math.prod(each.new_shape) - math.prod(each.old_shape)
-                added += more
-                flops += 2 * more * positions.get(id(each.tensor), 0) if each.tensor.dim() > 1 else 0
-        return added, flops
+    def _shape(self, path: str, given: bool) -> tuple[int, ...] | None:
+        """The shape of what a layer was given or gave."""
+        call = self.calls.get(path)
+        seen = None if call is None else call.inputs[0] if given and call.inputs else call.output
+        return None if seen is None else tuple(seen.tensor.shape)
+
+
+def more_units(asked: int | float, units: int) -> int:
+    """How many units come to so many: a number, or a share of them."""
+    return asked if isinstance(asked, int) else max(1, round(asked * units))
+
+
+def cost_of(
+    model: nn.Module, move: Width, resized: Sequence[Resize], shape_of: Callable[[str, bool], tuple[int, ...] | None]
+) -> tuple[int, int]:
+    """Parameters and FLOPs that come with the units. ``shape_of``: of what a layer gives, or is given."""
+    added = flops = 0
+    positions = {}
+    for axis in move.axes:
+        module = model.get_submodule(axis.module.path)
+        role = role_of(module)
+        # Without a role it is torch's own attention: a trial counts it.
+        shape = None if role is None else shape_of(axis.module.path, getattr(module, "transposed", False))
+        if role is not None and shape is not None and isinstance(getattr(module, axis.name), nn.Parameter):
+            others = [size for dim, size in enumerate(shape[1:], 1) if dim != role.channel % len(shape)]
+            positions[id(getattr(module, axis.name))] = math.prod(others)
+    for each in resized:
+        if each.is_parameter:
+            more = math.prod(each.new_shape) - math.prod(each.old_shape)
+            added += more
+            flops += 2 * more * positions.get(id(each.tensor), 0) if each.tensor.dim() > 1 else 0
+    return added, flops
 
 
 def _adapter_around(model: nn.Module, path: str) -> str:
