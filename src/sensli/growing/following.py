@@ -26,7 +26,6 @@ from sensli.modules.running import count_samples, first_samples, to_device
 from sensli.modules.wrappers import bare
 from sensli.moves.dead import Recycle
 from sensli.moves.sites import Site
-from sensli.moves.width.confirming import width_of
 from sensli.moves.width.width import Width
 from sensli.surgery.averaging import Averaged, Copies, check_alike, follow, kept_of
 from sensli.surgery.dead import find_dead, renew
@@ -77,9 +76,7 @@ class Followers:
         with AllOrNothing() as change:
             self.keep(change, model, history)
             for part in parts_of(merit):
-                site = part.site
-                if grown:
-                    site = replace(site, move=after(width_of(site), [width_of(growth.site) for growth in grown]))
+                site = after(part.site, [growth.site for growth in grown]) if grown else part.site
                 growth = grow(
                     model, site, optimizer=self.optimizer, scheduler=self.scheduler,
                     lr_factor=rates.lr_factor if first and not grown else 1.0,

@@ -30,8 +30,7 @@ from sensli.modules.running import mapped, noting, tensors, untouched, without_a
 from sensli.modules.wrappers import bare, is_sharded, own_modules, own_parameters
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites, Skipped, Where, filter_sites
-from sensli.moves.stacking import NO_STACK
-from sensli.moves.twin.twins import Twin
+from sensli.moves.stacking import after_blocks
 from sensli.surgery.growth import check_joining
 from sensli.surgery.optimizers import Optimizers
 from sensli.surgery.record import factor_text, reason_of, rule_of
@@ -365,7 +364,7 @@ class Sensli(Strategy):
     def propose(self, model: nn.Module, example: Any) -> Sites:
         found = self._search.sites(model, example)
         if self.options.select == LEAST:
-            return _after_blocks(found, type(bare(model)).__name__)
+            return after_blocks(found, type(bare(model)).__name__)
         return make_uniform(bare(model), found) if self.options.what == UNIFORM else found
 
     def score(
@@ -420,13 +419,6 @@ class Sensli(Strategy):
         loss, generator = _loss(state.get("largest_loss", 0.0)), read_generator(state["generator"])
         self.threshold.largest_loss = loss
         self._generator.set_state(generator)
-
-
-def _after_blocks(found: Sites, name: str) -> Sites:
-    """Of each block the site that puts a copy of it after it."""
-    sites = [site for site in found if isinstance(site.move, Twin) and site.side == "after"]
-    why = [] if sites else [Skipped("", f"select='least' copies blocks, and {NO_STACK}")]
-    return Sites(sites, [*found.skipped, *why], notes=found.notes, model_name=name)
 
 
 def _loss(value: Any) -> float:

@@ -100,18 +100,18 @@ def add_up(network: nn.Module, merits: Merits) -> Merits:
     )  # fmt: skip
 
 
-def after(width: Width, before: Sequence[Width]) -> Width:
+def after(site: Site, before: Sequence[Site]) -> Site:
     """A width after others of its decision have grown: where several lie along one axis of a tensor, the later ones have moved."""
-    axes = []
+    axes, width = [], width_of(site)
     for axis in width.axes:
         start, length = axis.start, axis.length
-        for other in before:
+        for other in map(width_of, before):
             for its in other.axes:
                 if (its.module.path, its.name, its.dim) == (axis.module.path, axis.name, axis.dim):
                     change = other.stretch(its).change
                     length, start = length + change, start + change * (its.start < start)
         axes.append(replace(axis, start=start, length=length))
-    return replace(width, axes=tuple(axes))
+    return replace(site, move=replace(width, axes=tuple(axes)))
 
 
 def _whole(network: nn.Module, parts: Sequence[Merit]) -> Site:

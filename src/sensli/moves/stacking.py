@@ -305,6 +305,13 @@ def find_stacks(model: nn.Module, example: Any, *, order: str = "stack", spare: 
     return Sites(found, skipped, model_name=type(model).__name__)
 
 
+def after_blocks(found: Sites, name: str) -> Sites:
+    """Of the sites of a model of this name those that put a copy of a block after it."""
+    sites = [site for site in found if isinstance(site.move, Twin) and site.side == "after"]
+    why = [] if sites else [Skipped("", f"select='least' copies blocks, and {NO_STACK}")]
+    return Sites(sites, [*found.skipped, *why], notes=found.notes, model_name=name)
+
+
 def _site(search: Search, finder: TwinFinder, stack: Stack, order: str, spare: int) -> Site:
     model, copied = search.model, stack.blocks[spare : len(stack.blocks) - spare]
     if not copied:
