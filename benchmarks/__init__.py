@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cnn, estimators, finding, measuring, natural, resume, starts, transformers, widths
+from benchmarks import cnn, estimators, finding, measuring, natural, resume, starts, transformers, watching, widths
 from benchmarks.figure import Figure
 from benchmarks.random_models import random_models
 from benchmarks.spirals import spirals
@@ -30,6 +30,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "natural": natural.natural_cost,
     "memory": measuring.memory,
     "probe": measuring.probe,
+    "watch": watching.watching_cost,
     "linear": measuring.linear_cost,
     "confidence": measuring.confidence,
     "spirals": spirals,

@@ -117,7 +117,8 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
                     f"transformers {__version__} has no Trainer.{method.__name__}, which checkpoints of a growing model need. "
                     "Use a version this release of sensli was tested with (5.22)."
                 )
-        for method in (*around, *([] if self._steps_watched is None else [self._inner_training_loop])):
+        wrapped: list[Any] = [*around, *([] if self._steps_watched is None else [self._inner_training_loop])]
+        for method in wrapped:
             # On this Trainer alone, around its own methods: a subclass may have overridden them.
             setattr(trainer, method.__name__, functools.partial(method, getattr(trainer, method.__name__)))
         self.trainer = trainer
