@@ -160,6 +160,7 @@ CALLS: dict[str, Callable[..., Any]] = {
         s.model, preset="paper", example=s.x, trigger=Every(2), rates=Rates(**given)
     ),
     "Grower.step": lambda s, **given: s.grower.step(**{"batches": s.data, "loss_fn": loss_fn, "metric": 0.5, **given}),
+    "Grower.watch": lambda s, **given: s.grower.watch(**given),
     "Grower.load_state_dict": lambda s, **given: s.grower.load_state_dict(**{"state": s.grower.state_dict(), **given}),
     "Trial": lambda s, **given: Trial(**{"steps": 3, **given}),
     "GStack": lambda s, **given: GStack(**given),
@@ -395,6 +396,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Rates without an optimizer", "new_lr_factor"): (Of("0.5", lambda s: 0.5, "needs optimizer="),),
     ("Grower without an optimizer", "scheduler"): (Of("one", lambda s: s.scheduler, "other than those given"),),
     ("Grower.step", "batches"): (*NOT_BATCHES, *BAD_BATCHES),
+    ("Grower.watch", "scaler"): (5, "amp", True, 1024.0, torch.amp.GradScaler),
     ("Grower.step", "loss_fn"): (*NOT_A_LOSS, Of("None", lambda s: None, "is missing"), *BAD_LOSSES),
     ("Grower.step", "metric"): ("0.5", [0.5], {"loss": 1}, True, 1j, torch.ones(2), nn.ReLU, np.ones(3)),
     ("Grower.load_state_dict", "state"): NOT_DATA,
@@ -503,6 +505,7 @@ def test_a_wrong_argument_is_told_clearly_and_changes_nothing(setting: Setting, 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "monitor": (5, True, ["val_loss"], nn.ReLU),
     "batches": (*NOT_WHOLE, 0, -1),
+    "watch": (*NOT_WHOLE, 0, -1),
     "metrics": NOT_A_FLAG,
     "example": NOT_AN_EXAMPLE,
     "averaged": TABLE["Grower", "averaged"],

@@ -25,7 +25,7 @@ from sensli.moves.sites import Site, Sites
 from sensli.text.commands import UNIFORM
 
 NOTHING_WATCHED = (
-    "batches is missing, and no step was watched since the last call of grower.step. Give grower.step(batches, loss_fn), or train inside "
+    "batches is None, and no step was watched since the last call of grower.step. Give grower.step(batches, loss_fn), or train inside "
     "of `with grower.watch():` before it."
 )
 
