@@ -321,10 +321,14 @@ def _has_skip(call: ModuleCall) -> bool:
 
 
 def manner(module: nn.Module) -> tuple[object, ...]:
-    """The plain settings of a block that are not numbers of a layer: blocks of one class may still compute different things."""
+    """The plain settings of a block that are not numbers of a layer: blocks of one class may still compute different things.
+
+    Of a rate of dropout only whether it is zero: many models give every block another one.
+    """
     plain = (str, bool, float, type(None), FunctionType, BuiltinFunctionType)
+    dropout = nn.modules.dropout._DropoutNd
     return tuple(
-        (path, name, value)
+        (path, name, bool(value) if type(value) is float and ("drop" in name or isinstance(part, dropout)) else value)
         for path, part in module.named_modules()
         for name, value in vars(part).items()
         if name != "training" and isinstance(value, plain)

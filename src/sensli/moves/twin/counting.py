@@ -210,17 +210,29 @@ def _comparable(output: Any) -> Iterator[Tensor]:
 class Rebuilt:
     """A module around the list that its class may build again from its configuration, to be compared with what the list becomes."""
 
-    def __init__(self, trial: nn.Module, owner: str, name: str, container: str, indices: tuple[Index, ...]) -> None:
+    def __init__(
+        self,
+        trial: nn.Module,
+        owner: str,
+        name: str,
+        container: str,
+        indices: tuple[Index, ...],
+        built: dict[object, nn.Module | None],
+    ) -> None:
+        """``built``: what was built of the same model for other places."""
         self._trial, self._owner, self._name, self._container = trial, owner, name, container
         self._module = trial.get_submodule(owner)
         self._configuration = getattr(self._module, name)
         self._place = ListPlace((), indices)
         self._count = self._blocks_in(self._module)
-        self._built: dict[object, nn.Module | None] = {}  # by what was changed in the configuration
+        self._built = built  # by what was changed in which configuration
 
     @cached_property
     def _as_it_is(self) -> nn.Module | None:
-        return build_again(self._module, self._configuration)
+        key = self._owner, self._name
+        if key not in self._built:
+            self._built[key] = build_again(self._module, self._configuration)
+        return self._built[key]
 
     @property
     def is_faithful(self) -> bool:
@@ -249,7 +261,7 @@ class Rebuilt:
                     holder = getattr(holder, step)
                 fact.follow(holder, position, source)
                 values.append((fact, repr(getattr(holder, fact.name))))
-        built = self._build(tuple(values), changed)
+        built = self._build((self._owner, self._name, *values), changed)
         if built is None or self._blocks_in(built) != self._count + 1:
             return None
         with (
@@ -379,12 +391,20 @@ def _cast_alike(built: nn.Module, like: nn.Module) -> None:
                 part._buffers[name] = buffer.to(other.dtype)
 
 
-def plan_list(flow: Flow, example: Any, container: str, sources: tuple[int, int], twin: Twin) -> ListPlace | None:
+def plan_list(
+    flow: Flow,
+    example: Any,
+    container: str,
+    sources: tuple[int, int],
+    twin: Twin,
+    built: dict[object, nn.Module | None],
+) -> ListPlace | None:
     """What must follow when the list takes a twin beside a block; None where no trial confirms any plan.
 
     ``sources`` are the first and the last of the equal blocks that a twin may go beside. What holds at both holds between them: unless the
     configuration lists the blocks one by one, a block more at either end can give the same list only if all between are equal.
-    The copy that the example ran through takes the twin, and is put back.
+    The copy that the example ran through takes the twin, and is put back. ``built``: what was built of it for other lists, to be used
+    again.
     """
     trial = flow.model
     blocks = list(trial.get_submodule(container).children())
@@ -405,12 +425,12 @@ def plan_list(flow: Flow, example: Any, container: str, sources: tuple[int, int]
             return known.is_given_by(trial, layer)
 
     for owner, name in _configured(trial, container, len(blocks)):
-        remade = Rebuilt(trial, owner, name, container, indices)
-        for facts, built in remade.plans(position, source, layer):
+        remade = Rebuilt(trial, owner, name, container, indices, built)
+        for facts, again in remade.plans(position, source, layer):
             place = ListPlace(facts, indices)
             if remade.matches(last + 1, last, layer, facts):
                 with grown_list(trial, container, place, position, source, layer):
-                    alike = remade.runs_alike(built, known)
+                    alike = remade.runs_alike(again, known)
                 if alike if alike is not None else holds(place):
                     return place
         if remade.is_faithful:

@@ -392,6 +392,7 @@ class TwinFinder:
         # Of a list: for each block the first and the last of its equals, and what must follow when the list takes a twin of them.
         self._equals: dict[str, list[tuple[int, int]]] = {}
         self._places: dict[tuple[str, tuple[int, int]], ListPlace | None] = {}
+        self._built: dict[object, nn.Module | None] = {}  # models from changed configurations
         self._numbers: dict[str, dict[str, list[tuple[str, str]]]] = {}  # of a container: what tells its blocks apart
 
     def find(self, call: ModuleCall, seen: SeenTensor, *, chained: bool) -> tuple[Twin, ListPlace | None]:
@@ -483,7 +484,8 @@ class TwinFinder:
             self._equals[container] = equal_blocks(list(parent.children()))
         alike = self._equals[container][int(key) - first_number(parent)]
         if (container, alike) not in self._places:
-            self._places[container, alike] = plan_list(self._flow, self._example, container, alike, twin)
+            plan = plan_list(self._flow, self._example, container, alike, twin, self._built)
+            self._places[container, alike] = plan
         return self._places[container, alike]
 
 

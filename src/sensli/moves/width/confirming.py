@@ -33,7 +33,7 @@ from sensli.moves.trial import Rehearsal, Verdict, bisect
 from sensli.moves.width.marking import common_path
 from sensli.moves.width.replica import Replica, by_label
 from sensli.moves.width.starts import STARTS, drawn_rows
-from sensli.moves.width.widening import Widening, covers_all_blocks, resizes
+from sensli.moves.width.widening import Passing, Widening, covers_all_blocks, resizes
 from sensli.moves.width.width import TOLERANCE, Axis, Entries, Size, Width, family
 
 _LARGE = (1000.0, 10.0, 1.0)  # times the usual rows: what competes wins then; less where the model cannot take so much
@@ -189,14 +189,32 @@ class WidthRehearsal(Rehearsal):
     def widened(self, sites: Sequence[Site], size: float | None = 1.0) -> Iterator[None]:
         """The copy is wider as long as the context lasts: by drawn rows of this size, or as units start without a measurement."""
         wider = [replace(site, move=self._on_copy(site).move(size)) for site in in_order(sites)]
+        passing = Passing(self._called_layers)
         with ExitStack() as stack:
             for site in wider:
                 point = replace(site.point, anchor=site.point.by_path().anchor, neighbours=())
                 edit = Widening(self.model, replace(site, point=point), strict=False)
+                # Rows of a given size depend on nothing that was widened before; a start may read what is there.
+                edit.passing = None if size is None else passing
                 edit.build()
                 edit.apply()
                 stack.callback(edit.revert)
-            yield
+            with passing.running():
+                yield
+
+    def _called_layers(self, parameter: Tensor) -> list[nn.Module]:
+        """The layers that have a parameter, if all of them were called in the run, so that nobody else reads it."""
+        found = [] if self._fast else self._holders.get(id(parameter), [])
+        known = all(role_of(module) is not None and self._flow.calls_of(path) for path, module in found)
+        return [module for _, module in found] if known else []
+
+    @cached_property
+    def _holders(self) -> dict[int, list[tuple[str, nn.Module]]]:
+        found: dict[int, list[tuple[str, nn.Module]]] = {}
+        for path, module in self.model.named_modules():
+            for parameter in module._parameters.values():
+                found.setdefault(id(parameter), []).append((path, module))
+        return found
 
     @contextmanager
     def _watching(self, sites: Sequence[Site]) -> Iterator[_Given]:

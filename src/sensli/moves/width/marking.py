@@ -196,7 +196,7 @@ class _Run:
     def _share(self, x: Tensor | None) -> Tensor | None:
         """For every sample the share of values that are marked."""
         each = None if x is None or not x.is_floating_point() else _by_sample(x, len(self.marks))
-        return None if each is None or each.dim() < 2 else each.flatten(1).isnan().float().mean(1)
+        return None if each is None or each.dim() < 2 else each.flatten(1).isnan().sum(1) / max(each[0].numel(), 1)
 
     def _find_marks(self, x: Tensor, channel: int) -> dict[int, frozenset[int]]:
         """For every sample with marks the places along the channels that have one."""

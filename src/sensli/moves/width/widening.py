@@ -10,13 +10,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli.errors import MovedSite, UnknownSite, UnsupportedSite
+from sensli.modules.copies import is_large
 from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.engines.fsdp import check_resized, follow_shapes
 from sensli.modules.grown import fit_class, new_in
@@ -84,9 +89,58 @@ def followed(entries: Tensor, axis: Axis, shape: Sequence[int]) -> Tensor | None
     return None
 
 
+class Passing:
+    """Large parameters of a copy that is wider for a trial: they have their values only while the layer runs that has them.
+
+    All of them at once would be a second copy of the model. In between they have their new shape and not a number in them, so that
+    whoever reads them without calling the layer is found out.
+    """
+
+    def __init__(self, layers: Callable[[Tensor], Sequence[nn.Module]]) -> None:
+        """``layers``: those that have a parameter, where nothing else reads it; otherwise none."""
+        self._layers = layers
+        self._made: dict[int, tuple[Tensor, Tensor, list[Callable[[Tensor], Tensor]]]] = {}
+
+    def takes(self, tensor: Tensor) -> bool:
+        return is_large(tensor) and bool(self._layers(tensor))
+
+    def widen(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
+        """Have the value of today be made of the one before."""
+        self._made.setdefault(id(tensor), (tensor, tensor.data, []))[2].append(make)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The layers run with their values as long as the context lasts."""
+        handles: list[Any] = []
+        try:
+            for tensor, old, makes in self._made.values():
+                empty = tensor.data
+                for layer in self._layers(tensor):
+                    fill, let_go = self._filling(tensor, old, makes), partial(self._set, tensor, empty)
+                    handles.append(layer.register_forward_pre_hook(fill, prepend=True))
+                    handles.append(layer.register_forward_hook(let_go, always_call=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _filling(
+        self, tensor: Tensor, value: Tensor, makes: Sequence[Callable[[Tensor], Tensor]]
+    ) -> Callable[..., None]:
+        def fill(*_: Any) -> None:
+            tensor.data = reduce(lambda before, make: make(before), makes, value)
+
+        return fill
+
+    @staticmethod
+    def _set(tensor: Tensor, value: Tensor, *_: Any) -> None:
+        tensor.data = value
+
+
 class Widening(Edit):
     """Parameters and buffers get more entries, and the attributes that count them follow. The objects stay."""
 
+    passing: Passing | None = None  # for a trial in a copy of a model
     _old: list[Tensor] | None = None  # what they held before: a trial in a copy of a model takes it back at once
 
     def __init__(
@@ -138,8 +192,12 @@ class Widening(Edit):
         self._new = []
         for each in self.resized:
             old = whole(each.tensor)
-            value = like_layout(grown_value(old, each, self._move, entries), old)
-            self._new.append(sharded_like(value, each.tensor))
+            make = partial(_laid_out, resize=each, width=self._move, entries=entries)
+            if self.passing is not None and self.passing.takes(each.tensor):
+                self.passing.widen(each.tensor, make)
+                self._new.append(old.new_full((), torch.nan).expand(tuple(each.new_shape)))
+            else:
+                self._new.append(sharded_like(make(old), each.tensor))
 
     def apply(self) -> None:
         change_sizes(self._move, self._move.more)
@@ -316,6 +374,11 @@ def grown_value(value: Tensor, resize: Resize, width: Width, entries: Entries) -
     for shift in moved:  # last: copies are of units as they were
         value = value + resize.stretched(shift, along=range(shift.dim()))
     return value
+
+
+def _laid_out(old: Tensor, resize: Resize, width: Width, entries: Entries) -> Tensor:
+    """The same, in memory as the tensor was before."""
+    return like_layout(grown_value(old, resize, width, entries), old)
 
 
 def _beside(value: Tensor, axis: Axis, entries: Tensor) -> Tensor:
