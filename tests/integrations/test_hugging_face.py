@@ -340,8 +340,10 @@ def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
     assert_same(whole.model.state_dict(), resumed.model.state_dict())
 
 
-def test_units_grow_in_a_training_and_a_resumed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("warmup", [None, 6])
+def test_units_grow_in_a_training_and_a_resumed_one(warmup: int | None, tmp_path: Path) -> None:
     growing: dict[str, Any] = {"what": "units", "units": 4, "init": "random", "per": "flops", "batches": 2}
+    growing["rates"] = Rates(warmup=warmup)
     settings = {"num_train_epochs": 3, "logging_strategy": "no"}
     whole = make(tmp_path, first := grow(1, 2, **growing), **settings)
     whole.train()
@@ -352,6 +354,12 @@ def test_units_grow_in_a_training_and_a_resumed_one(tmp_path: Path) -> None:
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert second.history == first.history
         assert_same(whole.model.state_dict(), resumed.model.state_dict())
+    states = [state for saved in (4, 8) for state in groups(tmp_path / f"checkpoint-{saved}")]
+    assert any("sensli_warmup" in group for group in states) == (warmup is not None)
+
+
+def groups(folder: Path) -> Any:
+    return torch.load(folder / "optimizer.pt", weights_only=True)["param_groups"]
 
 
 def test_the_best_model_comes_back_with_its_layers_and_everything_is_logged(tmp_path: Path) -> None:

@@ -147,6 +147,26 @@ def test_resume_from_a_checkpoint_is_the_same_run_to_the_bit(own: dict[str, Any]
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("what", ["layers", "units"])
+def test_a_warm_up_goes_on_in_a_resumed_fit(what: str, tmp_path: Path) -> None:
+    """Saved when what is new has not taken a step yet; an epoch has four steps."""
+    runs = []
+    for warmup in (6, None):
+        rates = Rates(warmup=warmup, depth_power=0.5 if what == "layers" else 0.0)
+        options: dict[str, Any] = {"tau": 0.0, "what": what, "preset": "paper", "rates": rates}
+        whole, _ = fit(tmp_path / "a", 4, GrowthCallback(triggers.At(2), **options), dropout=0.0)
+        _, trainer = fit(tmp_path / "b", 2, GrowthCallback(triggers.At(2), **options), dropout=0.0)
+        assert any("warmup_ages" in state for state in trainer.optimizers[0].state.values()) == (warmup is not None)
+        trainer.save_checkpoint(tmp_path / "at2.ckpt")
+        callback = GrowthCallback(triggers.At(2), **options)
+        resumed, trainer = fit(tmp_path / "c", 4, callback, ckpt_path=tmp_path / "at2.ckpt", seed=8, dropout=0.0)
+        for name, value in whole.state_dict().items():
+            assert torch.equal(value, resumed.state_dict()[name]), name
+        assert len(callback.history) == 1 and not trainer.optimizers[0]._optimizer_step_post_hooks
+        runs.append(whole.state_dict())
+    assert any(not torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+
+
 class Growing(Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         grow_like(self, checkpoint)

@@ -194,6 +194,9 @@ class Training:
                 for group in optimizer.param_groups
             ],
             "state": [(order.get(id(p)), plain(state)) for p, state in optimizer.state.items()],
+            "hooks": [list(optimizer._optimizer_step_pre_hooks), list(optimizer._optimizer_step_post_hooks)]
+            if objects
+            else [],
             "scheduler": plain({k: v for k, v in vars(scheduler).items() if k != "optimizer"}),
             "history": self.history.to_dict(),
             "grower": None if self.grower is None else [self.grower.state_dict(), number(self.grower.last_merits)],
@@ -327,6 +330,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "layer of its own": lambda: growth_of(plain, "after 2", new_lr_factor=2.0, freeze_rest=True),
     "units": lambda: growth_of(plain, "in 0", what="units", lr_factor=0.5, check=X),
     "copied units": lambda: growth_of(plain, "in 0", what="units", init="net2net"),
+    "layer that warms up": lambda: growth_of(plain, "after 4", warmup=5, depth_power=1.0),
+    "units that warm up": lambda: growth_of(plain, "in 0", what="units", warmup=5),
+    "undo units that warm up": lambda: growth_of(plain, "in 0", what="units", warmup=5, back=True),
     "twin": lambda: growth_of(blocks, "Block", lr_factor=0.5),
     "stack": lambda: growth_of(blocks, "copy"),
     "heads": lambda: growth_of(blocks, "head", what="units"),

@@ -22,6 +22,7 @@ from sensli.modules.wrappers import own_parameters
 from sensli.surgery.history import Growth, names_of_today
 from sensli.surgery.optimizers import as_list, as_optimizers, states_of, unwrapped
 from sensli.surgery.rates import GROUP_RATES, as_schedulers, keep_groups
+from sensli.surgery.warmup import watch
 
 # ---- Whether a saved state fits the optimizer or scheduler that it is loaded into, asked before anything is loaded.
 #
@@ -405,6 +406,7 @@ def load_optimizer(given: Any, saved: Mapping[str, Any], network: nn.Module, wei
                     its[key] = distributed_like(value, ordered[index])
         made = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
+        watch(optimizer)
         for group, known in zip(optimizer.param_groups, made, strict=True):
             if known.keys() - group.keys():
                 raise KeyError(*sorted(known.keys() - group.keys()))

@@ -27,6 +27,7 @@ from torch import Tensor
 from sensli.errors import CheckpointError, SensliError
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.running import let_memory_through
+from sensli.surgery.warmup import SAVED
 from sensli.text.files import ABANDONED, replacing
 
 FORMAT = 1
@@ -225,7 +226,18 @@ def replace_tensors(content: Mapping[str, Any], change: Change) -> dict[str, Any
             }
             for index, its in saved["state"]["state"].items()
         }
-        optimizers.append({**saved, "state": {**saved["state"], "state": states}})
+        groups = [dict(group) for group in saved["state"]["param_groups"]]
+        for group in groups:
+            if SAVED in group:
+                group[SAVED] = {
+                    index: {
+                        entry: of(f"optimizer{number}/{name}/{entry}", value, name, entry)
+                        for entry, value in its.items()
+                    }
+                    for index, its in group[SAVED].items()
+                    for name in [names[group["params"][index]]]
+                }
+        optimizers.append({**saved, "state": {**saved["state"], "state": states, "param_groups": groups}})
     return {**content, "model": model, "optimizers": optimizers}
 
 

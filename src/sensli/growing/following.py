@@ -80,7 +80,8 @@ class Followers:
                 growth = grow(
                     model, site, optimizer=self.optimizer, scheduler=self.scheduler,
                     lr_factor=rates.lr_factor if first and not grown else 1.0,
-                    new_lr_factor=rates.new_lr_factor, group=rates.group, freeze_rest=rates.freeze_rest,
+                    new_lr_factor=rates.new_lr_factor, group=rates.group, freeze_rest=rates.freeze_rest, warmup=rates.warmup,
+                    depth_power=rates.depth_power,
                 )  # fmt: skip
                 found = {"merit": part.value, "ratio": part.ratio} if measured else {}
                 of_group = {"group": (*grown, growth)[0].number} if part is not merit else {}
@@ -90,12 +91,22 @@ class Followers:
                 grown.append(growth)
         return grown
 
-    def recycle(self, model: nn.Module, site: Site, history: History, *, when: Mapping[str, int], check: Any) -> Growth:
+    def recycle(
+        self,
+        model: nn.Module,
+        site: Site,
+        history: History,
+        *,
+        when: Mapping[str, int],
+        check: Any,
+        warmup: int | None = None,
+    ) -> Growth:
         """Give dead units a new start, and let everything follow."""
         check_alike(model, self.averaged)
         with AllOrNothing() as change:
             self.keep(change, model, history)
-            growth = replace(renew(model, site, optimizer=self.optimizer, check=check), details=dict(when))
+            growth = renew(model, site, optimizer=self.optimizer, check=check, warmup=warmup)
+            growth = replace(growth, details=dict(when))
             history.append(growth)
             follow(self.averaged, growth, model)
         return growth
@@ -125,6 +136,7 @@ class Recycling:
         *,
         when: Mapping[str, int],
         inside: Collection[int] | None = None,
+        warmup: int | None = None,
     ) -> int:
         """Recycle the units that are zero on all batches; how many they were. ``inside``: only in the layers of these growths."""
         network = bare(model)
@@ -135,7 +147,7 @@ class Recycling:
             return 0
         found = find_dead(model, kept, example, batches, together)
         for site in found.sites:
-            self._followers.recycle(model, site, history, when=when, check=found.check)
+            self._followers.recycle(model, site, history, when=when, check=found.check, warmup=warmup)
         return sum(len(site.move.which) for site in found.sites if isinstance(site.move, Recycle))
 
 

@@ -41,6 +41,7 @@ from sensli.surgery.optimizers import Optimizers
 from sensli.surgery.outline import outline
 from sensli.surgery.rates import Schedulers
 from sensli.surgery.record import Decision, Record, Tried
+from sensli.surgery.warmup import watch, watch_loaded
 from sensli.text.commands import UNMEASURED
 from sensli.text.tables import short_number
 
@@ -310,8 +311,9 @@ class Call:
         if isinstance(batches, Watching) or not self.options.recycle or (inside is not None and not inside):
             return 0
         return self.recycling.recycle(
-            self.model, self.example, batches, self.together, self.history, when=self._when, inside=inside
-        )
+            self.model, self.example, batches, self.together, self.history, when=self._when, inside=inside,
+            warmup=self.options.rates.warmup,
+        )  # fmt: skip
 
     def _still_fitting(self, site: Site) -> Site | None:
         """A site after another growth of the same look, with its costs of now; None if that growth changed what fits there."""
@@ -493,6 +495,9 @@ class Grower:
         self._said_too_large = False
         self._strategy.attend(bare(model), self.optimizers, self.history)
         self._said_no_optimizer = bool(self.optimizers)
+        if self.options.rates.warmup is not None:
+            watch_loaded(self.optimizers)
+            watch(self.optimizers)
 
     def __repr__(self) -> str:
         network, grown = bare(self.model), len(self.history)
@@ -693,3 +698,4 @@ class Grower:
         self.calls, self.history = calls, history
         self._watching.forget()
         self._strategy.attend(bare(self.model), self.optimizers, history)
+        watch(self.optimizers)

@@ -27,12 +27,13 @@ from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.flops import count_flops
 from sensli.modules.running import mapped, noting, tensors, untouched, without_autocast
-from sensli.modules.wrappers import bare, is_sharded, own_modules, own_parameters
+from sensli.modules.wrappers import bare, is_sharded, own_parameters
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites, Skipped, Where, filter_sites
 from sensli.moves.stacking import after_blocks
 from sensli.surgery.growth import check_joining
 from sensli.surgery.optimizers import Optimizers
+from sensli.surgery.rates import count_layers
 from sensli.surgery.record import factor_text, reason_of, rule_of
 from sensli.text.commands import GROW, UNIFORM
 
@@ -191,7 +192,7 @@ class Sizes(Mapping[str, int]):
         self._rules: dict[str, Callable[[], int]] = {
             "parameters": lambda: sum(p.numel() for p in own_parameters(model)),
             "flops": lambda: int(count_flops(model, example)),
-            "depth": lambda: sum(any(p.ndim >= 2 for p in m.parameters(recurse=False)) for _, m in own_modules(model)),
+            "depth": lambda: count_layers(model),
         }
 
     def __getitem__(self, name: str) -> int:

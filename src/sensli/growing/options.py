@@ -24,8 +24,16 @@ from sensli.moves.stacking import check_copies
 from sensli.moves.twin.twins import INITS
 from sensli.moves.width.starts import STARTS
 from sensli.surgery.optimizers import Optimizers, check_group, check_needed, check_optimizers
-from sensli.surgery.rates import Schedulers, check_factor, check_own_factor, check_own_rate, plan_rate_scaling
+from sensli.surgery.rates import (
+    Schedulers,
+    check_factor,
+    check_own_factor,
+    check_own_rate,
+    check_power,
+    plan_rate_scaling,
+)
 from sensli.surgery.record import STEP_NAMES, Decision
+from sensli.surgery.warmup import check_warmup
 from sensli.text.commands import GROW, UNIFORM
 
 # ---- Where decisions go while a training runs: any callable, a writer of TensorBoard scalars, or several of them.
@@ -207,12 +215,18 @@ class Rates:
         group: The parameter group that new parameters join if their neighbors are in none, as in `grow`. Without it such sites (in a
             frozen part that the optimizer does not hold) are skipped.
         freeze_rest: Whether after a growth only what has grown trains, as in `grow` (default: False). Only with ``what="layers"``.
+        warmup: A number of steps: after a growth the k-th update of everything that is new, layers, units and recycled units, is
+            multiplied by ``k / warmup`` until it is 1. Old weights move as without it. None is no warm-up.
+        depth_power: A growth that makes the model deeper, from a to b blocks of this kind or layers with weights, multiplies all
+            learning rates by ``(a / b) ** depth_power``, besides ``lr_factor`` (default: 0.0). Not with ``what="units"``.
     """
 
     lr_factor: float = 1.0
     new_lr_factor: float | None = None
     group: int | dict[str, Any] | None = None
     freeze_rest: bool = False
+    warmup: int | None = None
+    depth_power: float = 0.0
 
     def __post_init__(self) -> None:
         become(
@@ -221,6 +235,8 @@ class Rates:
             new_lr_factor=None if self.new_lr_factor is None else check_own_factor(self.new_lr_factor),
             group=None if self.group is None else check_group(self.group),
             freeze_rest=checks.flag("freeze_rest", self.freeze_rest),
+            warmup=check_warmup(self.warmup),
+            depth_power=check_power(self.depth_power),
         )
 
 
@@ -475,6 +491,11 @@ class Options:
                 f"freeze_rest must be False with {where}, got True: new units are part of existing parameters, which cannot "
                 f"train alone. {remedy}"
             )
+        if self.rates.depth_power and self.what == "units":
+            raise ValueError(
+                f"depth_power must be 0 with {where}, got {self.rates.depth_power}: new units make nothing deeper, so no rate would "
+                f"change. {remedy}"
+            )
         self.trigger.made_for(what=self.what, shares=strategy.shares)
 
     def _check_init(self) -> None:
@@ -522,11 +543,15 @@ class Options:
 
     def check_followers(self, model: nn.Module, optimizer: Optimizers, scheduler: Schedulers) -> None:
         """Refuse what these options need and this optimizer, with its scheduler, does not have."""
-        plan_rate_scaling(optimizer, scheduler, self.rates.lr_factor)
+        rates = self.rates
+        # any factor will do for one that is known at a growth only
+        plan_rate_scaling(optimizer, scheduler, rates.lr_factor * 0.5**rates.depth_power)
         check_needed(
             optimizer,
-            lr_factor=self.rates.lr_factor != 1,
-            group=self.rates.group is not None,
+            lr_factor=rates.lr_factor != 1,
+            group=rates.group is not None,
+            warmup=rates.warmup is not None,
+            depth_power=rates.depth_power != 0,
             trial=self.trial is not None,
         )
         if self.trial is not None and is_sharded(model):

@@ -30,6 +30,7 @@ from sensli.modules.wrappers import bare
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history import History
 from sensli.surgery.rewinding import carried_history, rewind
+from sensli.surgery.warmup import watch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -176,6 +177,9 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
             for optimizer, names in zip(trainer.optimizers, state["names"], strict=True):
                 arrange(optimizer, names, pl_module)
             freeze(pl_module, state.get("frozen", ()))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        watch(trainer.optimizers)  # after Lightning has loaded their states
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Once after a resume. Each process draws its own numbers, and a checkpoint has those of the first one only.

@@ -34,6 +34,7 @@ from sensli.modules.wrappers import bare, eager
 from sensli.surgery.history import History
 from sensli.surgery.optimizers import as_optimizers
 from sensli.surgery.rewinding import rewind
+from sensli.surgery.warmup import watch
 from sensli.text.commands import TRAINER_FILE
 from sensli.text.files import write_bytes
 from sensli.text.records import dumps as strict_json
@@ -315,7 +316,9 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             follow_groups(self._history, optimizer, scheduler, self._loaded["names"], network)
             for each, names in zip(as_optimizers(optimizer), self._loaded["names"], strict=True):
                 arrange(each, names, network)
-        return given(checkpoint)
+        result = given(checkpoint)
+        watch(self._trainer.optimizer)
+        return result
 
     def _issue_warnings_after_load(self, given: Any, load_result: Any) -> Any:
         network = bare(self._trainer.model_wrapped)

@@ -88,12 +88,12 @@ def number(name: str, value: object, what: str = "a number", *, error: Error | N
         refuse(name, what, value, error or ValueError)
 
 
-def at_least(name: str, value: object, least: float, example: float) -> float:
+def at_least(name: str, value: object, least: float, example: float, *, error: Error | None = None) -> float:
     """A finite number that is not smaller than ``least``."""
     what = f"a number of at least {least:g} (for example {example})"
-    found = number(name, value, what)
+    found = number(name, value, what, error=error)
     if not least <= found < math.inf:
-        refuse(name, what, value, ValueError)
+        refuse(name, what, value, error or ValueError)
     return found
 
 

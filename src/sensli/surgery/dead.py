@@ -123,14 +123,14 @@ def find_dead(
     return Found(sites, first)
 
 
-def renew(model: nn.Module, site: Site, *, optimizer: Optimizers, check: Any) -> Growth:
+def renew(model: nn.Module, site: Site, *, optimizer: Optimizers, check: Any, warmup: int | None = None) -> Growth:
     """Recycle or remove the dead units of one width. The output on ``check`` must stay.
 
     Recycled units that are dead there again get the opposite rows: a ReLU that is zero for some rows everywhere is not for these.
     """
     with AllOrNothing() as change:
         change.keep(model, *as_optimizers(optimizer))
-        growth = grow(model, site, optimizer=optimizer, check=check)
+        growth = grow(model, site, optimizer=optimizer, check=check, warmup=warmup)
         move = growth.site.move
         if not isinstance(move, Recycle):
             return growth
@@ -142,7 +142,8 @@ def renew(model: nn.Module, site: Site, *, optimizer: Optimizers, check: Any) ->
         if not turned:
             return growth
         undo(model, growth, optimizer=optimizer)
-        return grow(model, replace(site, move=replace(move, _turned=turned)), optimizer=optimizer, check=check)
+        again_site = replace(site, move=replace(move, _turned=turned))
+        return grow(model, again_site, optimizer=optimizer, check=check, warmup=warmup)
 
 
 @without_inference_mode()

@@ -62,9 +62,12 @@ from sensli.surgery.rates import (
     check_driven,
     check_factor,
     check_own_factor,
+    check_power,
+    depth_factor,
     plan_own_rate,
     plan_rate_scaling,
 )
+from sensli.surgery.warmup import check_warmup, forget_growth, plan_warmup, watch
 
 # ---- The output of a model must not move when a layer goes in: compared on a batch of the user's, with the same random
 # numbers.
@@ -174,6 +177,8 @@ def grow(
     group: int | dict[str, Any] | None = None,
     freeze_rest: bool = False,
     new_lr_factor: float | None = None,
+    warmup: int | None = None,
+    depth_power: float = 0.0,
 ) -> Growth:
     """Grow the model in place at a site of any kind; the function does not change, and training can continue.
 
@@ -197,6 +202,10 @@ def grow(
             before, and those that have not trained yet. Refused where existing parameters get new entries.
         new_lr_factor: A factor: the new layer gets separate parameter groups with this many times its neighbours' learning rate. Refused
             where existing parameters get new entries.
+        warmup: A number of steps: the k-th update of everything that is new, also of new entries of existing parameters, is multiplied
+            by ``k / warmup`` until it is 1. All old entries move as without it.
+        depth_power: A growth that makes the model deeper, from a to b blocks of this kind or layers with weights, multiplies all
+            learning rates by ``(a / b) ** depth_power``, besides ``lr_factor`` (default: 0.0).
 
     Returns:
         The record of the growth, which `undo` and `replay` take.
@@ -213,10 +222,17 @@ def grow(
         network = bare(model)
         site = named(network, site) if isinstance(site, str) else as_site("site", site)
         checks.flag("freeze_rest", freeze_rest)
-        lr_factor = check_factor(lr_factor)
-        check_needed(optimizer, lr_factor=lr_factor != 1, group=group is not None)
+        lr_factor, warmup, depth_power = check_factor(lr_factor), check_warmup(warmup), check_power(depth_power)
+        check_needed(
+            optimizer,
+            lr_factor=lr_factor != 1,
+            group=group is not None,
+            warmup=warmup is not None,
+            depth_power=depth_power != 0,
+        )
         if check is not None:
             checks.batch("check", check)
+        watch(optimizer)
         change.keep(model, *as_optimizers(optimizer), *as_schedulers(scheduler))
 
         # Plan and check: everything that can be refused is refused here, and nothing changes.
@@ -235,11 +251,14 @@ def grow(
             check_own(network, as_optimizers(optimizer))
         joining = plan_joining(optimizer, edit.new, group=group, renames=edit.renames)
         resizing = plan_resizing(optimizer, edit.resized)
-        rates = plan_rate_scaling(optimizer, scheduler, lr_factor)
+        rates = plan_rate_scaling(optimizer, scheduler, lr_factor * depth_factor(network, edit, depth_power))
+        newborn = None if warmup is None else plan_warmup(optimizer, warmup, joining, edit.resized)
         own = None if new_lr_factor is None else plan_own_rate(optimizer, scheduler, joining, new_lr_factor)
         together.agree(last=False)  # before sharded parameters and states are gathered, for which all ranks are needed
         resting = _to_freeze(network) if freeze_rest else []
         resizing.build()
+        if newborn is not None:
+            newborn.build()
         number = 1 + max((number for number, _, _ in grown(network)), default=0)
         before = Outputs.of(network, check) if check is not None else None
 
@@ -256,6 +275,8 @@ def grow(
             own.add(optimizer, scheduler)
             joining = own.redirect(joining, optimizer)
         joining.apply()
+        if newborn is not None:
+            newborn.apply(number)
         growth = Growth(
             site=edit.site,
             number=number,
@@ -405,6 +426,7 @@ def undo(
         check_own(network, known)
         if known:
             check_driven(known, drivers)
+        watch(known)
         change.keep(model, *known, *drivers)
 
         last = max(grown(network), key=lambda entry: entry[0], default=None)
@@ -448,6 +470,7 @@ def undo(
         leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
         if own is not None:
             own.remove(optimizer, scheduler)
+        forget_growth(optimizer, number)
         shrinking.settle()
         return growth
 

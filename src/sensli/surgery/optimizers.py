@@ -35,12 +35,17 @@ _COPIES = {  # by name, in optimizers of torch, torch-optimizer, pytorch_optimiz
 _COPIES_OF = {"AccSGD": {"momentum_buffer"}, "ScheduleFree": {"x", "y", "z"}}  # by a part of the name of the class
 # What is made of gradients may happen to equal the parameter: the gradient of |w|^2 / 2 is w.
 _MOMENT = re.compile("avg|mom|grad|sum|sq|var|hess|^[bdghmnrsuv]$")
+# What is kept of entries that warm up (`surgery/warmup.py`): the growth that each came with, 0 for the old ones; and of these growths
+# their numbers, the steps taken since, and the steps that a warm-up takes.
+WARMING = ("warmup_growth", "warmup_ages")
 _NEAR = 0.5  # of 200 optimizers, copies are within 0.13 after seven steps, and moments beyond 0.85
 
 
 def is_copy(optimizer: Optimizer, key: str) -> bool | None:
     """Whether a state of this name is a copy of its parameter; None if only its values tell."""
     kind = type(optimizer)
+    if key in WARMING:
+        return False
     for cls in kind.__mro__:
         if any(part in cls.__name__ and key in keys for part, keys in _COPIES_OF.items()):
             return True
@@ -132,7 +137,7 @@ def plan_joining(
     chosen = _chosen_group(known, group)
     # by the identity of a parameter: a scan for each would take long
     holders: dict[int, list[tuple[Optimizer, Group]]] = {}
-    for optimizer, its, parameter in _held(known):
+    for optimizer, its, parameter in memberships(known):
         holders.setdefault(id(parameter), []).append((optimizer, its))
     places = tuple((newcomer, *_place(newcomer, pairs, holders, chosen)) for newcomer in newcomers) if known else ()
     around = {id(unwrapped(given)): states_of(given)[:-1] for given in as_list(optimizers)}
@@ -163,7 +168,7 @@ def check_optimizers(model: nn.Module, optimizers: Optimizers, group: int | Grou
 def check_own(model: nn.Module, known: Sequence[Optimizer]) -> None:
     """Refuse optimizers of another model."""
     own = {id(parameter) for parameter in model.parameters()}
-    if known and own.isdisjoint(id(parameter) for _, _, parameter in _held(known)):
+    if known and own.isdisjoint(id(parameter) for _, _, parameter in memberships(known)):
         names = ", ".join(map(called, known))
         raise OptimizerError(
             f"optimizer={names} contains no parameter of this {called(model)}, so it belongs to another model, or was built before the "
@@ -197,7 +202,7 @@ def as_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
     return tuple(unwrapped(each) for each in as_list(given))
 
 
-def _held(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, Group, nn.Parameter]]:
+def memberships(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, Group, nn.Parameter]]:
     """Which optimizer has which parameter in which group."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -489,7 +494,7 @@ def plan_resizing(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing
     """What the optimizers keep of each parameter with the parameter's new shape. Refuses what it does not understand."""
     known, parameters = as_optimizers(optimizers), {id(each.tensor): each for each in resized if each.is_parameter}
     check_able(known)
-    if known and parameters and not any(id(parameter) in parameters for _, _, parameter in _held(known)):
+    if known and parameters and not any(id(parameter) in parameters for _, _, parameter in memberships(known)):
         names = ", ".join(each.name for each in list(parameters.values())[:2])
         raise OptimizerError(
             f"none of the parameters that would get new entries ({names}, ...) is in {', '.join(map(called, known))}, so nothing "
@@ -506,7 +511,7 @@ def plan_shrinking(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizin
 def _plan(optimizers: Optimizers, resized: Sequence[Resize], *, back: bool) -> Resizing:
     parameters, changes = {id(each.tensor): each for each in resized if each.is_parameter}, list[_Change]()
     for given in as_list(optimizers):
-        held = [(group, parameters[id(p)]) for _, group, p in _held(as_optimizers(given)) if id(p) in parameters]
+        held = [(group, parameters[id(p)]) for _, group, p in memberships(as_optimizers(given)) if id(p) in parameters]
         for (group, each), (optimizer, states) in product(held, states_of(given)):
             state = states.get(each.tensor, {})
             shape = each.new_shape if back else each.old_shape

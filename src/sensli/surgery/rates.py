@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from sensli.errors import OptimizerError
 from sensli.modules import checks
+from sensli.modules.wrappers import own_modules
+from sensli.moves.sites import Edit
 from sensli.surgery.optimizers import Group, Joining, Optimizers, as_list, as_optimizers, called, unwrapped
 from sensli.text.records import Plain
 
@@ -88,6 +90,29 @@ Holders: TypeAlias = dict[str, tuple[Any, ...]]
 def check_factor(factor: float) -> float:
     """The factor as a number; one that means nothing is refused."""
     return checks.positive("lr_factor", factor, 0.5, error=OptimizerError)
+
+
+def check_power(power: float) -> float:
+    """The power as a number; one that means nothing is refused."""
+    return checks.at_least("depth_power", power, 0, 1.5, error=OptimizerError)
+
+
+def count_layers(model: nn.Module) -> int:
+    """How many layers with weights a model has."""
+    return sum(any(p.ndim >= 2 for p in module.parameters(recurse=False)) for _, module in own_modules(model))
+
+
+def depth_factor(model: nn.Module, edit: Edit, power: float) -> float:
+    """By what rates change if the model gets deeper: by its number of blocks like the new ones, or of layers with weights."""
+    more = edit.site.cost.depth
+    if power == 0 or more <= 0:
+        return 1.0
+    if edit.site.kind == "block":
+        kind = type(edit.site.find(model)[1])
+        before = sum(type(module) is kind for _, module in own_modules(model))
+    else:
+        before = count_layers(model)
+    return float((before / (before + more)) ** power)
 
 
 def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: float) -> RateScaling:

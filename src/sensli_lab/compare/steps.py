@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from sensli.surgery.warmup import watch
 from sensli_lab.compare.task import Loss
 
 # ---- A step's forward and backward pass, recorded once and replayed: the same operations on the same memory, without
@@ -308,12 +309,17 @@ class ReplayedSteps:
         quick = parts(self.optimizer, passes.parameters, passes.gradients) if compared else None
         changing = [tensor for part in quick or () for tensor in part.tensors()]
         before = _copies(changing)
+        states = {} if quick is None else {key: dict(state) for key, state in self.optimizer.state.items()}
         if quick is not None:
             step(self.optimizer, quick)
         after = _copies(changing)
         with torch.no_grad():
             for tensor, value in zip(changing, before, strict=True):
                 tensor.copy_(value)
+        for key, content in states.items():  # a warm-up has counted the step
+            self.optimizer.state[key].clear()
+            self.optimizer.state[key].update(content)
+        watch(self.optimizer)
         for parameter, gradient in zip(passes.parameters, passes.gradients, strict=True):
             parameter.grad = gradient  # a hook may have put another one there
         self.optimizer.step()

@@ -118,6 +118,25 @@ def test_what_hangs_on_the_steps_of_an_optimizer_is_called_with_fresh_gradients(
     assert all(torch.equal(one, other) for one, other in zip(quick[0], slow[0], strict=True))
 
 
+@pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1), lambda p: Adam(p, lr=0.01), lambda p: AdamW(p, lr=0.01)])
+@pytest.mark.parametrize("warmup", [3, 40])  # over when updates are compared, and long after
+def test_a_warm_up_counts_replayed_steps_as_others(warmup: int, make: Callable[..., Any]) -> None:
+    def run(replays: bool) -> tuple[Any, ...]:
+        model = network()
+        optimizer = make(model.parameters())
+        trained(model, optimizer, False, count=5)
+        insert(model, find_sites(model, X[:1])[1], optimizer=optimizer, warmup=warmup)
+        insert(model, find_sites(model, X[:1], what="units", units=2)[0], optimizer=optimizer, warmup=warmup + 5)
+        first = trained(model, optimizer, replays, count=30)
+        trained(model, optimizer, replays, count=30)
+        assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+        return first
+
+    quick, slow = run(True), run(False)
+    assert quick[1:] == (True, not isinstance(make([nn.Parameter(torch.zeros(1))]), AdamW))
+    assert all(torch.equal(one, other) for one, other in zip(quick[0], slow[0], strict=True))
+
+
 class Deciding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sensli import (
     Grower,
     History,
     Probe,
+    Rates,
     find_sites,
     grow,
     load_checkpoint,
@@ -28,6 +30,7 @@ from sensli import (
     triggers,
     undo,
 )
+from sensli.surgery.optimizers import WARMING
 
 
 class Gated(nn.Module):
@@ -137,8 +140,15 @@ def make_optimizer(model: nn.Module) -> Any:
     return OPTIMIZERS["AdamW"](model.parameters())
 
 
-def make_grower(model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-    options: dict[str, Any] = {"what": "both", "units": 2, "per": "parameters", "tau": 0.0, "form": "residual"}
+def make_grower(model: nn.Module, optimizer: Any, scheduler: Any, rates: Rates | None = None) -> Grower:
+    options: dict[str, Any] = {
+        "what": "both",
+        "units": 2,
+        "per": "parameters",
+        "tau": 0.0,
+        "form": "residual",
+        "rates": rates,
+    }
     return Grower(model, optimizer, preset="paper", example=data(0, 1)[0][0][:3], trigger=triggers.Every(1), **options)
 
 
@@ -148,11 +158,12 @@ def epoch(model: Any, optimizer: Any, grower: Grower, batches: list[Any]) -> Non
     assert grower.step(batches, cross_entropy) is not None
 
 
-def resumed() -> None:
+def resumed(rates: Rates | None = None) -> None:
     """A Grower decides as one process does; each process reads its shards of the wider tensors, and continues to the bit."""
     batches, joined = data(dist.get_rank(), dist.get_world_size()), data(0, 1)
     model, plain = shard(make_model()), make_model()
-    mine, its = ((m, o, make_grower(m, o, None)) for m in (model, plain) for o in [make_optimizer(m)])
+    making = partial(make_grower, rates=rates)
+    mine, its = ((m, o, making(m, o, None)) for m in (model, plain) for o in [make_optimizer(m)])
     for _ in range(2):
         epoch(*mine, batches)
         epoch(*its, joined)
@@ -160,10 +171,12 @@ def resumed() -> None:
     assert [str(growth.site) for growth in mine[2].history] == [str(growth.site) for growth in its[2].history]
     assert same(everything(*mine[:2]), everything(*its[:2]), 1e-10)
     save_checkpoint("widths.ckpt", model, optimizer=mine[1], grower=mine[2])
-    found = load_checkpoint("widths.ckpt", make_model, make_optimizer, make_grower=make_grower, wrap=shard)
+    found = load_checkpoint("widths.ckpt", make_model, make_optimizer, make_grower=making, wrap=shard)
     mine[1].zero_grad()
     assert same(everything(found.model, found.optimizer), everything(*mine[:2]))
     assert found.grower is not None
+    warming = sum(WARMING[0] in state for state in found.optimizer.state.values())
+    assert bool(warming) == (rates is not None)
     epoch(*mine, batches)
     epoch(found.model, found.optimizer, found.grower, batches)
     assert same(everything(*mine[:2]), everything(found.model, found.optimizer))
@@ -231,6 +244,7 @@ def all_at_once() -> None:
     verbs()
     probed()
     resumed()
+    resumed(Rates(warmup=5))
     refused()
 
 
