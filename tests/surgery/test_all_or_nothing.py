@@ -405,6 +405,8 @@ MAIN = ("layer", "units", "twin", "undo layer", "undo units", "undo twin")
 OWN = {
     "layer of its own": ("surgery/growth.py", "surgery/rates.py"),
     "copied units": ("moves/stretching.py", "moves/inserting.py", "moves/width/widening.py"),
+    "units that warm up": ("surgery/warmup.py",),
+    "undo units that warm up": ("surgery/warmup.py",),
     "stack": ("moves/stacking.py", "moves/point.py"),
     "heads": ("moves/width/widening.py", "surgery/growth.py"),
     "undo layer of its own": ("surgery/growth.py", "surgery/rates.py"),

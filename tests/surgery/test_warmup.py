@@ -594,6 +594,28 @@ def test_refused(given: dict[str, Any], text: str) -> None:
     assert states(optimizer) == before and same(model, weights) and not hooks(optimizer)
 
 
+class Bare(SGD):
+    """Does not call the constructor of its parents."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups, self.state, self.defaults = [{"params": list(parameters), "lr": 0.1}], {}, {"lr": 0.1}
+
+
+def test_an_optimizer_without_hooks_grows_without_a_warm_up() -> None:
+    model = plain()
+    optimizer = Bare(model.parameters())
+    for refused in (
+        lambda: grow(model, layer(model), optimizer=optimizer, warmup=STEPS),
+        lambda: Grower(model, optimizer, rates=Rates(warmup=STEPS)),
+    ):
+        with pytest.raises(
+            OptimizerError, match=r"^warmup must be None with Bare, got 5: it has no hooks around its steps"
+        ):
+            refused()
+    assert not optimizer.state and same(model, plain())
+    undo(model, grow(model, layer(model), optimizer=optimizer), optimizer=optimizer)
+
+
 def test_refused_without_what_it_needs() -> None:
     model = plain()
     optimizer = AdamW(model.parameters(), lr=0.01)

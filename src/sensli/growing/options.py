@@ -33,7 +33,7 @@ from sensli.surgery.rates import (
     plan_rate_scaling,
 )
 from sensli.surgery.record import STEP_NAMES, Decision
-from sensli.surgery.warmup import check_warmup
+from sensli.surgery.warmup import check_hooks, check_warmup
 from sensli.text.commands import GROW, UNIFORM
 
 # ---- Where decisions go while a training runs: any callable, a writer of TensorBoard scalars, or several of them.
@@ -554,6 +554,7 @@ class Options:
             depth_power=rates.depth_power != 0,
             trial=self.trial is not None,
         )
+        check_hooks(optimizer, rates.warmup)
         if self.trial is not None and is_sharded(model):
             raise UnsupportedModel(
                 "trial= cannot be used with a model sharded by fully_shard: each process holds parts of its values, which cannot be put "

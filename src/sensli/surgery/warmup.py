@@ -22,7 +22,7 @@ from sensli.errors import CheckpointError, OptimizerError
 from sensli.modules import checks
 from sensli.modules.running import distributed_like, sharded_like
 from sensli.moves.stretching import Resize
-from sensli.surgery.optimizers import WARMING, Joining, Optimizers, as_optimizers, is_copy, memberships
+from sensli.surgery.optimizers import WARMING, Joining, Optimizers, as_optimizers, called, is_copy, memberships
 
 _GROWTH, _AGES = WARMING
 SAVED = "sensli_warmup"  # in the groups of a saved state: the same by the position of the parameter
@@ -34,6 +34,16 @@ _SELF = ""  # where values of a parameter and of its copies are kept together: t
 def check_warmup(steps: int | None) -> int | None:
     """The number of steps; one that means nothing is refused."""
     return None if steps is None else checks.whole("warmup", steps, 200, least=2, error=OptimizerError)
+
+
+def check_hooks(optimizers: Optimizers, warmup: int | None) -> None:
+    """Refuse optimizers that tell nobody of their steps."""
+    for optimizer in as_optimizers(optimizers) if warmup is not None else ():
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise OptimizerError(
+                f"warmup must be None with {called(optimizer)}, got {warmup}: it has no hooks around its steps, because it does not call "
+                "the constructor of torch.optim.Optimizer. Leave it out, or use another optimizer (AdamW, SGD, ...)."
+            )
 
 
 # ---- Which entries are new: planned before a growth, noted in the states of the optimizers after it.
@@ -73,6 +83,7 @@ class Newborn:
 
 def plan_warmup(optimizers: Optimizers, warmup: int, joining: Joining, resized: Sequence[Resize]) -> Newborn:
     """What will be new: all of the newcomers, and the new entries of parameters that change."""
+    check_hooks(optimizers, warmup)
     known = {id(each.tensor): each for each in resized if each.is_parameter and _adds(each)}
     pairs = [(optimizer, known[id(p)]) for optimizer, _, p in memberships(as_optimizers(optimizers)) if id(p) in known]
     return Newborn(warmup, joining, pairs)
@@ -145,7 +156,7 @@ def _note_loaded(optimizer: Optimizer) -> None:
             parameter = group["params"][index]
             if not _fits(noted, parameter):
                 raise CheckpointError(
-                    f"the saved state of {type(optimizer).__name__} tells of a warm-up that does not fit its parameter of shape "
+                    f"the saved state of {called(optimizer)} tells of a warm-up that does not fit its parameter of shape "
                     f"{tuple(parameter.shape)}. Load the state that was saved with this model."
                 )
             growth = distributed_like(noted[_GROWTH], parameter).to(parameter.device)
@@ -159,7 +170,8 @@ def watch_loaded(optimizers: Optimizers) -> None:
 
 
 def _hooks_of(optimizer: Optimizer) -> _Hooks | None:
-    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    known = getattr(optimizer, "_optimizer_step_pre_hooks", {})  # some have none
+    owners = (getattr(hook, "__self__", None) for hook in known.values())
     return next((owner for owner in owners if isinstance(owner, _Hooks)), None)
 
 
