@@ -55,6 +55,7 @@ def test_every_argument_of_a_grower_reaches_them() -> None:
         "confidence": None, "tolerance": 0.0, "rates": Rates(lr_factor=0.9, group=0), "max_factor": 3.0, "floor": 0.0, "seed": 4,
         "log": print, "recycle": True, "strategy": "sensli", "kernel_size": 5,
         "step_name": "step", "trial": None, "preset": "paper", "factor": 2, "order": "stack", "spare": 0, "noise": 0.0,
+        "max_check_share": 0.5,
     }  # fmt: skip
     model = deep()
     made = Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), example=points(2), **given)

@@ -366,6 +366,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "preset"): (*NOT_A_NAME, None),
     ("Grower", "max_factor"): (*NOT_A_NUMBER, 1, 0, -2),
     ("Grower", "floor"): (*NOT_A_NUMBER, None, 1, -0.1, INF),
+    ("Grower", "max_check_share"): (*NOT_A_NUMBER, 0, 1, -0.1, INF),
     ("Grower", "averaged"): (3, "ema", [None], nn.ReLU, {"a": 1}),
     ("Grower", "seed"): ("a", 1.5, True, None, [0], -1, 2**64, NAN),
     ("Grower", "log"): (5, "print", True, [print, 3], Writer),

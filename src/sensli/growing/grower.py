@@ -21,6 +21,7 @@ from sensli.errors import BadExample, HistoryError, MeasurementError, MovedSite,
 from sensli.growing.following import Followers, Recycling, first_input, reusable
 from sensli.growing.looking import Room, Sizes, proposed
 from sensli.growing.options import Log, Options, Rates, StrategyOptions, Trial, tell
+from sensli.growing.price import CheckPrice
 from sensli.growing.strategy import Strategy, strategy_of
 from sensli.growing.trials import Outcome, Trying
 from sensli.growing.triggers import Trigger, TriggerContext
@@ -170,6 +171,7 @@ class Call:
         history: The growths so far, and the record.
         together: All ranks.
         change: What takes everything back if the call raises.
+        price: What checks have cost.
     """
 
     number: int
@@ -185,6 +187,7 @@ class Call:
     history: History
     together: Together
     change: AllOrNothing
+    price: CheckPrice
 
     def run(self, batches: Batches, loss_fn: LossFunction | None) -> Looked | None:
         """What the look came to, or None if the trigger did not fire; recorded either way."""
@@ -192,7 +195,14 @@ class Call:
             draw(self.history.record, 0, bare(self.model))
         fires = bool(self.options.trigger.fires(self._context))
         self.together.agree_on({"whether the trigger fires": fires}, last=not fires)
-        looked = self._looked(batches, loss_fn) if fires else None
+        waited, most = self.price.skipped, self._affordable(batches) if fires else None
+        if most == 0:
+            self.price.skipped = waited + 1
+        looks = fires and most != 0
+        counted = batches if isinstance(batches, Watching) else self.price.counted(batches, most)
+        looked = self._looked(counted, loss_fn) if looks else None
+        if looked is not None and (waited or most is not None):
+            looked.reason += self._spared(waited, most)
         look = None if looked is None else looked.noted(self.number, self.options, self.sizes)
         if look is not None and not self.history.record.decisions and self.options.preset != "paper":
             look = replace(look, preset=str(self.options))
@@ -203,6 +213,20 @@ class Call:
         if fires:
             self.together.agree()
         return looked
+
+    def _affordable(self, batches: Batches) -> int | None:
+        """How many batches all ranks can afford: None for all of them, 0 if the check must wait."""
+        if self.price.share is None or isinstance(batches, Watching):
+            return None
+        told = self.together.agree(self.price.affordable(batches), last=False)
+        known = [most for most in told if most is not None]
+        return min(known) if known else None
+
+    def _spared(self, waited: int, most: int | None) -> str:
+        """What a reason adds about the price of checks."""
+        share = f"max_check_share = {self.price.share:g}"
+        fewer = f"; measured on {most} batches only, as {share} allows" if most is not None else ""
+        return fewer + (f"; checks that had to wait for {share}: {waited}" if waited else "")
 
     def _looked(self, batches: Batches, loss_fn: LossFunction | None) -> Looked:
         """All that a look does."""
@@ -340,17 +364,18 @@ class Call:
 # changed.
 
 
-_NEWER = {"largest_loss"}  # states that were saved earlier lack it
+_NEWER = {"largest_loss", "price"}  # states that were saved earlier lack it
 
 
-def remember(history: History, strategy: Strategy, trigger: Trigger) -> Callable[[], None]:
+def remember(history: History, strategy: Strategy, trigger: Trigger, price: CheckPrice) -> Callable[[], None]:
     """How to put back what a step changes of a Grower itself."""
     record = history.record.copied()
-    chosen, fired = strategy.state_dict(), trigger.state_dict()
+    chosen, fired, paid = strategy.state_dict(), trigger.state_dict(), price.state_dict()
 
     def put_back() -> None:
         history.record.become(record)
         strategy.load_state_dict(chosen)
+        price.load_state_dict(paid)
         if trigger.state_dict() != fired:
             trigger.load_state_dict(fired)
 
@@ -371,15 +396,21 @@ def read(state: Mapping[str, Any], network: nn.Module, wanted: Collection[str]) 
         return calls, history
 
 
-def load(state: Mapping[str, Any], strategy: Strategy, trigger: Trigger) -> None:
-    """Give strategy and trigger their states, or raise and leave both as they were."""
-    before = strategy.state_dict()
+def load(state: Mapping[str, Any], strategy: Strategy, trigger: Trigger, price: CheckPrice) -> None:
+    """Give strategy, trigger and price their states, or raise and leave them as they were."""
+    before, paid = strategy.state_dict(), price.state_dict()
     with _reading():
-        strategy.load_state_dict(state)
+        price.load_state_dict(state.get("price", {}))
+        try:
+            strategy.load_state_dict(state)
+        except BaseException:
+            price.load_state_dict(paid)
+            raise
     try:
         trigger.load_state_dict(state["trigger"])
     except Exception as error:
         strategy.load_state_dict(before)
+        price.load_state_dict(paid)
         raise HistoryError(
             f"the state belongs to a trigger other than {trigger!r}. Make the Grower with the trigger it was saved with."
         ) from error
@@ -492,6 +523,7 @@ class Grower:
         self._strategy: Strategy = strategy_of(self.options)
         self._recycling = Recycling(self._followers)
         self._watching = Watching(model, self._strategy, self.options, self._followers)
+        self._price = CheckPrice(self.options.max_check_share, self.optimizers)
         self._said_too_large = False
         self._strategy.attend(bare(model), self.optimizers, self.history)
         self._said_no_optimizer = bool(self.optimizers)
@@ -583,7 +615,7 @@ class Grower:
             change.on_failure(partial(self._count_again, self.calls, self.last_merits, self._said_too_large))
             source = self._source(batches)
             checks.loss("loss_fn", loss_fn)
-            change.on_failure(remember(self.history, self._strategy, self.options.trigger))
+            change.on_failure(remember(self.history, self._strategy, self.options.trigger, self._price))
             source = self._take_example(together, source)
             call = self._call(together, metric, change)
             self.calls = call.number
@@ -626,7 +658,7 @@ class Grower:
         return Call(
             self.calls + 1, agreed, self._watched(agreed), self.model, self._example,
             Sizes(bare(self.model), self._example), self.options, self._strategy, self._followers, self._recycling,
-            self.history, together, change,
+            self.history, together, change, self._price,
         )  # fmt: skip
 
     def _tell_of(self, looked: Looked) -> None:
@@ -682,6 +714,7 @@ class Grower:
             "history": self.history.to_dict(),
             "trigger": self.options.trigger.state_dict(),
             **self._strategy.state_dict(),
+            **({} if self._price.share is None else {"price": self._price.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -694,7 +727,7 @@ class Grower:
             HistoryError: If the state is damaged, or belongs to another model or trigger. Nothing was changed.
         """
         calls, history = read(state, bare(self.model), self.state_dict())
-        load(state, self._strategy, self.options.trigger)
+        load(state, self._strategy, self.options.trigger, self._price)
         self.calls, self.history = calls, history
         self._watching.forget()
         self._strategy.attend(bare(self.model), self.optimizers, history)

@@ -287,6 +287,10 @@ class StrategyOptions(TypedDict, total=False):
             its own block (AABBCC) (default: "stack").
         spare: With ``strategy="stack"``: how many blocks at each end of a stack are not copied (default: 0).
         noise: With ``strategy="stack"``: the standard deviation of noise on the copies, as a share of that of each tensor (default: 0.0).
+        max_check_share: The largest share of the training that checks may take, such as 0.02. A check that would take more is done on
+            fewer batches, but at least 8, or waits for the next call on which the trigger fires; the log says at the next check how many
+            have waited. The steps of the optimizer are counted, and a batch of a check is taken for one of training. Before the first
+            step nothing waits. None sets no limit.
     """
 
     what: str | None
@@ -308,6 +312,7 @@ class StrategyOptions(TypedDict, total=False):
     order: str
     spare: int
     noise: float
+    max_check_share: float | None
 
 
 # What a preset gives the strategy "sensli" where nothing else was said. "paper" is Algorithm 1, whose values are the defaults of `Options`.
@@ -369,6 +374,7 @@ class Options:
     order: str = "stack"
     spare: int = 0
     noise: float = 0.0
+    max_check_share: float | None = None
 
     @classmethod
     def of(
@@ -421,6 +427,9 @@ class Options:
             order=order,
             spare=spare,
             noise=noise,
+            max_check_share=None
+            if self.max_check_share is None
+            else checks.share("max_check_share", self.max_check_share, 0.02),
         )
         choose(self.norm, ())
         check_where(self.where)
