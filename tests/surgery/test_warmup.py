@@ -331,6 +331,21 @@ def test_several_optimizers_count_their_own_steps() -> None:
     assert [each[WARMING[1]][0][1:] for each in noted(second)] == [[1, STEPS]]
 
 
+def test_a_closure_is_evaluated_inside_of_the_step() -> None:
+    runs = []
+    for closes in (False, True):
+        model = plain()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        grow(model, units(model), optimizer=optimizer, warmup=STEPS)
+        for _ in range(3):
+            if closes:
+                optimizer.step(lambda model=model: backward(model))  # type: ignore[misc]
+            else:
+                train(model, optimizer)
+        runs.append(model)
+    assert same(*runs)
+
+
 def test_a_wrapper_around_an_optimizer() -> None:
     model = plain()
     optimizer = Lookahead(SGD(model.parameters(), lr=0.1))
