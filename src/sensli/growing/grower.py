@@ -199,8 +199,9 @@ class Call:
         if most == 0:
             self.price.skipped = waited + 1
         looks = fires and most != 0
-        counted = batches if isinstance(batches, Watching) else self.price.counted(batches, most)
-        looked = self._looked(counted, loss_fn) if looks else None
+        if looks and not isinstance(batches, Watching):
+            batches = self.price.counted(batches, most)
+        looked = self._looked(batches, loss_fn) if looks else None
         if looked is not None and (waited or most is not None):
             looked.reason += self._spared(waited, most)
         look = None if looked is None else looked.noted(self.number, self.options, self.sizes)
