@@ -15,14 +15,14 @@ from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites, trained
 from sensli.growing.options import Options
 from sensli.growing.uniform import after, parts_of
-from sensli.merits.catching import split
+from sensli.merits.catching import LossFunction, scalar_loss, split
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit
 from sensli.modules import random_state
 from sensli.modules.engines.all_or_nothing import AllOrNothing, Kept
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.grown import grown
-from sensli.modules.running import count_samples, first_samples, to_device
+from sensli.modules.running import count_samples, device_of, first_samples, run, to_device, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.dead import Recycle
 from sensli.moves.sites import Site
@@ -185,3 +185,18 @@ def _made_by(network: nn.Module, widths: Iterable[Site], numbers: Collection[int
             for layer in layers
         )
     ]
+
+
+def loss_of_some(model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None, most: int) -> float:
+    """The mean loss of the first batches, at most so many. Nothing else changes: no random number, no buffer, no order of a loader."""
+    network, total, samples = bare(model), 0.0, 0
+    device = device_of(network)
+    with random_state.kept(), random_state.kept_of_loader(batches), untouched(network), torch.no_grad():
+        for index, batch in enumerate(islice(iter(batches), most)):
+            given, target = split(batch, index, network)
+            loss = scalar_loss(run(network, to_device(given, device)), to_device(target, device), loss_fn, index)
+            size = count_samples(batch if isinstance(batch, dict) else batch[0])
+            total, samples = total + loss.item() * size, samples + size
+    if not samples:
+        raise MeasurementError(EMPTY)
+    return total / samples

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sensli.errors import BadExample, HistoryError, MeasurementError, MovedSite, SensliError, ZeroMerits
-from sensli.growing.following import Followers, Recycling, first_input, reusable
+from sensli.growing.following import Followers, Recycling, first_input, loss_of_some, reusable
 from sensli.growing.looking import Room, Sizes, proposed
-from sensli.growing.options import Log, Options, Rates, StrategyOptions, Trial, tell
+from sensli.growing.options import ON_BLOCKS, Log, Options, Rates, StrategyOptions, Trial, leaves_open, tell
 from sensli.growing.price import CheckPrice
 from sensli.growing.strategy import Strategy, strategy_of
 from sensli.growing.trials import Outcome, Trying
@@ -36,6 +36,7 @@ from sensli.modules.grown import grown
 from sensli.modules.running import without_inference_mode
 from sensli.modules.wrappers import bare, is_sharded, own_parameters
 from sensli.moves.sites import Site, Sites, check_where
+from sensli.moves.stacking import find_stacks
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history import Growth, History, names_of_today
 from sensli.surgery.optimizers import Optimizers
@@ -448,6 +449,11 @@ NO_OPTIMIZER = (
 )
 
 
+OPEN = "preset='auto': decides at the first step between copies of blocks and units"
+FEW = 8  # batches whose loss stands for a metric that was not given
+_KEPT = ("max_factor", "rates", "seed", "log", "step_name", "max_check_share")  # options that do not say how to grow
+
+
 class Grower:
     """Grows a model between epochs: call `step` once per epoch, and continue training whether it grew or not.
 
@@ -458,13 +464,14 @@ class Grower:
         model: The network to grow, or its wrapper.
         optimizer: The optimizer or optimizers that train the model. Without one nothing trains what is new; none is needed for an
             expansion before the optimizer is made.
-        preset: ``"auto"`` is what we recommend: units, wherever they pay for their FLOPs or training has slowed down. ``"paper"`` is
+        preset: ``"auto"`` is what we recommend. A stack of equal blocks, as in a transformer, doubles by copies of its blocks when it has
+            nearly learned what it can: ``Saturating``. Every other model gets units, wherever they pay for their FLOPs or training has
+            slowed down: ``Pays() | Diminishing()``. It is decided at the first step, unless you say what to grow. ``"paper"`` is
             Algorithm 1 of the paper: layers whose merit is at least the mean over the existing weights, when the trigger that you
             give fires. Every other argument overrides it (default: "auto").
-        trigger: When to check, one of `sensli.triggers`, for example ``Every(10) & Limit(growths=3)``. None takes that of the preset,
-            ``Pays() | Diminishing()``.
+        trigger: When to check, one of `sensli.triggers`, for example ``Every(10) & Limit(growths=3)``. None takes that of the preset.
         strategy: What is proposed at a check, how it is scored and what is taken: a name that is registered, such as ``"stack"``, which
-            copies whole stacks of blocks, or a `Strategy` object (default: "sensli").
+            copies whole stacks of blocks, or a `Strategy` object. None takes that of the preset, or ``"sensli"``.
         example: What the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments; keys that ``forward`` does
             not take, such as labels, are left out. None takes the first batch that `step` is given.
         max_factor: A growth that would bring the model to more than this many times its parameters is left out. None allows
@@ -494,7 +501,7 @@ class Grower:
         *,
         preset: str = "auto",
         trigger: Trigger | None = None,
-        strategy: str | Strategy = "sensli",
+        strategy: str | Strategy | None = None,
         example: Any = None,
         max_factor: float | None = 2.0,
         rates: Rates | None = None,
@@ -521,6 +528,11 @@ class Grower:
         self.calls = 0
         self._example = example
         self._metric_optional = trigger is None  # that of the preset can do without
+        # Whether the first step decides how the model grows.
+        self._open = leaves_open(
+            preset, strategy, options, trial=trial, recycle=recycle, rates=rates and rates != Rates()
+        )
+        self._on_blocks = False  # whether it has decided for copies of blocks
         self._strategy: Strategy = strategy_of(self.options)
         self._recycling = Recycling(self._followers)
         self._watching = Watching(model, self._strategy, self.options, self._followers)
@@ -536,7 +548,7 @@ class Grower:
         network, grown = bare(self.model), len(self.history)
         size = short_number(sum(parameter.numel() for parameter in own_parameters(network)))
         return (
-            f"Grower({type(network).__name__} with {size} parameters, {self.options}, "
+            f"Grower({type(network).__name__} with {size} parameters, {OPEN if self._open else self.options}, "
             f"{grown} {'growth' if grown == 1 else 'growths'} in {self.calls} {'call' if self.calls == 1 else 'calls'})"
         )
 
@@ -574,6 +586,8 @@ class Grower:
         Raises:
             SensliError: If the strategy or an option needs passes of its own, or there is nowhere to grow.
         """
+        with AllOrNothing() as change:
+            self._settle(change)
         check_watchable(self._strategy, self.options)
         check_scaler(scaler)
         self._watching.asked = True
@@ -618,6 +632,10 @@ class Grower:
             checks.loss("loss_fn", loss_fn)
             change.on_failure(remember(self.history, self._strategy, self.options.trigger, self._price))
             source = self._take_example(together, source)
+            self._settle(change)
+            if metric is None and self._metric_optional and self._on_blocks and not isinstance(source, Watching):
+                source = reusable(source)
+                metric = loss_of_some(self.model, source, loss_fn, FEW)
             call = self._call(together, metric, change)
             self.calls = call.number
             looked = call.run(source, loss_fn)
@@ -645,6 +663,32 @@ class Grower:
             found, batches = first_input(self.model, batches)
             self._example = together.agree(found, last=False)[0]
         return batches
+
+    def _settle(self, change: AllOrNothing) -> None:
+        """Decide, where it was left open, what "auto" is for this model: copies of blocks if it has a stack of them, otherwise units."""
+        if not self._open or self._example is None:
+            return
+        change.on_failure(partial(self._become, self.options, self._strategy, self._watching, self._on_blocks, True))
+        self._open = False
+        try:
+            on_blocks = bool(find_stacks(self.model, self._example))
+        except SensliError:  # the check says what is wrong
+            on_blocks = False
+        if on_blocks:
+            self._take_blocks()
+
+    def _take_blocks(self) -> None:
+        """From now on what "auto" is for a stack of blocks."""
+        kept = {each.name: getattr(self.options, each.name) for each in fields(Options) if each.name in _KEPT}
+        trigger = None if self._metric_optional else self.options.trigger
+        options = Options.of("auto", trigger=trigger, **ON_BLOCKS, **kept)
+        strategy = strategy_of(options)
+        strategy.attend(bare(self.model), self.optimizers, self.history)
+        self._become(options, strategy, Watching(self.model, strategy, options, self._followers), True, False)
+
+    def _become(self, options: Options, strategy: Strategy, watching: Watching, on_blocks: bool, is_open: bool) -> None:
+        self.options, self._strategy, self._watching = options, strategy, watching
+        self._on_blocks, self._open = on_blocks, is_open
 
     @property
     def _in_training(self) -> bool:
@@ -703,7 +747,8 @@ class Grower:
             raise BadExample(
                 "the sites are found by running the model, and no example is known before the first step. Give Grower(..., example=x[:1])."
             )
-        with without_inference_mode(), Together(sharded, "find sites") as together:
+        with without_inference_mode(), AllOrNothing() as change, Together(sharded, "find sites") as together:
+            self._settle(change)
             sites = proposed(self._strategy, self.model, self._example, self._followers.optimizer, self.options)
             together.agree()
         return sites
@@ -716,6 +761,7 @@ class Grower:
             "trigger": self.options.trigger.state_dict(),
             **self._strategy.state_dict(),
             **({} if self._price.share is None else {"price": self._price.state_dict()}),
+            **({"on_blocks": True} if self._on_blocks else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -727,8 +773,16 @@ class Grower:
         Raises:
             HistoryError: If the state is damaged, or belongs to another model or trigger. Nothing was changed.
         """
-        calls, history = read(state, bare(self.model), self.state_dict())
-        load(state, self._strategy, self.options.trigger, self._price)
+        before = self.options, self._strategy, self._watching, self._on_blocks, self._open
+        try:
+            if self._open and isinstance(state, Mapping) and state.get("on_blocks") is True:
+                self._take_blocks()
+            calls, history = read(state, bare(self.model), self.state_dict())
+            load(state, self._strategy, self.options.trigger, self._price)
+        except BaseException:
+            self._become(*before)
+            raise
+        self._open = self._open and calls == 0
         self.calls, self.history = calls, history
         self._watching.forget()
         self._strategy.attend(bare(self.model), self.optimizers, history)

@@ -12,7 +12,7 @@ from torch import nn
 
 from sensli.errors import UnsupportedModel, WrongType
 from sensli.growing.strategy import STRATEGIES, Strategy, check_strategy, class_of
-from sensli.growing.triggers import Diminishing, Pays, Trigger
+from sensli.growing.triggers import Diminishing, Pays, Saturating, Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.merits import BY_MERIT, LEAST, Merit, Selection, check_per, check_selection
 from sensli.merits.norms import choose
@@ -331,6 +331,17 @@ OF_STRATEGIES = (
 )
 
 
+# What "auto" gives instead where the model has a stack of equal blocks. Copies in their places ended lower than copies on top, and both
+# lower than blocks that begin at zero, in the study of long budgets.
+ON_BLOCKS: dict[str, Any] = {"strategy": "stack", "order": "interleave"}
+
+
+def leaves_open(preset: str, strategy: str | Strategy | None, given: Collection[str], **others: Any) -> bool:
+    """Whether it is left to the model how it grows: the preset is "auto", and nothing was said that is about one way of growing."""
+    said = OF_STRATEGIES | {"what", "max_growths"}
+    return preset == "auto" and strategy is None and not said & set(given) and not any(others.values())
+
+
 def default_trigger(preset: str, strategy: str | Strategy) -> Trigger:
     """When to check if nobody says it: where growing pays, or when training has slowed down."""
     if preset == "paper":
@@ -338,6 +349,8 @@ def default_trigger(preset: str, strategy: str | Strategy) -> Trigger:
             "trigger must be one of sensli.triggers with preset='paper' (for example triggers.Every(10)), got None: "
             "the paper leaves it to you when to grow."
         )
+    if strategy == "stack":
+        return Saturating(0.2, calls=16)
     kind = class_of(strategy) if isinstance(strategy, str) else strategy
     return Pays() | Diminishing() if kind.shares else Diminishing()
 
@@ -378,10 +391,11 @@ class Options:
 
     @classmethod
     def of(
-        cls, preset: str, *, trigger: Trigger | None = None, strategy: str | Strategy = "sensli", **given: Any
+        cls, preset: str, *, trigger: Trigger | None = None, strategy: str | Strategy | None = None, **given: Any
     ) -> Options:
         """The options with a preset filled in: what is given overrides it."""
         checks.one_of("preset", preset, PRESETS)
+        strategy = "sensli" if strategy is None else strategy
         check_strategy(strategy, STRATEGIES)
         known = [each.name for each in fields(cls)]
         for name in given:
