@@ -75,5 +75,5 @@ PLACES = ("even", "middle", "top", "bottom", *MEASURED_PLACES)  # all that have 
 BLOCK_STARTS = ("zero", "fresh", "copy")  # what they begin as
 RESULTS = "results"  # the folder of the experiments
 DEVICES = ("auto", "cpu", "cuda", "mps")  # of the experiments
-TASKS = ("teacher", "spirals", "fashion", "vgg", "resnet", "text")  # of `sensli compare`
+TASKS = ("teacher", "spirals", "fashion", "vgg", "resnet", "text", "code", "cifar", "student")  # of `sensli compare`
 UNMEASURED = "none"  # the norm where a strategy takes places without measuring them: its values are no merits

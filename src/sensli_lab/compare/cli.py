@@ -18,19 +18,27 @@ DEFAULT = ("fixed", "sensli", "control")  # methods
 
 def add_parser(subparsers: Any) -> None:
     """Add `compare` to a parser's subcommands; `args.run(args)` then does the work and raises if something goes wrong."""
-    text = "growth methods and fixed networks side by side, at equal FLOPs: list, run, show, report"
+    text = "growth methods and fixed networks side by side, at equal FLOPs: list, run, show, report, tune"
     epilog = "example: sensli compare run spirals --seeds 10, then sensli compare report --to page"
     parser = subparsers.add_parser("compare", help=text, description=text[0].upper() + text[1:] + ".", epilog=epilog)
-    group = CommandGroup(parser, "compare", RESULTS, _add_size)
+    group = CommandGroup(parser, "compare", RESULTS, _add_size, "|tune")
     group.add("list", "List the tasks and their methods: what they are, what they cost, what is already computed.")
     run = group.add_run(" spirals --methods small large both --seeds 10")
     show = group.add("show", "Show the tables of tasks from stored results.", " spirals")
-    for one in (run, show):
-        one.add_argument("tasks", nargs="+", metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
+    tune = group.add(
+        "tune", "Train with several learning rates, under seeds that no table shows.", " code --methods small"
+    )
+    tune.set_defaults(resumes=True)
+    factors = "factors on the learning rate of the task (default: 0.5 1 2)"
+    tune.add_argument("--factors", type=float, nargs="+", default=[0.5, 1.0, 2.0], metavar="F", help=factors)
+    for one in (run, show, tune):
+        which = f"all (but for the long ones), long, or some of {', '.join(TASKS)}"
+        one.add_argument("tasks", nargs="+", metavar="TASK", help=which)
         names = f"names or kinds from 'sensli compare list', or all (default: {' '.join(DEFAULT)})"
         one.add_argument("--methods", nargs="+", metavar="METHOD", help=names)
-    add_data(run, "the images, or where to download them")
-    add_place(run, "CPUs and threads of each run (default: 1)")
+    for one in (run, tune):
+        add_data(one, "the images, or where to download them")
+        add_place(one, "CPUs and threads of each run (default: 1)")
     group.add_report("Write verdicts, tables and figures as Markdown and HTML.")
 
 
@@ -58,6 +66,7 @@ class CompareSize:
 
 
 _SMALL, _LARGE = CompareSize(10, methods=(*_COMMON, "own")), CompareSize(1, (0.25,), _COMMON)
+_LONG = CompareSize(3, methods=("fixed", "long"))
 PRESETS = {
     "laptop": {
         "teacher": _SMALL,
@@ -66,11 +75,14 @@ PRESETS = {
         "vgg": _LARGE,
         "resnet": _LARGE,
         "text": _LARGE,
-    }
+        "code": _LONG,
+        "cifar": _LONG,
+        "student": _LONG,
+    },
 }
 WORDS = {
     "laptop": "every method, with its published schedule on teacher and spirals alone; ten seeds of these two, three of fashion; one seed "
-    "and a quarter of the FLOPs for vgg, resnet and text"
+    "and a quarter of the FLOPs for vgg, resnet and text; of the long tasks the fixed sizes and their own methods, three seeds"
 }
 
 
@@ -80,7 +92,7 @@ def size_of(
     """What a preset says of a task, or what holds without one; what is asked for expressly comes first."""
     if preset is not None and preset not in PRESETS:
         raise BadComparison(f"--preset: {unknown('preset', preset, PRESETS)}")
-    size = CompareSize() if preset is None else PRESETS[preset][task]
+    size = CompareSize() if preset is None else PRESETS[preset].get(task, CompareSize())
     return CompareSize(
         size.seeds if seeds is None else seeds,
         size.budgets if budgets is None else tuple(sorted(set(budgets))),

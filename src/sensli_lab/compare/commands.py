@@ -1,4 +1,4 @@
-"""What `sensli compare list | run | show | report` do."""
+"""What `sensli compare list | run | show | report | tune` do."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def _comparisons(args: argparse.Namespace) -> list[Comparison]:
     for budget in args.budget or ():
         if not 0 < budget < math.inf:
             raise BadComparison(f"--budget must be a number above 0 (for example 0.5), got {budget:g}.")
-    names = getattr(args, "tasks", ["all"])
-    wanted = [find(name) for name in names if name != "all"]
+    names = getattr(args, "tasks", ["all", "long"])
+    wanted = [find(name) for name in names if name not in ("all", "long")]
     asked = []
     for task in TASKS.values():
-        if "all" in names or task in wanted:
+        if task in wanted or ("long" if task.long else "all") in names:
             size = size_of(task.name, args.preset, args.seeds, args.budget, getattr(args, "methods", ["all"]))
             chosen = choose_methods(task, size.methods)
             asked += [Comparison(task, chosen, size.seeds, budget) for budget in size.budgets]
@@ -85,9 +85,41 @@ def _show(args: argparse.Namespace) -> None:
         print(f"\n{reason}")
 
 
+SECRET = 1000  # the first seed of a choice of learning rates: no table shows such runs
+
+
+def _tune(args: argparse.Namespace) -> None:
+    """Train every method with every factor, and print the losses and the best factors."""
+    for factor in args.factors:
+        if not 0 < factor < math.inf:
+            raise BadComparison(f"--factors must be numbers above 0 (for example 0.5 1 2), got {factor:g}.")
+    place, asked, store = place_of(args), _comparisons(args), RunStore(args.out)
+    jobs = {
+        (one.task.name, method.name, factor): [
+            Job(one.task, method, SECRET + seed, one.budget, factor) for seed in range(one.seeds)
+        ]
+        for one in asked
+        for method in one.methods
+        for factor in sorted(set(args.factors))
+    }
+    work.compute([job for some in jobs.values() for job in some], store, args.data, place)
+    for one in asked:
+        lines, best = [], {}
+        for method in one.methods:
+            means = {}
+            for (task, name, factor), some in jobs.items():
+                if (task, name) == (one.task.name, method.name):
+                    found = [run.validation[-1] for job in some if (run := store.load(job)) is not None]
+                    means[factor] = sum(found) / len(found) if found else math.nan
+            best[method.name] = min(means, key=lambda factor: (math.isnan(means[factor]), means[factor]))
+            lines.append((method.name, *(f"{mean:.4f}" for mean in means.values()), f"{best[method.name]:g}"))
+        header = ("method", *(f"rate x {factor:g}" for factor in sorted(set(args.factors))), "best")
+        print(f"\n{one.task.title}: validation loss at the end\n\n{plain(Table(header, tuple(lines)))}")
+
+
 def _report(args: argparse.Namespace) -> None:
     for path in report.write(RunStore(args.out), args.to or args.out / "report", _comparisons(args)):
         print(path)
 
 
-COMMANDS = {"list": _list, "run": _run, "show": _show, "report": _report}
+COMMANDS = {"list": _list, "run": _run, "show": _show, "report": _report, "tune": _tune}

@@ -274,3 +274,66 @@ def _matches(own: Mapping[int, Run], large: Mapping[int, Run]) -> Matches | None
 
 def _factor(values: Sequence[float]) -> CostFactor:
     return CostFactor(interval([math.log(value) for value in values]))
+
+
+# ---- With a decay at the end of every run, a loss on the way says little: what counts is where a run ends. So the same training with
+# fewer FLOPs, its decay included, is compared with the fixed sizes that had all of them.
+
+
+def budget_to_end_at(ends: Mapping[float, float], level: float) -> float:
+    """The budget with which a method ends at a loss, from the losses at which it ended with some budgets.
+
+    Between two of them the loss is a straight line over the logarithm of the budget. The smallest budget, if that was enough already;
+    infinite, if none was.
+    """
+    known = sorted(ends.items())
+    if known[0][1] <= level:
+        return known[0][0]
+    for (less, above), (more, below) in itertools.pairwise(known):
+        if below <= level:
+            share = (above - level) / (above - below)
+            return math.exp(math.log(less) + share * (math.log(more) - math.log(less)))
+    return math.inf
+
+
+@dataclass(frozen=True)
+class EndCost:
+    """FLOPs with which a method ends as low as a fixed size with all of them, as a share of these: by seed, infinite for never."""
+
+    method: str
+    shares: tuple[float, ...]
+    least: float  # the smallest budget that was tried: a share cannot be below it
+
+    def __str__(self) -> str:
+        there = [share for share in self.shares if math.isfinite(share)]
+        if len(there) < len(self.shares):
+            return f"in {len(there)} of {len(self.shares)} seeds" if there else "never"
+        return f"{'at most ' if min(there) <= self.least else ''}{_factor(there)}"
+
+
+def best_fixed(methods: Sequence[Method], runs: Runs) -> str:
+    """The fixed size whose mean test loss is the lowest: the best one in hindsight."""
+    means = {
+        method.name: sum(run.test_loss for run in runs[method.name].values()) / len(runs[method.name])
+        for method in methods
+        if method.in_front and method.name in runs
+    }
+    return min(means, key=lambda name: means[name])
+
+
+def end_costs(by_budget: Mapping[float, Runs], other: str) -> list[EndCost]:
+    """For every growing method that has runs with less than all FLOPs: what it needs to end where ``other`` ended with all of them."""
+    whole = by_budget[1.0]
+    names = dict.fromkeys(name for budget, runs in by_budget.items() if budget < 1 for name in runs)
+    found = []
+    for name in names:
+        ends = {budget: runs[name] for budget, runs in by_budget.items() if name in runs}
+        seeds = sorted(set.intersection(*(set(runs) for runs in ends.values())) & set(whole.get(other, {})))
+        levels = {seed: whole[other][seed].test_loss for seed in seeds}
+        shares = tuple(
+            budget_to_end_at({budget: runs[seed].test_loss for budget, runs in ends.items()}, levels[seed])
+            for seed in seeds
+        )
+        if shares:
+            found.append(EndCost(name, shares, min(ends)))
+    return found

@@ -22,16 +22,23 @@ FORMAT = 1  # of the numbers: raised when the same job would give others
 
 @dataclass(frozen=True)
 class Job:
-    """What to train. ``budget`` is a factor on the task's own."""
+    """What to train. ``budget`` is a factor on the task's own, ``lr_factor`` one on its learning rate; None takes what the task says."""
 
     task: Task
     method: Method
     seed: int
     budget: float = 1.0
+    lr_factor: float | None = None
 
     def __str__(self) -> str:
         size = "" if self.budget == 1 else f" x {self.budget:g}"
-        return f"{self.task.name}{size}, {self.method.name}, seed {self.seed}"
+        rate = "" if self.lr_factor is None else f", {self.lr_factor:g} times the rate"
+        return f"{self.task.name}{size}, {self.method.name}{rate}, seed {self.seed}"
+
+    @property
+    def rate(self) -> float:
+        """The factor on the learning rate of the task."""
+        return self.task.rates.get(self.method.name, 1.0) if self.lr_factor is None else self.lr_factor
 
     @property
     def digest(self) -> str:
@@ -44,7 +51,10 @@ class Job:
         schedule = None if method.schedule is None else method.schedule.facts()
         rare = {
             "schedule": schedule, "full": method.full, "trial": method.trial, "waits": method.waits, "pays": method.pays,
-            "source": method.source,
+            "source": method.source, "trigger": method.trigger, "preset": method.preset,
+            "rate": 0 if self.rate == 1 else self.rate,
+            "decay": 0 if task.decay == 0.5 else task.decay,
+            "until": task.until if method.waits else None, "calls": task.calls if method.waits and task.until else 0,
             "rows": "made for the data" if method.widens else "",  # new units of ours had other rows once
         }  # fmt: skip
         return {
@@ -81,12 +91,12 @@ class Job:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By name: networks and losses are functions, which do not travel to another process."""
-        return _arrived, (self.task.name, self.method.name, self.seed, self.budget, self.digest)
+        return _arrived, (self.task.name, self.method.name, self.seed, self.budget, self.lr_factor, self.digest)
 
 
-def _arrived(task: str, method: str, seed: int, budget: float, digest: str) -> Job:
+def _arrived(task: str, method: str, seed: int, budget: float, lr_factor: float | None, digest: str) -> Job:
     known = find(task)
-    job = Job(known, find_method(known, method), seed, budget)
+    job = Job(known, find_method(known, method), seed, budget, lr_factor)
     if job.digest != digest:
         raise PaperError(f"{task} is configured in another way there. Install the same version on every machine.")
     return job
@@ -137,6 +147,7 @@ class Run(Plain):
     test_loss: float = 0.0
     test_error: float | None = None
     seconds: float = 0.0
+    data: str = ""  # the digest of data that other machines may have otherwise
     step_seconds: float = 0.0  # of all steps of training, were each of them an ordinary one, without a replay
 
     def to_dict(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ SHAPES: Mapping[str, Shape] = {
     "linear": lambda share: min(1.0, 2.0 * (1.0 - share)),  # the common one: constant to the half, then linear to 0
     "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
     "cosine to a tenth": lambda share: 0.1 + 0.45 * (1 + math.cos(math.pi * share)),
+    "last fifth": lambda share: min(1.0, 5.0 * (1.0 - share)),
     "tenths": lambda share: 1.0 if share < 0.5 else 0.1 if share < 0.75 else 0.01,
 }
 WARMUP = 0.03  # of a round
@@ -190,6 +191,8 @@ class Method:
     waits: bool = False
     pays: bool = False
     source: str = ""
+    trigger: str = ""  # one of TRIGGERS of `training`, which it asks instead
+    preset: str = ""  # of `Grower`, which gets nothing but that
 
     @property
     def grows(self) -> bool:
@@ -248,7 +251,32 @@ _FULL = Method(
 # Strategies that are methods already; "random-place" is select="random" under another name.
 _KNOWN = {"sensli", *(method.name for method in _GROWING), *(method.options.get("strategy") for method in _GROWING)}
 # Each is also the name of all its methods; "all" is all of them.
-KINDS = ("fixed", "reference", "sensli", "control", "rival", "own")
+KINDS = ("fixed", "reference", "sensli", "control", "rival", "own", "long")
+
+
+# ---- The arms of long budgets: one mechanism each, from the same small network, under warm-up, a constant rate, and decay in the last
+# fifth of the FLOPs.
+
+
+def at(name: str, words: str, *percents: int, **options: Any) -> Method:
+    """Growths at these percents of the FLOPs, which are a part of the name."""
+    shares = tuple(percent / 100 for percent in percents)
+    schedule = MethodSchedule("", shares, "last fifth")
+    return Method(
+        "-".join([name, *map(str, dict.fromkeys(percents))]), words, "long", options=options, schedule=schedule
+    )
+
+
+def when(name: str, words: str, **options: Any) -> Method:
+    """Growths when the trigger of this name says it."""
+    return Method(
+        f"{options.get('strategy', 'sensli')}-{name}", words, "long", options=options, waits=True, trigger=name
+    )
+
+
+DEFAULT = Method(
+    "default", "what `Grower(model, optimizer)` does, nothing else said", "sensli", waits=True, preset="auto"
+)
 
 
 def methods(task: Task) -> dict[str, Method]:
@@ -267,7 +295,7 @@ def methods(task: Task) -> dict[str, Method]:
         )
         for method in growing if method.name in OWN
     ]  # fmt: skip
-    return {method.name: method for method in (*fixed, _FULL, *growing, *own)}
+    return {method.name: method for method in (*fixed, _FULL, *growing, DEFAULT, *own, *task.arms)}
 
 
 def find_method(task: Task, name: str) -> Method:

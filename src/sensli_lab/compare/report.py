@@ -10,9 +10,10 @@ from typing import Any
 
 from sensli.text.tables import short_number
 from sensli_lab.compare import figure
-from sensli_lab.compare.front import Front, Row, Runs, load, rows
+from sensli_lab.compare.front import Front, Row, Runs, best_fixed, end_costs, load, rows
 from sensli_lab.compare.jobs import Comparison, Run, RunStore
 from sensli_lab.compare.methods import Method
+from sensli_lab.compare.task import Task
 from sensli_lab.errors import NoResults
 from sensli_lab.work.pages import Block, Bullets, Heading, Paragraph, Picture, Table, without_empty, write_report
 from sensli_lab.work.statistics import CONFIRMED, OPPOSITE, Paired, number
@@ -258,6 +259,7 @@ def write(store: RunStore, folder: Path, asked: Sequence[Comparison]) -> list[Pa
         figure.draw(each.title, each.asked.methods, each.runs, path, each.command)
         blocks += _section(each, found, path)
         records.append(_record(each, found))
+    blocks += _end_costs(stored)
     return write_report(folder, TITLE, blocks, records)
 
 
@@ -273,11 +275,52 @@ def _section(one: TaskReport, rows: Sequence[Row], path: Path) -> list[Block]:
         Bullets(tuple(verdict(rows))),
         Picture(path, f"{task.name}: validation loss over FLOPs. {one.command}"),
         table(rows),
+        *_seen(one),
         *_costs(one),
         Paragraph("What grew, in the run of the first seed:"),
         _growths(one),
         Paragraph(f"Computed by `{one.command}`, written by `sensli compare report`."),
     ]
+
+
+def seen_of(task: Task, run: Run) -> float:
+    """Samples, or tokens of a text, that a run has trained on for each parameter that it ended with."""
+    return run.steps * (task.batch or task.looked_at) * task.tokens / run.parameters
+
+
+def _seen(one: TaskReport) -> list[Block]:
+    """Of a long task, how long it was."""
+    if not one.asked.task.long:
+        return []
+    means = {
+        name: sum(seen_of(one.asked.task, run) for run in own.values()) / len(own) for name, own in one.runs.items()
+    }
+    what = "Tokens" if one.asked.task.tokens > 1 else "Samples"
+    told = ", ".join(f"`{name}` {mean:,.0f}" for name, mean in means.items())
+    rates = ", ".join(f"`{name}` {factor:g}" for name, factor in one.asked.task.rates.items() if name in one.runs)
+    chosen = f" Factors on the learning rate, chosen on other seeds, where they are not 1: {rates}." if rates else ""
+    return [Paragraph(f"{what} per parameter at the end: {told}.{chosen}")]
+
+
+def _end_costs(reports: Sequence[TaskReport]) -> list[Block]:
+    """Of the long tasks, what it takes to end where a fixed size ended with all FLOPs."""
+    lines = []
+    for one in (each for each in reports if each.asked.task.long and each.asked.budget == 1):
+        budgets = {each.asked.budget: each.runs for each in reports if each.asked.task is one.asked.task}
+        best = best_fixed(one.asked.methods, one.runs)
+        costs = {other: {cost.method: cost for cost in end_costs(budgets, other)} for other in (best, "large")}
+        lines += [
+            (one.asked.task.name, name, best, str(cost), str(costs["large"].get(name, "")))
+            for name, cost in costs[best].items()
+        ]
+    if not lines:
+        return []
+    header = ("task", "method", "best fixed size", "FLOPs to end as low", "FLOPs to end as low as large")
+    words = (
+        "Every run ends with a decay of its learning rate, so what counts is where it ends. Methods were trained again with fewer FLOPs, "
+        "schedule and decay in proportion: how many, as a share, do they need to end at the test loss of a fixed size with all FLOPs?"
+    )
+    return [Heading("FLOPs to end as low"), Paragraph(words), Table(header, tuple(lines))]
 
 
 def _costs(one: TaskReport) -> list[Block]:
@@ -303,7 +346,7 @@ def _growths(one: TaskReport) -> Table:
 
 def _record(one: TaskReport, rows: Sequence[Row]) -> dict[str, Any]:
     """The numbers of a task for programs."""
-    names = ("test_loss", "test_error", "parameters", "forward", "decisions", "budget", "steps", "uncounted")
+    names = ("test_loss", "test_error", "parameters", "forward", "decisions", "budget", "steps", "uncounted", "data")
     runs = {
         method: {
             str(seed): {"validation_loss": run.validation[-1], **{name: getattr(run, name) for name in names}}

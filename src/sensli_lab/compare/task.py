@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class TaskData:
     train: TaskPart
     validation: TaskPart
     test: TaskPart
+    digest: str = ""  # of what other machines may have otherwise
 
 
 Load = Callable[[Path | None, int], TaskData]  # from the user's data folder, and the seed of the run
@@ -64,7 +66,16 @@ class Task:
     looked_at: int  # training samples that a look is given
     counts_errors: bool = True
     warmup: float = 0.0  # share of the budget
+    decay: float = 0.5  # share of the budget in which the learning rate falls to 0, at its end
     points: int = 60  # of a curve
+    rates: Mapping[str, float] = field(
+        default_factory=dict
+    )  # method -> factor on the learning rate, chosen on other seeds
+    tokens: int = 1  # of a sample
+    calls: int = 40  # of a grower that waits, were it asked to the end
+    until: float | None = None  # share of the budget up to which it is asked; None: the last look
+    arms: tuple[Any, ...] = ()  # methods that this task alone has
+    long: bool = False  # whether the smallest network is not the best one at the end
 
     def network(self, size: str, seed: int) -> nn.Module:
         """The network of this size as it starts under a seed; the global random state is left alone."""
@@ -88,8 +99,8 @@ class Task:
         return {size: int(count_flops(self.network(size, 0), self.sample())) for size in self.sizes}
 
     def rate(self, share: float) -> float:
-        """The factor of the learning rate after this share of the FLOPs: constant to the half, then linear to 0."""
-        return min(self.warmed(share), max(2.0 * (1.0 - share), 0.0))
+        """The factor of the learning rate after this share of the FLOPs: constant, then linear to 0."""
+        return min(self.warmed(share), max((1.0 - share) / self.decay, 0.0))
 
     def warmed(self, share: float) -> float:
         """The factor of the warm-up, 1 after it."""

@@ -22,7 +22,7 @@ from sensli.errors import CheckpointError, SensliError
 from sensli.growing.grower import Grower
 from sensli.growing.options import Rates, Trial, used
 from sensli.growing.strategy import class_of
-from sensli.growing.triggers import Diminishing, Every, Limit, Pays, Trigger
+from sensli.growing.triggers import Diminishing, Every, Limit, Pays, Saturating, Trigger
 from sensli.modules.flops import PRODUCTS, FlopCounter, Rule, count_flops
 from sensli.surgery.record import Decision
 from sensli_lab.compare.jobs import Job, Run, RunLook
@@ -37,6 +37,9 @@ from sensli_lab.work.workers import Save, Tell, ignore
 Batch = tuple[Tensor, Tensor]
 
 
+_OF_RATES = ("freeze_rest", "warmup", "depth_power")
+# What a method that waits may ask, by name.
+TRIGGERS: dict[str, Callable[[], Trigger]] = {"slow": Diminishing, "saturating": Saturating}
 _NAMES = {"grow": "what", "count": "max_growths"}  # of options of `Grower`, before and now
 
 
@@ -159,7 +162,6 @@ def training_flops(model: nn.Module, batch: Batch, loss: Loss) -> int:
 
 EVALUATED_AT_ONCE = 500
 SAVE_EVERY = 10.0  # seconds
-CALLS = 40  # of a grower that waits, were it asked to the end
 
 
 def train(
@@ -192,7 +194,7 @@ class JobTraining:
 
     def __init__(self, job: Job, data: TaskData) -> None:
         self.job, self.task, self.data = job, job.task, data
-        self.run = Run()
+        self.run = Run(data=data.digest)
         self.spent = 0.0
         self.batches = Sampling(self.task, data.train, job.seed)
         self._began = time.perf_counter()
@@ -204,7 +206,7 @@ class JobTraining:
         self._trial = None if job.method.trial is None else Trial(1, candidates=2, batches=self.batches)
         self.limit = int(count_flops(large, self.task.sample()))
         self.model = self._model()
-        self.optimizer = self.task.optimizer(self.model.parameters())
+        self.optimizer = self._optimizer(self.model)
         self.scheduler = self._scheduler(self.optimizer)
         self.grower = self._grower(self.model, self.optimizer, self.scheduler) if job.method.grows else None
         self._step_flops: int | None = None  # of the model as it is
@@ -217,6 +219,12 @@ class JobTraining:
 
     def _model(self) -> nn.Module:
         return self.task.network(self.job.method.size, self.job.seed)
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = self.task.optimizer(model.parameters())
+        for group in optimizer.param_groups:
+            group["lr"] *= self.job.rate
+        return optimizer
 
     def _scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, lambda _: self._rate())
@@ -233,18 +241,23 @@ class JobTraining:
         """Shares of the FLOPs at which it looks, or asks whether to."""
         schedule = self.job.method.schedule
         if self.job.method.waits:
-            shares = ((call + 1) / CALLS for call in range(CALLS))
-            return tuple(share for share in shares if share <= max(self.task.looks))
+            shares = ((call + 1) / self.task.calls for call in range(self.task.calls))
+            until = max(self.task.looks) if self.task.until is None else self.task.until
+            return tuple(share for share in shares if share <= until)
         return self.task.looks if schedule is None else schedule.looks
 
     def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
         """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
+        if preset := self.job.method.preset:
+            return Grower(
+                model, optimizer, preset=preset, example=self.task.sample(), scheduler=scheduler
+            )  # whose size nothing limits, as for everybody who writes this
         # Stored runs are known by the names that these options had when they were made.
         options = {_NAMES.get(name, name): value for name, value in self.job.method.options.items()}
         strategy = options.get("strategy", "sensli")
         if (class_of(strategy) if isinstance(strategy, str) else strategy).all_at_once:
             options.pop("max_growths", None)  # which says nothing there
-        rates = Rates(freeze_rest=options.pop("freeze_rest", False))
+        rates = Rates(**{name: options.pop(name) for name in _OF_RATES if name in options})
         known = used(strategy, options.get("what"))
         common = {"tau": 0.0, "floor": 0.0, "units": self.task.units}
         return Grower(
@@ -257,6 +270,8 @@ class JobTraining:
         """At which of the calls that are due it looks: at all of them, unless it waits, and then not more often than the others."""
         if not self.job.method.waits:
             return Every(1)
+        if self.job.method.trigger:
+            return TRIGGERS[self.job.method.trigger]()
         late = Diminishing() & Limit(growths=len(self.task.looks))
         return Pays() | late if self.job.method.pays else late
 
@@ -408,7 +423,7 @@ class JobTraining:
         """Continue where `save` was called."""
         grows = self.job.method.grows
         found = load_checkpoint(
-            path, self._model, lambda model: self.task.optimizer(model.parameters()),
+            path, self._model, self._optimizer,
             make_scheduler=self._scheduler, make_grower=self._grower if grows else None,
         )  # fmt: skip
         self.model, self.optimizer, self.scheduler, self.grower = found.model, found.optimizer, found.scheduler, found.grower  # fmt: skip

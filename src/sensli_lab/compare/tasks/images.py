@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from sensli_lab.compare.methods import at, when
 from sensli_lab.compare.task import Load, Task, TaskData, TaskPart, plain
 from sensli_lab.paper import datasets
 from sensli_lab.paper.settings import DataSettings
@@ -131,4 +132,39 @@ RESNET = replace(
         "wide": partial(resnet, 16, 1),
         "large": partial(resnet, 16, 2),
     },
+)
+
+# ---- All images of CIFAR-10 but those that decide, for a budget at which the smallest network is not the best one at the end.
+
+_WIDTHS = {"what": "uniform", "units": 1.0}
+
+CIFAR = replace(
+    VGG,
+    arms=(
+        at("uniform", "all widths twice, two times", 5, 15, **_WIDTHS),
+        at("uniform", "all widths twice, two times", 10, 25, **_WIDTHS),
+        at("uniform", "all widths twice, two times", 20, 40, **_WIDTHS),
+        at("uniform", "all widths twice, two times", 40, 60, **_WIDTHS),
+        at("once", "all widths four times, once", 10, what="uniform", units=3.0),
+        at("warmup", "as uniform, the updates of new channels warm up for 200 steps", 10, 25, warmup=200, **_WIDTHS),
+        when("saturating", "all widths twice, when the loss is near the end that its curve tells", **_WIDTHS),
+        when("slow", "all widths twice, when training on brings little for its FLOPs", **_WIDTHS),
+    ),
+    name="cifar",
+    title="CIFAR-10, all images, VGG-like networks, long",
+    sizes={
+        "small": partial(vgg, 4, 1),
+        "middle": partial(vgg, 8, 1),
+        "deep": partial(vgg, 8, 2),
+        "large": partial(vgg, 16, 1),
+    },
+    load=images("cifar10", 48_000, 2_000, 10_000),
+    steps=1200,
+    units=1.0,
+    warmup=0.01,
+    decay=0.2,
+    points=50,
+    calls=200,
+    until=0.8,
+    long=True,
 )

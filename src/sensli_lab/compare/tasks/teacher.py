@@ -7,6 +7,7 @@ zero, needs a bias of a rounding error: students have biases, for all methods.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from sensli_lab.compare.methods import at, when
 from sensli_lab.compare.task import Task, TaskData, TaskPart, plain
 from sensli_lab.paper.machine import generator
 
@@ -57,4 +59,37 @@ TEACHER = Task(
     units=1,
     looked_at=SAMPLES,
     counts_errors=False,
+)
+
+STUDENT = replace(
+    TEACHER,
+    arms=(
+        at("units", "a unit where its merit is largest, five times", 1, 2, 3, 4, 5, what="units", select="largest"),
+        at("units", "a unit where its merit is largest, five times", 2, 5, 10, 15, 20, what="units", select="largest"),
+        at(
+            "units", "a unit where its merit is largest, five times", 10, 20, 30, 40, 50, what="units", select="largest"
+        ),
+        at("once", "five units at once", 5, what="units", units=5, select="largest"),
+        at(
+            "warmup",
+            "as units, the updates of new units warm up for 100 steps",
+            2,
+            5,
+            10,
+            15,
+            20,
+            what="units",
+            warmup=100,
+        ),
+        when("saturating", "a unit, when the loss is near the end that its curve tells", what="units"),
+        when("slow", "a unit, when training on brings little for its FLOPs", what="units"),
+    ),
+    name="student",
+    title="student and teacher, 10 inputs, 10 outputs, long",
+    steps=10_000,
+    warmup=0.01,
+    decay=0.2,
+    calls=200,
+    until=0.8,
+    long=True,
 )

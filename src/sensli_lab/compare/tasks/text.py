@@ -65,13 +65,13 @@ class Transformer(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.norm(self.blocks(self.embedding(x) + self.places)))
+        y: Tensor = self.head(self.norm(self.blocks(self.embedding(x.long()) + self.places)))
         return y
 
 
 def next_byte(output: Tensor, target: Tensor) -> Tensor:
     """The mean cross-entropy over all places."""
-    return cross_entropy(output.flatten(0, 1), target.flatten())
+    return cross_entropy(output.flatten(0, 1), target.flatten().long())
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +80,12 @@ def _windows() -> Tensor:
     from pydoc_data.topics import topics  # most of a megabyte, which other commands need not read
 
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
-    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return cut(text).long()
+
+
+def cut(text: bytes) -> Tensor:
+    """A text as windows of bytes, each with the byte after it, in an order drawn once."""
+    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     count = (len(codes) - 1) // WINDOW
     windows = codes[: count * WINDOW + 1].unfold(0, WINDOW + 1, WINDOW)
     return windows[torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")]
@@ -88,13 +93,16 @@ def _windows() -> Tensor:
 
 def load(folder: Path | None, seed: int) -> TaskData:
     """Nine tenths of the windows to train on, the rest in halves; the same for all seeds."""
-    windows = _windows()
-    held = len(windows) // 20
+    return split(_windows(), len(_windows()) // 20)
+
+
+def split(windows: Tensor, held: int, digest: str = "") -> TaskData:
+    """So many windows to decide by, as many to test with, the rest to train on."""
 
     def part(some: Tensor) -> TaskPart:
         return TaskPart(some[:, :-1].contiguous(), some[:, 1:].contiguous())
 
-    return TaskData(part(windows[2 * held :]), part(windows[:held]), part(windows[held : 2 * held]))
+    return TaskData(part(windows[2 * held :]), part(windows[:held]), part(windows[held : 2 * held]), digest)
 
 
 TEXT = Task(

@@ -1,0 +1,108 @@
+"""A byte-level transformer on the sources of Python's standard library: a text that is too long to be memorised.
+
+Budgets are such that the smallest network is not the best one at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sensli_lab.compare.methods import at, when
+from sensli_lab.compare.task import Task, TaskData
+from sensli_lab.compare.tasks.text import HEAD, START, WINDOW, Transformer, cut, next_byte, split
+from sensli_lab.errors import PaperError
+
+WIDTH = 32
+LEAST = 20_000_000  # bytes: some systems have Python without its tests
+HELD = 512  # windows to decide by, and as many to test with
+
+
+def network(blocks: int) -> Transformer:
+    return Transformer(blocks, WIDTH // HEAD, 4 * WIDTH, WIDTH)
+
+
+def sources(folder: Path) -> list[Path]:
+    """The files of a library, without what was installed beside it, in an order that does not depend on the system."""
+    found = (path for path in folder.rglob("*.py") if "site-packages" not in path.parts)
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+@lru_cache(maxsize=1)
+def _windows() -> tuple[Tensor, str]:
+    folder = Path(os.__file__).parent
+    text = b"\n".join(path.read_bytes() for path in sources(folder))
+    if len(text) < LEAST:
+        raise PaperError(
+            f"{folder} has {len(text):,} bytes of Python, the task 'code' needs {LEAST:,}: this Python came without its tests. Use one "
+            "that has its whole standard library."
+        )
+    return cut(text), hashlib.sha256(text).hexdigest()[:16]
+
+
+def load(folder: Path | None, seed: int) -> TaskData:
+    """The same windows for all seeds."""
+    windows, digest = _windows()
+    return split(windows, HELD, digest)
+
+
+_STACK = {"strategy": "stack"}
+_TWIN = {"what": "layers", "form": "twin", "select": "last"}
+
+ARMS = (
+    at("stack", "the whole stack twice, two times", 5, 15, **_STACK),
+    at("stack", "the whole stack twice, two times", 10, 25, **_STACK),
+    at("stack", "the whole stack twice, two times", 5, 20, **_STACK),
+    at("stack", "the whole stack twice, two times", 10, 40, **_STACK),
+    at("stack", "the whole stack twice, two times", 15, 60, **_STACK),
+    at("stack", "the whole stack twice, two times", 20, 40, **_STACK),
+    at("stack", "the whole stack twice, once", 15, **_STACK),
+    at("stack", "the whole stack twice, two times", 30, 60, **_STACK),
+    at("stack", "the whole stack twice, three times", 5, 15, 40, **_STACK),
+    *(at("once", "the whole stack four times, once", share, factor=4, **_STACK) for share in (5, 10, 20, 40, 75)),
+    at("interleave", "each block twice in its place, two times", 10, 25, order="interleave", **_STACK),
+    at("noise", "as interleave, with 1 % noise on the copies", 10, 25, order="interleave", noise=0.01, **_STACK),
+    at("twin", "copies whose outputs begin at zero, the same number", 10, 25, 25, **_TWIN),
+    at("fresh", "random blocks whose outputs begin at zero, the same number", 10, 25, 25, init="fresh", **_TWIN),
+    at("least", "twins of the least important blocks, the same number", 10, 25, 25, **{**_TWIN, "select": "least"}),
+    at("warmup", "as stack, the updates of new blocks warm up for 200 steps", 10, 25, warmup=200, **_STACK),
+    at("depth", "as stack, rates times the root of the ratio of depths", 10, 25, depth_power=0.5, **_STACK),
+    at("uniform", "all widths by a half, at each of four moments", 5, 10, 15, 25, what="uniform"),
+    when("saturating", "the whole stack twice, when the loss is near the end that its curve tells", **_STACK),
+    when("slow", "the whole stack twice, when training on brings little for its FLOPs", **_STACK),
+)
+
+CODE = Task(
+    name="code",
+    title="the standard library of Python, byte by byte, transformers of width 32",
+    sizes={
+        "small": partial(network, 1),
+        "middle": partial(network, 2),
+        "deep": partial(network, 4),
+        "large": partial(network, 8),
+    },
+    load=load,
+    example=((WINDOW,), torch.long),
+    loss=next_byte,
+    optimizer=partial(torch.optim.AdamW, lr=6e-3, fused=True),
+    recipe=f"AdamW 0.006, weights from N(0, {START})",
+    batch=16,
+    steps=2000,
+    looks=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3),
+    looked_at=64,
+    arms=ARMS,
+    rates={"small": 2.0, "middle": 2.0, "deep": 2.0},
+    warmup=0.01,
+    decay=0.2,
+    points=50,
+    counts_errors=False,
+    tokens=WINDOW,
+    calls=200,
+    until=0.8,
+    long=True,
+)
