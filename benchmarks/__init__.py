@@ -13,7 +13,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cnn, estimators, finding, measuring, natural, resume, starts, transformers, watching, widths
+from benchmarks import (
+    cnn,
+    estimators,
+    finding,
+    measuring,
+    memory,
+    natural,
+    resume,
+    starts,
+    transformers,
+    watching,
+    widths,
+)
 from benchmarks.figure import Figure
 from benchmarks.random_models import random_models
 from benchmarks.spirals import spirals
@@ -28,7 +40,7 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
     "measure": measuring.measure_against_extended,
     "norms": measuring.norm_cost,
     "natural": natural.natural_cost,
-    "memory": measuring.memory,
+    "memory": lambda: [*measuring.memory(), *memory.model_memory()],
     "probe": measuring.probe,
     "watch": watching.watching_cost,
     "linear": measuring.linear_cost,

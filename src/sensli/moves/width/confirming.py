@@ -38,6 +38,7 @@ from sensli.moves.width.width import TOLERANCE, Axis, Entries, Size, Width, fami
 
 _LARGE = (1000.0, 10.0, 1.0)  # times the usual rows: what competes wins then; less where the model cannot take so much
 _TURNS = 3  # so often all candidates run beside each other, as a measurement has three for each unit that would come
+_ROOM = 2**22  # entries of the candidates that are held at once
 _LEAST = 8  # candidates: as many places in the row of units are tried
 _ALIKE = 1000  # rounding errors of what makes units: a norm on the way may enlarge them
 _MODES = (False, True)  # evaluation, training
@@ -54,7 +55,8 @@ _APART = (
 def confirm(trial: WidthRehearsal, sites: Sequence[Site]) -> tuple[list[Site], list[tuple[Site, str]]]:
     """Those that hold, and the others with the reason."""
     for training in _MODES:
-        trial.hear(sites, training)  # all in one pass; what fails here is found below
+        for part in trial.parts(sites):
+            trial.hear(part, training)  # as many as there is room for in one pass; what fails here is found below
     good, refused = bisect(
         sites,
         lambda group: Verdict(together=trial.moves(group)),
@@ -136,6 +138,19 @@ class WidthRehearsal(Rehearsal):
             if all(torch.equal(one.isfinite(), other.isfinite()) for one, other in zip(found, usual, strict=True)):
                 break  # otherwise the model cannot take them: zero times infinity is not a number
         return found
+
+    def parts(self, sites: Sequence[Site]) -> list[list[Site]]:
+        """The sites in parts whose candidates may be held together."""
+        parts: list[list[Site]] = [[]]
+        held = 0
+        for site in sites:
+            size = self._on_copy(site).held
+            if held and held + size > _ROOM:
+                parts.append([])
+                held = 0
+            parts[-1].append(site)
+            held += size
+        return parts
 
     def hear(self, sites: Sequence[Site], training: bool) -> Verdict:
         """Learn what a measurement would say that new units give to their readers; or say why it cannot."""
@@ -344,7 +359,20 @@ class _Tried:
         """The new units as candidates: each turn begins with another one, so that neither its number nor its being even may matter."""
         more = self.width.more
         turns = max(_TURNS, -(-_LEAST // more))
-        return [(turn + unit) % more for turn in range(turns) for unit in range(more)]
+        if self.width.blocks and turns * more * self._row_entries > _ROOM:
+            turns = -(-_LEAST // more)  # each block was tried alone before
+        return [(1 + turn + unit) % more for turn in range(turns) for unit in range(more)]
+
+    @property
+    def held(self) -> int:
+        """How many entries the rows of all candidates have."""
+        return len(self.candidates) * self._row_entries
+
+    @cached_property
+    def _row_entries(self) -> int:
+        """Of the rows of one unit."""
+        rows = [axis for axis in self.width.axes if axis.fill == "row"]
+        return sum(axis.tensor.numel() // axis.tensor.shape[axis.dim] * axis.outer * axis.inner for axis in rows)
 
     def is_alike(self, training: bool) -> bool:
         """Whether the readers got of the new units what candidates alone give them."""

@@ -399,7 +399,8 @@ class Replica:
                     rows, name = makers.setdefault(axis.module.path, [None, None]), axis.name == "bias"
                     assert isinstance(rows, list)
                     parts = [part for part in (rows[name], new) if part is not None]
-                    rows[name] = like_layout(torch.cat(parts, axis.dim), getattr(module, axis.name)) if parts else None
+                    made = torch.cat(parts, axis.dim) if len(parts) > 1 else next(iter(parts), None)
+                    rows[name] = None if made is None else like_layout(made, getattr(module, axis.name))
                 else:
                     makers[axis.module.path] = candidates
             for size in width.sizes:
