@@ -119,9 +119,11 @@ def wholes(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors, whole where they were sharded. One exchange for all: `full_tensor` of each would take longer than the tests."""
     local = {name: each.to_local() if hasattr(each, "to_local") else each for name, each in tensors.items()}
     local = {name: each.detach().clone() for name, each in local.items()}
-    sharded = {name: each.placements[0].dim for name, each in tensors.items() if hasattr(each, "placements")}
+    # On a mesh of two dimensions each row of processes holds the whole, and the first is taken.
+    sharded = {name: each.placements[-1].dim for name, each in tensors.items() if hasattr(each, "placements")}
     if not sharded:
         return local
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, {name: local[name] for name in sharded})
+    parts = parts[: tensors[next(iter(sharded))].device_mesh.size(-1)]
     return {**local, **{name: torch.cat([part[name] for part in parts], axis) for name, axis in sharded.items()}}

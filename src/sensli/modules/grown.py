@@ -24,24 +24,25 @@ ALL = (NEW, CHANGED, RECORDS)
 
 def mark(module: nn.Module, number: int, *, new: bool) -> None:
     """The growth of this number made the module, or changed it."""
+    # Into its own dict: a compiled module hands attributes on to the one inside.
     if new:
-        setattr(module, NEW, number)
+        module.__dict__[NEW] = number
     else:
-        setattr(module, CHANGED, (*module.__dict__.get(CHANGED, ()), number))
+        module.__dict__[CHANGED] = (*module.__dict__.get(CHANGED, ()), number)
 
 
 def unmark(module: nn.Module, number: int) -> None:
     """The inverse of `mark` and `tell`."""
     _set(module, RECORDS, {key: value for key, value in module.__dict__.get(RECORDS, {}).items() if key != number})
     if module.__dict__.get(NEW) == number:
-        delattr(module, NEW)
+        del module.__dict__[NEW]
         return
     _set(module, CHANGED, tuple(each for each in module.__dict__.get(CHANGED, ()) if each != number))
 
 
 def tell(module: nn.Module, number: int, record: Any) -> None:
     """The record of a growth that the module is marked with: what takes it back."""
-    setattr(module, RECORDS, {**module.__dict__.get(RECORDS, {}), number: record})
+    module.__dict__[RECORDS] = {**module.__dict__.get(RECORDS, {}), number: record}
 
 
 def told(module: nn.Module, number: int) -> Any:
@@ -51,9 +52,9 @@ def told(module: nn.Module, number: int) -> Any:
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
     if value:
-        setattr(module, name, value)
-    elif name in module.__dict__:
-        delattr(module, name)
+        module.__dict__[name] = value
+    else:
+        module.__dict__.pop(name, None)
 
 
 def new_in(module: nn.Module) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
@@ -46,6 +47,18 @@ def _context(module: nn.Module) -> Any:
         return module.__dict__.get("dynamo_ctx")
     call = module.__dict__["_compiled_call_impl"]  # module.compile()
     return inspect.getclosurevars(call).nonlocals.get("self") if inspect.isfunction(call) else None
+
+
+def compile_like(new: nn.Module, source: nn.Module) -> None:
+    """Compile a copy of a module, and its parts, where `module.compile()` was called on those of the source: a copy does not keep that."""
+    there = dict(new.named_modules())
+    for path, module in source.named_modules():
+        if module.__dict__.get("_compiled_call_impl") and path in there:
+            part, context = there[path], _context(module)
+            if context is None:  # torch keeps it in another way: as it compiles if nothing is asked for
+                part.compile()
+            else:
+                part._compiled_call_impl = copy.copy(context)(part._call_impl)
 
 
 def _begin_again(contexts: list[Any]) -> bool:
@@ -99,6 +112,19 @@ def around(model: nn.Module) -> list[nn.Module]:
         if not isinstance(inner, nn.Module):
             return chain
         chain.append(inner)
+
+
+# Of wrappers around a block: torch.compile(block), and checkpoint_wrapper(block) of activation checkpointing.
+_AROUND_BLOCKS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def inside(block: nn.Module) -> nn.Module:
+    """The block in wrappers that compile it or checkpoint its activations."""
+    for name in _AROUND_BLOCKS:
+        inner = block._modules.get(name)
+        if inner is not None:
+            return inside(inner)
+    return block
 
 
 def bare(model: nn.Module, name: str = "model") -> nn.Module:

@@ -21,7 +21,7 @@ from sensli.modules import checks, random_state
 from sensli.modules.engines.distributed import readable_part
 from sensli.modules.grown import grown, new_in
 from sensli.modules.running import device_of, note, run, tensors, to_device
-from sensli.modules.wrappers import bare
+from sensli.modules.wrappers import bare, compile_like, inside
 from sensli.moves.inserting import (
     Cut,
     apply_cut,
@@ -185,6 +185,8 @@ class Stacking(Edit):
         whole, _ = readable_part(self._model, self._model)
         plain = Twin(self._stack.block, ())  # nothing in it is zero
         self.added = [plain.build(whole.get_submodule(path), whole) for path, _ in self._sources]
+        for (_, source), copied in zip(self._sources, self.added, strict=True):
+            compile_like(copied, source)
         if self._stack.noise:
             _add_noise(self.added, self._stack.noise, self._stack.seed)
         self.module = self.added[0]
@@ -327,7 +329,7 @@ def _site(search: Search, finder: TwinFinder, stack: Stack, order: str, spare: i
     parameters = sum(parameter.numel() for _, block in blocks for parameter in block.parameters())
     flops = sum(map(block_flops, copied))
     refs = tuple(Ref.to(*block) for block in blocks)
-    return Site(point, StackCopy(type(last.module).__name__, refs, 1, parameters, flops, order))
+    return Site(point, StackCopy(type(inside(last.module)).__name__, refs, 1, parameters, flops, order))
 
 
 def _place(search: Search, finder: TwinFinder, stack: Stack, last: ModuleCall) -> tuple[bool, ListPlace | None]:

@@ -173,6 +173,8 @@ class Changing(Together):
             if self.sharded:
                 fsdp.check(around(self._model)[-1])
                 fsdp.reshard(self._model)
+            else:
+                fsdp.check_whole(around(self._model)[-1])
             for wrapper in ddps(self._model):
                 check(wrapper)
         except Exception as error:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sensli.errors import UnsupportedModel, UnsupportedSite
@@ -26,6 +27,11 @@ from sensli.modules.wrappers import is_a
 _OF_A_PARAMETER = (
     "_init_sharded_param", "_init_sharded_post_forward_param_metadata", "_orig_param_uid", "_orig_size", "_setattr_on_modules",
     "all_gather_outputs", "device", "fsdp_placement", "mesh_info", "post_forward_mesh_info", "reset_sharded_param", "sharded_param",
+)  # fmt: skip
+# What methods of a sharded module set: how gradients are divided and when they are summed.
+_SETTINGS = (
+    "gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_scatter_unused_params", "reduce_scatter_max_input_buffers",
+    "reduce_grads", "all_reduce_grads", "reshard_after_backward", "unshard_async_op",
 )  # fmt: skip
 _STATE = "__composable_api_state_key"  # the prefix of the names under which torch keeps the state in the module itself
 
@@ -47,15 +53,37 @@ def check(model: nn.Module) -> None:
         if not all(hasattr(state, name) for name in ("_is_root", "_state_ctx", "_modules")):
             raise _unknown()
         where = f"'{path}'" if path else "the model"
-        if len(state._modules) > 1 or len(getattr(state, "_fsdp_param_groups", [0])) > 1:
+        if len(getattr(state, "_fsdp_param_groups", [0])) > 1:
             raise UnsupportedModel(
-                f"{where} shares a group of fully_shard with other modules, which is not supported. Call fully_shard on it alone."
+                f"{where} has parameters on several meshes (shard_placement_fn), and none of them tells where a new layer belongs. "
+                "Shard all of its parameters on one mesh."
             )
         group = state._fsdp_param_group
-        if group is not None and group.mesh_info.mesh.ndim != 1:
+        if group is None:
+            continue
+        for info in (each._module_info for each in group.fsdp_params if each.is_dtensor):
+            holder = next(name for name, part in model.named_modules() if part is info.module)
+            raise _parallel(f"{holder}.{info.param_name}" if holder else info.param_name)
+        mesh, world = group.mesh_info.mesh, dist.get_world_size()
+        if mesh.ndim > 1 and mesh.size() != world:
             raise UnsupportedModel(
-                f"{where} is sharded on a mesh of {group.mesh_info.mesh.ndim} dimensions. Only one-dimensional meshes are supported."
+                f"{where} is sharded on a mesh of {mesh.ndim} dimensions with {mesh.size()} of the {world} processes of the job. Such a "
+                "mesh must hold all of them: make it by init_device_mesh with their number."
             )
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model without `fully_shard` whose layers each compute a part of a result."""
+    name = next((name for name, each in model.named_parameters() if hasattr(type(each), "full_tensor")), None)
+    if name is not None:
+        raise _parallel(name)
+
+
+def _parallel(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"'{name}' is spread by a tensor-parallel plan (parallelize_module): each process computes a part of its layer, and nothing tells "
+        "how a new layer should be divided. Grow the model without the plan, with fully_shard alone or in one process. Apply it afterwards."
+    )
 
 
 def _unknown() -> UnsupportedModel:
@@ -66,29 +94,72 @@ def _unknown() -> UnsupportedModel:
 
 
 def process_group(model: nn.Module) -> Any:
-    """The processes among which the model is sharded."""
+    """The processes that hold the model: among those of a row it is sharded, and each row of a mesh of two dimensions holds all of it."""
     groups = (state._fsdp_param_group for _, _, state in _sharded_modules(model))
-    return next((group.mesh_info.mesh.get_group() for group in groups if group is not None), None)
+    mesh = next((group.mesh_info.mesh for group in groups if group is not None), None)
+    if mesh is None or mesh.ndim == 1:
+        return None if mesh is None else mesh.get_group()
+    # One that does not hold all processes is refused, by those that are at hand.
+    return dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh.get_group(mesh.ndim - 1)
 
 
 def shard_like(layer: nn.Module, model: nn.Module, path: str) -> None:
-    """Shard a new layer with the arguments of the innermost sharded module around its place."""
-    from torch.distributed.fsdp import fully_shard
-
+    """Shard a new layer beside a module: a copy of the module as that one is, another layer as the innermost sharded module around it."""
+    beside = model.get_submodule(path)
+    if is_a(beside, "FSDPModule") and type(layer) is type(beside).__bases__[1]:
+        _shard_copy(layer, beside)
+        return
     groups = {id(module): state._fsdp_param_group for _, module, state in _sharded_modules(model)}
     # Where the paths of the modules around the place end, the innermost first: 'a.b', 'a' and '' for 'a.b.c'.
     for end in reversed([0, *(index for index, letter in enumerate(path) if letter == ".")]):
         group = groups.get(id(model.get_submodule(path[:end])))
         if group is not None:
-            fully_shard(
-                layer,
-                mesh=group.mesh_info.mesh,
-                reshard_after_forward=group.post_forward_mesh_info is not None or None,
-                mp_policy=group.mp_policy,
-                offload_policy=group.offload_policy,
-            )
+            _shard([layer], group, group.post_forward_mesh_info is not None or None)
             return
     raise UnsupportedModel(f"no module around '{path}' is sharded, so it is unclear how to shard a layer there.")
+
+
+def _shard_copy(copied: nn.Module, block: nn.Module) -> None:
+    """Shard a copy of a block, and what is inside of it, as the block and its parts are."""
+    parts: dict[int, tuple[Any, list[str]]] = {}
+    for path, _, state in _sharded_modules(block):
+        parts.setdefault(id(state), (state, []))[1].append(path)
+    there, along = dict(copied.named_modules()), dict[int, Any]()
+    for name, parameter in copied.named_parameters():
+        along[id(parameter)] = next((p for p in block.get_parameter(name).placements if p.is_shard()), None)  # type: ignore[attr-defined]
+    for state, paths in reversed(parts.values()):  # the inner ones first
+        group, modules = state._fsdp_param_group, [there[path] for path in paths if path in there]
+        if group is None or not modules:
+            continue
+        after: Any = None  # as torch chooses
+        if not state._auto_reshard_after_forward:
+            info = group.post_forward_mesh_info
+            after = info is not None and (info is group.mesh_info or info.shard_mesh_size)
+        _shard(modules, group, after, lambda parameter: along[id(parameter)])
+
+
+def _shard(
+    modules: list[nn.Module],
+    like: Any,
+    reshard_after_forward: Any,
+    placement: Callable[[nn.Parameter], Any] | None = None,
+) -> None:
+    """Shard modules together, with the mesh, the policies and the settings of another group."""
+    from torch.distributed.fsdp import fully_shard
+
+    given = modules[0] if len(modules) == 1 else modules
+    fully_shard(
+        given,
+        mesh=like.mesh_info.mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=placement,
+        mp_policy=like.mp_policy,
+        offload_policy=like.offload_policy,
+    )
+    group = modules[0]._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+    for name in _SETTINGS if group is not None else ():
+        if hasattr(like, name):
+            setattr(group, name, getattr(like, name))
 
 
 def reshard(model: nn.Module) -> None:
@@ -133,8 +204,10 @@ def check_resized(model: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> No
     if any(not _is_known(each) for each in _sharded_parameters(model) if id(each.sharded_param) in shapes):
         raise _unknown()
     for name, parameter in model.named_parameters():
-        for placement in getattr(parameter, "placements", ()) if id(parameter) in shapes else ():
-            size, parts = shapes[id(parameter)][placement.dim], parameter.device_mesh.size()  # type: ignore[attr-defined]
+        for axis, placement in enumerate(getattr(parameter, "placements", ()) if id(parameter) in shapes else ()):
+            if not placement.is_shard():
+                continue
+            size, parts = shapes[id(parameter)][placement.dim], parameter.device_mesh.size(axis)  # type: ignore[attr-defined]
             if placement.dim > 0 and size % parts:
                 raise UnsupportedSite(
                     f"{name} is sharded along axis {placement.dim}, which fully_shard divides into equal parts only: {size} entries do not "
@@ -181,12 +254,14 @@ def _shard_again(each: Any) -> None:
 
 def _without_hooks(module: nn.Module, state: Any) -> dict[int, Any]:
     """What a copy gets instead of the hooks and states of fully_shard; the user's own hooks stay."""
-    own = {getattr(handle, "id", None) for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle)}
+    given = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    own = {each.id for handle in given for each in getattr(handle, "handles", (handle,))}  # a group has several
     instead: dict[int, Any] = {}
     for name in (
         "_forward_hooks",
         "_forward_pre_hooks",
         "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
         "_forward_pre_hooks_with_kwargs",
     ):
         hooks = getattr(module, name)

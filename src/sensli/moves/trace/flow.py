@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules import random_state
 from sensli.modules.copies import copied_model, made_general
-from sensli.modules.engines.fsdp import unsharded
+from sensli.modules.engines.fsdp import check_whole, unsharded
 from sensli.modules.running import (
     Slot,
     brief_error,
@@ -132,6 +132,8 @@ def record(model: nn.Module, example: Any, *, share: bool = False) -> Flow:
     ``share``: the copy shares large parameters with the model, and the caller sees to it that nobody writes to them.
     """
     _check(model)
+    if not is_sharded(model):
+        check_whole(model)
     flow = Flow(_copy_to_run(model, share))
     flow.frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     flow.parameter_names = {id(p): name for name, p in flow.model.named_parameters()}

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.grown import Chain
+from sensli.modules.wrappers import inside
 from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
 from sensli.moves.trace.graph import nearest_parameters, operation, origin, reaches
 from sensli.text.records import Plain
@@ -129,7 +130,7 @@ def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
         # The parts of a chain in a container were seen as members of that one.
         if _is_container(container) and not (inner and isinstance(container, Chain)):
             calls = [_as_block(flow, member) for member in members(path, container)]
-            for row in _runs(calls, lambda module: type(module)):
+            for row in _runs(calls, lambda module: type(inside(module))):
                 for run in _runs(row, signature):
                     if len(run) > 1 or _has_skip(run[0]):
                         found.append(Stack(path, tuple(run), _has_skip(run[0]), len(row)))
@@ -292,7 +293,8 @@ def _as_block(flow: Flow, path: str) -> ModuleCall | None:
     if len(calls) != 1 or calls[0].result is None:
         return None
     module, output = calls[0].module, calls[0].result.tensor
-    plain_layer = not any(True for _ in module.children()) and type(module).__module__.startswith("torch.nn")
+    block = inside(module)
+    plain_layer = not any(True for _ in block.children()) and type(block).__module__.startswith("torch.nn")
     if plain_layer or not any(True for _ in module.parameters()) or not output.is_floating_point():
         return None
     return calls[0]
@@ -306,7 +308,7 @@ def _follows(last: ModuleCall, call: ModuleCall) -> bool:
 
 def signature(module: nn.Module) -> tuple[object, ...]:
     """What makes two blocks equal: class, and names and shapes of parameters."""
-    return (type(module), tuple((name, tuple(p.shape)) for name, p in module.named_parameters()))
+    return (type(module), type(inside(module)), tuple((name, tuple(p.shape)) for name, p in module.named_parameters()))
 
 
 def likeness(module: nn.Module) -> tuple[object, ...]:
@@ -330,6 +332,7 @@ def manner(module: nn.Module) -> tuple[object, ...]:
     return tuple(
         (path, name, bool(value) if type(value) is float and ("drop" in name or isinstance(part, dropout)) else value)
         for path, part in module.named_modules()
+        if "_orig_mod" not in part._modules  # torch.compile holds code of each block by itself
         for name, value in vars(part).items()
         if name != "training" and isinstance(value, plain)
     )
@@ -350,7 +353,7 @@ class Surroundings:
             if stack.residual and stack.container and (isinstance(container, nn.Sequential) or is_list(container)):
                 for name, child in container.named_children():
                     path = f"{stack.container}.{name}"
-                    if len(list(child.children())) > 1 and not self.blocks.below(path):
+                    if len(list(inside(child).children())) > 1 and not self.blocks.below(path):
                         self.blocks.add(path)
         self._names = Counter(id(module) for _, module in flow.model.named_modules(remove_duplicate=False))
         owners = [call.began for call in flow.calls if any(True for _ in call.module.parameters(recurse=False))]

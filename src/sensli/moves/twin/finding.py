@@ -16,6 +16,7 @@ from sensli.modules.copies import copied_block
 from sensli.modules.flops import count_flops
 from sensli.modules.grown import Chain, ParametricLayer, ResidualLayer
 from sensli.modules.running import Slot, first_samples, first_tensor, is_plain, note, with_value, without_memory
+from sensli.modules.wrappers import inside
 from sensli.moves.point import ListPlace, first_number
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Kind, Site
@@ -240,7 +241,7 @@ class BlockSearch:
     def _twin(self, zeroed: list[str], replaced: list[str]) -> Twin:
         """The plan that came of the search; the block has been left as it says."""
         return Twin(
-            block=type(self.call.module).__name__,
+            block=type(inside(self.call.module)).__name__,
             zeroed=tuple(zeroed),
             replaced=tuple(replaced),
             parameters=sum(p.numel() for p in self.block.parameters()),
@@ -424,7 +425,7 @@ class TwinFinder:
 
     def find_plain(self, call: ModuleCall, *, chained: bool) -> ListPlace | None:
         """Where a plain copy of a block goes that has no twin: what must follow in a list. Raises `Refused` with the reason."""
-        plain = Twin(type(call.module).__name__, (), remembers=_remembers(call))  # nothing in it is zero
+        plain = Twin(type(inside(call.module)).__name__, (), remembers=_remembers(call))  # nothing in it is zero
         return self.place(call, plain, chained=chained)
 
     def _twin(self, call: ModuleCall, seen: SeenTensor) -> Twin:

@@ -28,6 +28,7 @@ from sensli.modules.running import (
     with_value,
     without_memory,
 )
+from sensli.modules.wrappers import compile_like
 from sensli.moves.factors import Outer, Use, watch_uses
 from sensli.moves.inserting import Inserts, apply_cut, example_parameter, plan_cut, take_out
 from sensli.moves.point import Point
@@ -274,7 +275,9 @@ class Twin(Inserts):
     def module_at(self, model: nn.Module, site: Site, anchor: nn.Module) -> nn.Module:
         example_parameter(model, [*(module for _, module in site.point.around(model)), anchor])
         whole, source = readable_part(model, anchor)
-        return self.build(source, whole)
+        twin = self.build(source, whole)
+        compile_like(twin, anchor)
+        return twin
 
     def stand_in(self, model: nn.Module, site: Site, anchor: nn.Module, *, real: bool) -> nn.Module:
         return self.build(anchor, model, share=True) if real else _StandIn(self, site.point.slot, anchor)
