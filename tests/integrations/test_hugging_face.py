@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate.state import AcceleratorState, DistributedType, PartialState  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import (  # noqa: E402  # noqa: E402
     GPT2Config,
@@ -483,13 +486,65 @@ def several(folder: str, processes: int) -> Any:
     }
 
 
+@contextmanager
+def sharding_on_cpu() -> Iterator[None]:
+    """accelerate takes no notice of fsdp= on CPUs, and wraps the model in DDP. Told that it may shard there, it does."""
+    given = AcceleratorState.__init__
+
+    def told(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        given(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceleratorState, "__init__", told)
+        yield
+
+
+def sharded(saved: str) -> dict[str, Tensor]:
+    """The same run on a model that accelerate has sharded by FSDP2, and the same again from the middle."""
+
+    def trainer(name: str) -> Any:
+        settings: dict[str, Any] = {
+            "fsdp_version": 2,
+            "state_dict_type": saved,
+            "transformer_layer_cls_to_wrap": ["GPT2Block"],
+        }
+        more = {"gradient_accumulation_steps": 2, "num_train_epochs": 3, "train_dataset": rows(ragged=True)}
+        sizes = {
+            "per_device_train_batch_size": 8 // dist.get_world_size(),
+            "eval_strategy": "epoch",
+            "eval_dataset": rows(),
+        }
+        model = make_model(**EXACT).double()
+        return make(f"{saved}/{name}", grow(1, 2, 3), model=model, fsdp=True, fsdp_config=settings, **more, **sizes)
+
+    with sharding_on_cpu():
+        whole = trainer("whole")
+        whole.train()
+        dist.barrier()
+        resumed = trainer("again")
+        resumed.train(resume_from_checkpoint=f"{saved}/whole/checkpoint-4")
+    network = whole.model.transformer
+    assert len(network.h) == whole.model.config.n_layer == 5
+    assert all(isinstance(module, FSDPModule) for module in (whole.model, network.wte, *network.h))
+    found = ranks.wholes(dict(whole.model.state_dict()))
+    assert_same(found, ranks.wholes(dict(resumed.model.state_dict())))
+    return found
+
+
 def in_two_processes() -> Any:
     found = several(os.getcwd(), dist.get_world_size())
     same_on_all_ranks_of(found["model"])
     same_on_all_ranks_of(found["tried"])
     with pytest.raises(UnsupportedModel, match="fully_shard"):
-        make("sharded", grow(1), fsdp=True)
-    return found
+        make("sharded", grow(1), fsdp=True, fsdp_config={"fsdp_version": 1, "sync_module_states": False})
+    return {**found, "sharded": sharded("SHARDED_STATE_DICT")}
+
+
+def sharded_and_saved_whole() -> Any:
+    return sharded("FULL_STATE_DICT")
 
 
 def same_on_all_ranks_of(state: dict[str, Tensor]) -> None:
@@ -508,10 +563,17 @@ def test_two_processes_equal_one_on_the_joined_batches(tmp_path: Path) -> None:
     assert found["merits"] == pytest.approx(expected["merits"], rel=1e-5)  # GPT-2 casts to float32 for the loss
     assert found["arms"] == expected["arms"] and len(found["arms"]) == 3
     assert found["scores"] == pytest.approx(expected["scores"], rel=1e-5)
-    for which in ("model", "tried"):
+    expected["sharded"] = expected["model"]
+    for which in ("model", "tried", "sharded"):
         assert list(found[which]) == list(expected[which])
         for name, tensor in expected[which].items():
             torch.testing.assert_close(found[which][name], tensor, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.process
+@pytest.mark.thorough
+def test_a_sharded_training_that_saves_whole_files_resumes_to_the_bit(tmp_path: Path) -> None:
+    ranks.run(sharded_and_saved_whole, 2, tmp_path, LIBRARIES)
 
 
 # --- what is refused ---

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from sensli.growing.options import Trial
 from sensli.integrations import callback, missing
 from sensli.integrations.callback import GrowingCallback, LookFacts, Update, itself, standing_in
 from sensli.modules import checks, random_state
+from sensli.modules.engines.fsdp import reshard
 from sensli.modules.random_state import kept_of_loader
 from sensli.modules.running import count_samples, tensors, untouched
-from sensli.modules.wrappers import bare, eager
+from sensli.modules.wrappers import bare, eager, is_sharded
 from sensli.surgery.history import History
 from sensli.surgery.optimizers import as_optimizers
 from sensli.surgery.rewinding import rewind
@@ -110,7 +111,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         self._check(trainer)
         around = (
             self._load_from_checkpoint, self._load_best_model, self._load_optimizer_and_scheduler, self._save,
-            self._issue_warnings_after_load,
+            self._save_optimizer_and_scheduler, self._issue_warnings_after_load,
         )  # fmt: skip
         for method in around:
             if not hasattr(trainer, method.__name__):
@@ -295,6 +296,15 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         with names_of_today(bare(self._trainer.model_wrapped), folder.name):
             return given(output_dir, state_dict)
 
+    def _save_optimizer_and_scheduler(self, given: Any, output_dir: str) -> Any:
+        network = bare(self._trainer.model_wrapped)
+        if is_sharded(network):
+            # Shards are written here, and where nothing else is written `_save` is not called.
+            reshard(network)
+            if self._trainer.args.should_save:
+                write_folder(Path(output_dir), self._state())
+        return given(output_dir)
+
     def _load_from_checkpoint(self, given: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
         if not Path(resume_from_checkpoint).is_dir():
             return given(resume_from_checkpoint, model)  # which reports it
@@ -309,9 +319,13 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         return given()
 
     def _load_optimizer_and_scheduler(self, given: Any, checkpoint: str | None) -> Any:
-        if checkpoint is not None and self._loaded is not None and self._loaded["names"]:
+        # The optimizer of a sharded model was there when the growths were repeated, and has followed; its state is saved by names.
+        network = bare(self._trainer.model_wrapped)
+        if checkpoint is None or is_sharded(network):
+            with resting(network, (self._loaded or {}).get("stateless", ())):
+                return given(checkpoint)
+        if self._loaded is not None and self._loaded["names"]:
             # The saved state is numbered in the order in which that optimizer followed the growths.
-            network = bare(self._trainer.model_wrapped)
             optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
             follow_groups(self._history, optimizer, scheduler, self._loaded["names"], network)
             for each, names in zip(as_optimizers(optimizer), self._loaded["names"], strict=True):
@@ -343,7 +357,13 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             return self._loaded or {"grower": None, "names": []}
         optimizers = self.grower.optimizers if self._history else ()
         names = [names_in(each, network) for each in optimizers]
-        return {"grower": self.grower.state_dict(), "names": names, "frozen": frozen_in(network)}
+        state = {"grower": self.grower.state_dict(), "names": names, "frozen": frozen_in(network)}
+        if is_sharded(network):
+            held = {id(parameter) for each in self.grower.optimizers for parameter in each.state}
+            state["stateless"] = [
+                name for name, p in network.named_parameters() if id(p) not in held and p.requires_grad
+            ]
+        return state
 
     def _rewind(self, state: dict[str, Any] | None) -> None:
         """Give the model the layers that the weights to be loaded belong to."""
@@ -398,9 +418,9 @@ def check(trainer: Trainer, monitor: str | None) -> None:
             "DeepSpeed has moved the parameters into separate buffers that a new layer is not part of. Use plain torchrun",
         ),
         (
-            trainer.is_fsdp_enabled or args.fsdp,
-            "with fsdp= weights are loaded and optimizers built after sharding, when a checkpoint's layers can no longer be inserted. Use "
-            "plain torchrun; or fully_shard and sensli.Grower in your own loop",
+            is_sharded_otherwise(trainer),
+            "fsdp= of version 1, or on XLA, keeps flat parameters that cannot include a new layer. Set fsdp_config={'fsdp_version': 2}, "
+            "which uses fully_shard",
         ),
         (
             args.n_gpu > 1,
@@ -430,6 +450,16 @@ def check(trainer: Trainer, monitor: str | None) -> None:
         _check_monitor(args, monitor)
 
 
+def is_sharded_otherwise(trainer: Trainer) -> bool:
+    """Whether the Trainer shards its model by something else than `fully_shard`."""
+    args: Any = trainer.args
+    if not (trainer.is_fsdp_enabled or args.fsdp):
+        return False
+    given = getattr(args, "fsdp_plugin_args", None) or {}
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return bool(getattr(plugin, "fsdp_version", given.get("fsdp_version", 1)) != 2)
+
+
 def monitored(args: Any, monitor: str) -> str:
     """When the monitored number comes: "no", "steps" or "epoch"."""
     strategy = args.eval_strategy if monitor.startswith("eval_") else args.logging_strategy
@@ -453,6 +483,19 @@ def not_loaded(network: nn.Module, missing: list[str]) -> list[str]:
     parameters = dict(network.named_parameters(remove_duplicate=False))
     loaded = {id(parameter) for name, parameter in parameters.items() if name not in missing}
     return [name for name in missing if name in parameters and id(parameters[name]) not in loaded]
+
+
+@contextmanager
+def resting(network: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Parameters that no optimizer had a state of when it was saved: torch misses it unless they ask for no gradient."""
+    chosen = [parameter for name, parameter in network.named_parameters() if name in names]
+    for parameter in chosen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in chosen:
+            parameter.requires_grad_(True)
 
 
 @contextmanager
