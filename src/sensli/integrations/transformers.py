@@ -322,7 +322,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         # The optimizer of a sharded model was there when the growths were repeated, and has followed; its state is saved by names.
         network = bare(self._trainer.model_wrapped)
         if checkpoint is None or is_sharded(network):
-            with resting(network, (self._loaded or {}).get("stateless", ())):
+            with without_gradients(network, (self._loaded or {}).get("stateless", ())):
                 return given(checkpoint)
         if self._loaded is not None and self._loaded["names"]:
             # The saved state is numbered in the order in which that optimizer followed the growths.
@@ -486,7 +486,7 @@ def not_loaded(network: nn.Module, missing: list[str]) -> list[str]:
 
 
 @contextmanager
-def resting(network: nn.Module, names: Collection[str]) -> Iterator[None]:
+def without_gradients(network: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Parameters that no optimizer had a state of when it was saved: torch misses it unless they ask for no gradient."""
     chosen = [parameter for name, parameter in network.named_parameters() if name in names]
     for parameter in chosen:

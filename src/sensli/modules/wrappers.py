@@ -169,6 +169,21 @@ def _is_kind(kind: type, name: str) -> bool:
     return any(base.__name__ == name and base.__module__.startswith("torch.") for base in kind.__mro__)
 
 
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model without `fully_shard` whose layers each compute a part of a result."""
+    name = next((name for name, each in model.named_parameters() if hasattr(type(each), "full_tensor")), None)
+    if name is not None:
+        raise spread_error(name)
+
+
+def spread_error(name: str) -> UnsupportedModel:
+    """For a parameter of which each process computes with its own part."""
+    return UnsupportedModel(
+        f"'{name}' is spread by a tensor-parallel plan (parallelize_module): each process computes a part of its layer, and nothing tells "
+        "how a new layer should be divided. Grow the model without the plan, with fully_shard alone or in one process. Apply it afterwards."
+    )
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the model or to a part of it."""
     return any_is_a(model.modules(), "FSDPModule")

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sensli.errors import DistributedError, UnsupportedModel
 from sensli.modules.engines import fsdp
-from sensli.modules.wrappers import around, forget_compiled, is_a, is_sharded
+from sensli.modules.wrappers import around, check_whole, forget_compiled, is_a, is_sharded
 
 
 def ddps(model: nn.Module) -> list[Any]:
@@ -174,7 +174,7 @@ class Changing(Together):
                 fsdp.check(around(self._model)[-1])
                 fsdp.reshard(self._model)
             else:
-                fsdp.check_whole(around(self._model)[-1])
+                check_whole(around(self._model)[-1])
             for wrapper in ddps(self._model):
                 check(wrapper)
         except Exception as error:

@@ -21,7 +21,7 @@ from torch import nn
 
 from sensli.errors import UnsupportedModel, UnsupportedSite
 from sensli.modules.running import whole
-from sensli.modules.wrappers import is_a
+from sensli.modules.wrappers import is_a, spread_error
 
 # Of what torch keeps of a parameter, the part that a new shape changes.
 _OF_A_PARAMETER = (
@@ -63,27 +63,13 @@ def check(model: nn.Module) -> None:
             continue
         for info in (each._module_info for each in group.fsdp_params if each.is_dtensor):
             holder = next(name for name, part in model.named_modules() if part is info.module)
-            raise _parallel(f"{holder}.{info.param_name}" if holder else info.param_name)
+            raise spread_error(f"{holder}.{info.param_name}" if holder else info.param_name)
         mesh, world = group.mesh_info.mesh, dist.get_world_size()
         if mesh.ndim > 1 and mesh.size() != world:
             raise UnsupportedModel(
                 f"{where} is sharded on a mesh of {mesh.ndim} dimensions with {mesh.size()} of the {world} processes of the job. Such a "
                 "mesh must hold all of them: make it by init_device_mesh with their number."
             )
-
-
-def check_whole(model: nn.Module) -> None:
-    """Refuse a model without `fully_shard` whose layers each compute a part of a result."""
-    name = next((name for name, each in model.named_parameters() if hasattr(type(each), "full_tensor")), None)
-    if name is not None:
-        raise _parallel(name)
-
-
-def _parallel(name: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"'{name}' is spread by a tensor-parallel plan (parallelize_module): each process computes a part of its layer, and nothing tells "
-        "how a new layer should be divided. Grow the model without the plan, with fully_shard alone or in one process. Apply it afterwards."
-    )
 
 
 def _unknown() -> UnsupportedModel:

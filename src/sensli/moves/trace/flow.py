@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules import random_state
 from sensli.modules.copies import copied_model, made_general
-from sensli.modules.engines.fsdp import check_whole, unsharded
+from sensli.modules.engines.fsdp import unsharded
 from sensli.modules.running import (
     Slot,
     brief_error,
@@ -29,7 +29,7 @@ from sensli.modules.running import (
     value_at,
     value_slot,
 )
-from sensli.modules.wrappers import eager, is_sharded
+from sensli.modules.wrappers import check_whole, eager, is_sharded
 from sensli.moves.trace.graph import all_before
 
 
