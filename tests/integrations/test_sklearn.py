@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import pickle
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 
 from sensli import replay
 from sensli.page import page_data, write_page
+from sensli.surgery.history import History
 
 sklearn = pytest.importorskip("sklearn")
 
@@ -34,7 +37,13 @@ from sensli.integrations.fitting import (  # noqa: E402
     Stacked,
     train_on,
 )
-from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor, networks, sharpened  # noqa: E402  # noqa: E402
+from sensli.integrations.sklearn import (  # noqa: E402
+    GrowingClassifier,
+    GrowingRegressor,
+    best_temperature,
+    networks,
+    sharpened,
+)
 
 SMALL: dict[str, Any] = {
     "width": 12,
@@ -453,3 +462,102 @@ def test_a_device_is_named_as_torch_names_it() -> None:
     models = [GrowingClassifier(**SMALL, random_state=0, device=each) for each in ("cpu", torch.device("cpu", 0))]
     one, other = (clone(model).fit(x, y).predict_proba(x) for model in models)
     assert np.array_equal(one, other)
+
+
+def test_networks_are_averaged_only_where_the_held_out_samples_say_that_it_pays(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    x, y = waves(150)
+    noise = np.random.default_rng(1).normal(size=150)
+    fits = [
+        GrowingRegressor(random_state=0, max_epochs=100, tolerance=0.02, verbose=1, **more).fit(x, each)
+        for each, more in ((y, {}), (noise, {}), (noise, {"members": 3}))
+    ]
+    assert [len(model.model_.members) for model in fits] == [6, 1, 3]  # it pays, it does not, it was asked for
+    gains = [
+        float(gain)
+        for gain in re.findall(r"the mean of 6 networks would lower the loss by (.+)%", capsys.readouterr().out)
+    ]
+    assert len(gains) == 2 and gains[0] > 2 > gains[1]
+    assert len(GrowingRegressor(max_epochs=5, random_state=0).fit(x[:40], y[:40]).model_.members) == 1
+    assert len(GrowingRegressor(max_epochs=5, random_state=0, warm_start=True).fit(x, noise).model_.members) == 6
+
+
+def test_what_an_ensemble_wins_is_told_by_pairs_of_networks() -> None:
+    """Each sample is held out by two networks, which train on the same samples."""
+    x, y = waves(90)
+    torch.manual_seed(0)
+    model = GrowingRegressor(max_width=32, max_layers=1)
+    rows, held_out = model._folds(y, 0, 3)
+    data = FoldData(
+        torch.tensor(x).float(), torch.tensor(y).float()[:, None], torch.ones(90), rows * 2, held_out * 2, 2
+    )
+    members = networks(6, [2, 32, 1])
+    silent: Any = lambda *_: None  # noqa: E731
+    fit = fitting.Fit(members, data, model._losses, model._losses, model._plan(), silent, History(), silent)
+    fit.run()
+    mean, target, share = fit.held_out(lambda outputs: outputs.mean(0))
+    by_hand = torch.cat(
+        [(members[place](data.x[rest]) + members[place + 3](data.x[rest])) / 2 for place, rest in enumerate(held_out)]
+    )
+    assert torch.allclose(mean, by_hand, atol=1e-6) and torch.equal(target, data.y[torch.cat(held_out)])
+    alone = [
+        torch.cat([members[place + shift](data.x[rest]) for place, rest in enumerate(held_out)]) for shift in (0, 3)
+    ]
+    single = sum((share @ model._losses(each, target)).item() for each in alone) / 2
+    assert fit.fitted.loss == pytest.approx(single, rel=1e-4)
+
+
+def test_probabilities_are_as_sure_as_the_held_out_samples_allow() -> None:
+    """Labels that are drawn with the probabilities of logits are learnt three times too surely."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 3, generator=random)
+    target = torch.multinomial(logits.softmax(-1), 1, generator=random).flatten()
+    share = torch.full((4000,), 1 / 4000)
+    assert best_temperature(3 * logits, target, share, 0.0) == pytest.approx(3, rel=0.1)
+    assert best_temperature(logits, target, share, 0.0) == pytest.approx(1, rel=0.1)
+
+
+def test_a_small_training_takes_one_thread_and_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with fitting.fit_threads(1e6):
+            with fitting.fit_threads(1e6):  # another estimator at the same time
+                assert torch.get_num_threads() == 1
+            assert torch.get_num_threads() == 1
+        with fitting.fit_threads(1e12):
+            assert torch.get_num_threads() == 2
+        GrowingRegressor(**{**SMALL, "max_epochs": 2}).fit(*waves(60))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_verbose_shows_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys, "stderr", bar := _Terminal())
+    GrowingRegressor(**{**SMALL, "max_epochs": 20}, verbose=1).fit(*waves(60))
+    assert "GrowingRegressor" in bar.getvalue() and "loss" in bar.getvalue()
+    assert "hidden layers: 1" in capsys.readouterr().out  # the stages, as without a terminal
+    monkeypatch.setattr(sys, "stderr", bar := _Terminal())
+    GrowingRegressor(**{**SMALL, "max_epochs": 20}).fit(*waves(60))
+    assert bar.getvalue() == ""
+
+
+def test_a_fit_of_a_failed_partial_fit_goes_on_as_if_it_had_not_been() -> None:
+    x, y = load_wine(return_X_y=True)
+    models = [GrowingRegressor(**SMALL, random_state=0).partial_fit(x, y) for _ in range(2)]
+    with pytest.raises(ValueError, match="non-zero"):
+        models[0].partial_fit(x, y, sample_weight=np.zeros(len(y)))
+    models[0]._stacked.optimizer.param_groups[0]["lr"] = 1e30
+    with pytest.raises(ValueError, match="learning_rate must be small enough"):
+        for _ in range(3):
+            models[0].partial_fit(x, y)
+    models[0]._stacked.optimizer.param_groups[0]["lr"] = models[1]._stacked.optimizer.param_groups[0]["lr"]
+    assert all(np.isfinite(each).all() for each in (models[0].predict(x), models[0]._stacked.flat.detach().numpy()))

@@ -1,8 +1,8 @@
 """Tables as people have them, made into what networks take: numbers, categories, text, dates and gaps.
 
-`Reader` makes a matrix of numbers of a frame, an array or a sparse matrix: a category is its index, a date is several numbers, a gap is
-NaN. `Features` makes inputs of that matrix: a numerical column becomes a ramp for each piece between its quantiles (the piecewise-linear
-encoding of Gorishniy and others, 2022), a category one input that is on, and a gap an input of its own.
+`TableReader` makes a matrix of numbers of a frame, an array or a sparse matrix: a category is its index, a date is several numbers, a gap
+is NaN. `Features` makes inputs of that matrix: a numerical column becomes a ramp for each piece between its quantiles (the
+piecewise-linear encoding of Gorishniy and others, 2022), a category one input that is on, and a gap an input of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from sensli.text.tables import shorten
 MOST = 100  # categories of one column: what is rarer shares one place with what is unknown
 OFTEN = 2  # rows with a category before it gets a place of its own
 DAY = 86400.0
-SHARED = 0.5
 BEYOND = 1.0  # pieces that a value may lie outside of what was seen
 
 # ---- One column as its frame holds it: numbers with NaN, moments of time, or cells of any kind.
@@ -190,7 +189,7 @@ def _parts_of_time(moments: Any) -> list[Any]:
     return [np.where(gaps, np.nan, part) for part in parts]
 
 
-class Reader:
+class TableReader:
     """Makes numbers of tables like the first one."""
 
     def __init__(self, table: Any, categorical: Any, estimator: str) -> None:
@@ -265,7 +264,7 @@ def _chosen(categorical: Any, table: Any, count: int, estimator: str) -> list[bo
 
 
 class Features(nn.Module):
-    """Inputs of networks from a matrix of a `Reader`, each with mean zero over the training samples; a gap is zero too.
+    """Inputs of networks from a matrix of a `TableReader`, each with mean zero over the training samples; a gap is zero too.
 
     ``parts`` says which columns are categories. A numerical column is cut into at most ``bins`` pieces of equally many samples;
     with one it stays as it is, standardised.
@@ -304,7 +303,7 @@ class Features(nn.Module):
         self._keep("code", [code for _, code in flags])
         raw = self.raw(torch.tensor(x, dtype=torch.float64, device="cpu")).numpy()
         mean, scale = moments(raw, weight)
-        scale[: len(pieces)] *= np.array(pieces) ** SHARED  # a column counts as one, however many pieces it has
+        scale[: len(pieces)] *= np.sqrt(np.array(pieces))  # a column counts as one, however many pieces it has
         self._keep("mean", mean)
         self._keep("scale", scale)
 
@@ -342,7 +341,7 @@ def _ramps(values: Any, weight: Any, bins: int) -> list[tuple[float, float, floa
 def _quantiles(values: Any, weight: Any, bins: int) -> Any:
     """The edges of at most so many pieces of equal weight; a sample of weight two counts as two samples."""
     known, where = np.unique(values, return_inverse=True)
-    if len(known) <= bins + 1:
+    if len(known) <= 2 * bins:  # few values, such as the hours of a day: each is an edge
         return known
     total = np.cumsum(np.bincount(where, weight))
     inner = known[np.searchsorted(total, total[-1] * np.arange(1, bins) / bins * (1 - 1e-12))]

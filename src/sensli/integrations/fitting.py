@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +26,7 @@ from sensli.moves.sites import Site
 from sensli.surgery.growth import repeat, undo
 from sensli.surgery.history import Growth, History
 from sensli.surgery.outline import outline
+from sensli.text.progress import Reach
 
 # ---- Several networks of one shape, trained as one: their weights are stacked, so a step of all takes little longer than
 # a step of one.
@@ -193,6 +196,31 @@ class FoldData:
         return self.part(self.rows, self._shares)
 
 
+LITTLE = 2e8  # operations of a step, below which more threads wait for each other longer than they compute
+_threads = [0, 0]  # how many trainings want one thread now, and how many threads there were before the first of them
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def fit_threads(operations: float) -> Iterator[None]:
+    """Compute with one thread if a step is so small, and afterwards with as many as before."""
+    if operations > LITTLE:
+        yield
+        return
+    with _one_at_a_time:
+        if not _threads[0]:
+            _threads[1] = torch.get_num_threads()
+        _threads[0] += 1
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _one_at_a_time:
+            _threads[0] -= 1
+            if not _threads[0]:
+                torch.set_num_threads(_threads[1])
+
+
 def train_on(stacked: Stacked, data: FoldData, losses: Samples, batch_size: int) -> float:
     """One epoch of all networks; their mean training loss."""
     loss = float(sum(_step(stacked, part, losses) for part in data.batches(batch_size))) / data.count(batch_size)
@@ -271,8 +299,9 @@ class Fit:
         plan: FitPlan,
         say: Callable[[str], None],
         history: History,
+        reach: Reach,
     ) -> None:
-        self.networks, self.data, self.plan, self.say = list(networks), data, plan, say
+        self.networks, self.data, self.plan, self.say, self.reach = list(networks), data, plan, say, reach
         self.losses, self.scores = losses, scores
         self._began, self._asked = history.record.calls, _Asked(plan)
         # What trains is stacked, and begins again after each growth: this optimizer only says what can be trained.
@@ -345,6 +374,7 @@ class Fit:
                 self._train(stacked)
             scores = self._watch(stacked)
             value, looks = self._mean(scores), looks + 1
+            self.reach(self._epoch, f"loss {value:.4g}")
             self._note(value)
             if self._enough(value, mark):
                 waited, mark = 0, value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial, wraps
 from itertools import pairwise
 from numbers import Integral, Real
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, softmax
 
 from sensli.integrations import missing
-from sensli.integrations.fitting import Diverged, Fit, FitPlan, FoldData, Stacked, train_on
+from sensli.integrations.fitting import Diverged, Fit, FitPlan, FoldData, Stacked, fit_threads, train_on
 from sensli.modules import random_state
 from sensli.modules.running import brief_error
 from sensli.surgery.history import History
+from sensli.text.progress import progress
 
 # ---- Networks that answer together: the module that a scikit-learn estimator of sensli keeps as ``model_``.
 
@@ -31,7 +33,7 @@ from sensli.surgery.history import History
 class Committee(nn.Module):
     """Makes features of its input, asks every member, and takes the mean: of the outputs, or of the probabilities of classes.
 
-    The input has a column for each of the table's; `columns.Reader` says how words and dates are numbers there. For classes the output
+    The input has a column for each of the table's; `columns.TableReader` says how words and dates are numbers there. For classes the output
     is the logarithm of the mean probabilities, so ``softmax`` of it gives them. ``smoothing`` is that of the labels in training, which
     the probabilities are freed from.
     """
@@ -100,7 +102,7 @@ try:
         validate_data,
     )
 
-    from sensli.integrations.columns import Features, Reader, is_frame, moments
+    from sensli.integrations.columns import Features, TableReader, is_frame, moments
 except ImportError as error:
     raise missing("sklearn", error) from error
 
@@ -138,8 +140,8 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         members: Any = "auto",
         layers: int = 1,
         width: int = 32,
-        max_layers: int = 4,
-        max_width: int = 200,
+        max_layers: int = 3,
+        max_width: int = 128,
         learning_rate: float = 3e-3,
         weight_decay: float = 1e-4,
         batch_size: int = 200,
@@ -219,7 +221,9 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         x, y, weight = x[counts], y[counts], weight[counts]
         random, name = check_random_state(self.random_state), type(self).__name__
         goes_on, device = self._continues, self._device()
-        with random_state.kept_of_torch():  # the user's own draws continue as if nothing had been fitted
+        bar = progress(name, self.max_epochs) if self.verbose else nullcontext(_no_bar)
+        # The user's own draws continue as if nothing had been fitted.
+        with random_state.kept_of_torch(), bar as reach:
             random_state.seed_torch(int(random.randint(2**31 - 1)))
             model = copy.deepcopy(self.model_) if goes_on else self._start(x, weight, outputs)
             # Two networks hold out the same if they are to tell whether more than one pay.
@@ -233,10 +237,11 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             history.record.metric = "validation loss" if held_out else "training loss"
             fit = Fit(
                 list(model.members.to(device, precision)), data, self._losses,
-                self._scores if held_out else self._losses, self._plan(), print if self.verbose else _silent, history,
+                self._scores if held_out else self._losses, self._plan(), print if self.verbose else _silent, history, reach,
             )  # fmt: skip
             try:
-                fitted = fit.run()
+                with fit_threads(self._operations(model)):
+                    fitted = fit.run()
             except Diverged as error:
                 raise ValueError(f"{name}: {error}") from error
             mean = partial(mean_output, classify=self._classify)
@@ -247,7 +252,8 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
                 model.members, fit.networks = model.members[:1], fit.networks[:1]
             # What a warm start continues with must not have seen what its networks hold out.
             if self.refit and not self.warm_start and held_out:
-                fit.finish()
+                with fit_threads(self._operations(model)):
+                    fit.finish()
         if fitted.stopped:
             warnings.warn(
                 f"{name} stopped after max_epochs={self.max_epochs} epochs, while the loss still improved. Increase max_epochs.",
@@ -256,6 +262,10 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             )
         self._keep(model, [*self.loss_curve_, *fitted.curve] if goes_on else fitted.curve)
         self.history_, self.validation_loss_ = fitted.history, fitted.loss
+
+    def _operations(self, model: Committee) -> float:
+        """About how many a step takes: forward, and twice that backward."""
+        return 6.0 * self.batch_size * sum(parameter.numel() for parameter in model.members.parameters())
 
     def _partial_fit(self, x: Any, y: Any, weight: Any, outputs: int) -> None:
         """One pass over the samples, without growth; the optimizer continues from call to call."""
@@ -273,7 +283,8 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             everything = torch.arange(len(x), device="cpu")
             data = _data(model, x, y, weight, [everything] * len(model.members), [], torch.float32, device)
             try:
-                loss = train_on(self._stacked, data, self._losses, self.batch_size)
+                with fit_threads(self._operations(model)):
+                    loss = train_on(self._stacked, data, self._losses, self.batch_size)
             except Diverged as error:
                 raise ValueError(f"{type(self).__name__}: {error}") from error
             self._stacked.write(self._stacked.average)
@@ -364,7 +375,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _matrix(self, cells: Any, *, first: bool = False) -> Any:
         """Samples as a matrix of numbers, with NaN for gaps."""
         if first:
-            self._reader = Reader(cells, self.categorical_features, type(self).__name__)
+            self._reader = TableReader(cells, self.categorical_features, type(self).__name__)
         return check_array(self._reader.read(cells), ensure_all_finite="allow-nan", estimator=self, input_name="X")
 
     def __sklearn_tags__(self) -> Any:
@@ -409,6 +420,10 @@ def _silent(line: str) -> None:
     pass
 
 
+def _no_bar(done: float, note: str = "") -> None:
+    pass
+
+
 try:
     from sklearn.base import ClassifierMixin, RegressorMixin
     from sklearn.utils import compute_sample_weight
@@ -421,11 +436,12 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
     """A classifier that grows its networks during `fit`.
 
     Args:
-        members: The number of networks, whose mean is the prediction; each holds out another part of the samples (default: 5).
-        layers: The number of hidden layers that `fit` starts with (default: 2).
-        width: The number of units of each of them, and of those that a layer gets at a time (default: 100).
-        max_layers: The largest number of hidden layers (default: 4).
-        max_width: The largest number of units of a hidden layer (default: 200).
+        members: The number of networks, whose mean is the prediction; each holds out another part of the samples. ``"auto"`` keeps one
+            network, or six if the held-out samples say that their mean is better (default: "auto").
+        layers: The number of hidden layers that `fit` starts with (default: 1).
+        width: The number of units of each of them, and of those that a layer gets at a time (default: 32).
+        max_layers: The largest number of hidden layers (default: 3).
+        max_width: The largest number of units of a hidden layer (default: 128).
         learning_rate: The learning rate of AdamW (default: 3e-3).
         weight_decay: The decoupled weight decay (default: 1e-4).
         batch_size: The number of samples in a batch (default: 200).
@@ -447,7 +463,7 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         device: Where `fit` and `partial_fit` train, as torch calls it, such as "cuda"; ``model_`` is on the CPU afterwards, so that
             every machine can read a pickle and predict (default: "cpu").
         random_state: The random seed, or a numpy RandomState.
-        verbose: Whether to print what happens (default: 0).
+        verbose: Whether to print what happens, with a bar in a terminal (default: 0).
     """
 
     classes_: Any
@@ -464,8 +480,8 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         members: Any = "auto",
         layers: int = 1,
         width: int = 32,
-        max_layers: int = 4,
-        max_width: int = 200,
+        max_layers: int = 3,
+        max_width: int = 128,
         learning_rate: float = 3e-3,
         weight_decay: float = 1e-4,
         batch_size: int = 200,
@@ -586,11 +602,12 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
     """A regressor that grows its networks during `fit`; targets are standardised inside, so their unit does not matter.
 
     Args:
-        members: The number of networks, whose mean is the prediction; each holds out another part of the samples (default: 5).
-        layers: The number of hidden layers that `fit` starts with (default: 2).
-        width: The number of units of each of them, and of those that a layer gets at a time (default: 100).
-        max_layers: The largest number of hidden layers (default: 4).
-        max_width: The largest number of units of a hidden layer (default: 200).
+        members: The number of networks, whose mean is the prediction; each holds out another part of the samples. ``"auto"`` keeps one
+            network, or six if the held-out samples say that their mean is better (default: "auto").
+        layers: The number of hidden layers that `fit` starts with (default: 1).
+        width: The number of units of each of them, and of those that a layer gets at a time (default: 32).
+        max_layers: The largest number of hidden layers (default: 3).
+        max_width: The largest number of units of a hidden layer (default: 128).
         learning_rate: The learning rate of AdamW (default: 3e-3).
         weight_decay: The decoupled weight decay (default: 1e-4).
         batch_size: The number of samples in a batch (default: 200).
@@ -608,7 +625,7 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
         device: Where `fit` and `partial_fit` train, as torch calls it, such as "cuda"; ``model_`` is on the CPU afterwards, so that
             every machine can read a pickle and predict (default: "cpu").
         random_state: The random seed, or a numpy RandomState.
-        verbose: Whether to print what happens (default: 0).
+        verbose: Whether to print what happens, with a bar in a terminal (default: 0).
     """
 
     _classify: ClassVar[bool] = False
