@@ -84,6 +84,8 @@ def test_a_table_of_every_kind_of_column_is_fitted_as_it_is(kind: str) -> None:
     assert model.score(x, y) > 0.8
     again = pickle.loads(pickle.dumps(model))
     assert np.array_equal(again.predict(x[:5]), model.predict(x[:5]))
+    if kind == "array":
+        assert np.array_equal(model.predict(x.tolist()), model.predict(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)

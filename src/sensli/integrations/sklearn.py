@@ -364,7 +364,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         """A frame as it is; what else holds samples as an array of numbers or of cells."""
         if is_frame(x):
             return x
-        if not hasattr(x, "dtype") and np.asarray(x).dtype.kind in "US":
+        if not hasattr(x, "dtype") and np.asarray(x).dtype.kind in "OUS":
             x = np.asarray(x, dtype=object)  # numbers among words stay numbers
         kind: dict[str, Any] = {"dtype": np.float64, "ensure_all_finite": "allow-nan"}
         if getattr(getattr(x, "dtype", None), "kind", "f") in "OUSMm":
