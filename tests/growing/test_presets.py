@@ -37,7 +37,9 @@ def test_the_default_is_what_we_recommend() -> None:
         0.0,
         repr(triggers.Pays() | triggers.Diminishing()),
     )
-    assert "preset='auto': strategy='sensli', what='units', tau=0, trigger=(Pays(2) | Diminishing(" in repr(grower())
+    assert "preset='auto': decides at the first step between copies of blocks and units" in repr(grower())
+    settled = grower(what="units")
+    assert "preset='auto': strategy='sensli', what='units', tau=0, trigger=(Pays(2) | Diminishing(" in repr(settled)
 
 
 def test_the_paper_is_algorithm_1() -> None:
@@ -239,3 +241,95 @@ def test_a_model_that_trains_has_no_hint_when_it_grows() -> None:
     growing = grower(trigger=triggers.Every(1), max_factor=None)
     for _ in range(6):
         assert growing.step(DATA, loss_fn) is not None
+
+
+# --- what "auto" is for a stack of blocks ---
+
+
+class Blocks(nn.Module):
+    """A stack of equal blocks, each with a skip."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(count))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def on_blocks(**options: Any) -> Grower:
+    torch.manual_seed(0)
+    model = Blocks()
+    return Grower(model, torch.optim.Adam(model.parameters()), **options)
+
+
+def flat(grower: Grower, calls: int) -> None:
+    for _ in range(calls):
+        grower.step(iter(PAIRS), nn.functional.mse_loss, metric=1.0)
+
+
+PAIRS = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(2)]
+
+
+def test_a_stack_of_blocks_doubles_when_it_has_learned_what_it_can() -> None:
+    told: list[str] = []
+    one = on_blocks(log=lambda look: told.append(str(look)))
+    flat(one, 15)
+    assert not one.history and "strategy='stack', what='layers', trigger=Saturating(0.2, calls=16" in repr(one)
+    flat(one, 1)
+    assert len(one.model.blocks) == 4 and len(one.history) == 1 and "each of 2 blocks" in str(one.history[0].site)
+    assert told[0].startswith("preset='auto': strategy='stack'") and "the function is not kept" in told[0]
+
+
+def test_without_a_metric_it_goes_by_the_loss_of_a_few_batches_and_draws_no_random_number() -> None:
+    one, state = on_blocks(), torch.random.get_rng_state()
+    one.step(DataLoader(TensorDataset(*PAIRS[0]), batch_size=2, shuffle=True), nn.functional.mse_loss)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    (_, metric), *_ = one.history.record.metrics
+    assert metric is not None and 0 < metric < 100
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"what": "units"}, {"units": 0.5}, {"strategy": "sensli"}, {"preset": "paper", "trigger": triggers.Every(1)}],
+)
+def test_who_says_what_to_grow_gets_that(options: Any) -> None:
+    one = on_blocks(**options)
+    flat(one, 1)
+    assert one.options.strategy == "sensli" and "on_blocks" not in one.state_dict()
+
+
+def test_a_trigger_of_the_user_says_when_the_stack_doubles() -> None:
+    one = on_blocks(trigger=triggers.Every(2))
+    flat(one, 2)
+    assert len(one.model.blocks) == 4 and one.options.strategy == "stack"
+
+
+def test_the_decision_is_saved_and_taken_back_if_the_first_step_fails() -> None:
+    one, other = on_blocks(), on_blocks()
+    before = other.options
+    with pytest.raises(MeasurementError):
+        other.step([(torch.randn(8, 4), torch.randn(8, 1), "three")], nn.functional.mse_loss)
+    assert other.options is before and "decides at the first step" in repr(other)
+    flat(one, 7)
+    state = json.loads(json.dumps(one.state_dict()))
+    with pytest.raises(SensliError):
+        other.load_state_dict({**state, "calls": "many"})
+    assert other.options is before
+    other.load_state_dict(state)
+    assert other.options.strategy == "stack" and repr(other.options) == repr(one.options)
+    for each in (one, other):
+        flat(each, 9)
+    assert [str(growth.site) for growth in one.history] == [str(growth.site) for growth in other.history] != []
+
+
+def test_a_state_of_before_is_one_of_units() -> None:
+    one = on_blocks(what="units")
+    flat(one, 1)
+    other = on_blocks()
+    other.load_state_dict(one.state_dict())
+    flat(other, 1)
+    assert other.options.strategy == "sensli"

@@ -157,7 +157,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (with_another_class, UnsupportedModel, "block 1 of 'blocks' in the sibling .Block. is like none"),
     (with_another_path, UnsupportedModel, "the sibling has a module 'more' and the model has none"),
     (lambda: nn.Linear(2, 2), UnsupportedModel, "'' is Network in the model and Linear in the sibling"),
-    (shared, UnsupportedModel, "is the memory of 'head.bias'"),
+    (shared, UnsupportedModel, "shares memory with 'head.bias'"),
 ]
 
 

@@ -371,7 +371,7 @@ TABLE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Grower", "seed"): ("a", 1.5, True, None, [0], -1, 2**64, NAN),
     ("Grower", "log"): (5, "print", True, [print, 3], Writer),
     ("Grower", "recycle"): NOT_A_FLAG,
-    ("Grower", "strategy"): (*NOT_A_NAME, None, Of("a class", lambda s: Sensli, "Call it: strategy=Sensli(...)")),
+    ("Grower", "strategy"): (*NOT_A_NAME, Of("a class", lambda s: Sensli, "Call it: strategy=Sensli(...)")),
     ("Grower", "step_name"): (*NOT_A_NAME, None),
     ("Grower", "trial"): (3, "yes", True, [], Trial, {"steps": 3}),
     ("Grower without an optimizer", "trial"): (Of("one", lambda s: Trial(3), "needs optimizer="),),

@@ -200,7 +200,7 @@ class Call:
         if most == 0:
             self.price.skipped = waited + 1
         looks = fires and most != 0
-        if looks and not isinstance(batches, Watching):
+        if looks and self.price.share is not None and not isinstance(batches, Watching):
             batches = self.price.counted(batches, most)
         looked = self._looked(batches, loss_fn) if looks else None
         if looked is not None and (waited or most is not None):
@@ -372,12 +372,14 @@ _NEWER = {"largest_loss", "price"}  # states that were saved earlier lack it
 def remember(history: History, strategy: Strategy, trigger: Trigger, price: CheckPrice) -> Callable[[], None]:
     """How to put back what a step changes of a Grower itself."""
     record = history.record.copied()
-    chosen, fired, paid = strategy.state_dict(), trigger.state_dict(), price.state_dict()
+    chosen, fired = strategy.state_dict(), trigger.state_dict()
+    paid = None if price.share is None else price.state_dict()
 
     def put_back() -> None:
         history.record.become(record)
         strategy.load_state_dict(chosen)
-        price.load_state_dict(paid)
+        if paid is not None:
+            price.load_state_dict(paid)
         if trigger.state_dict() != fired:
             trigger.load_state_dict(fired)
 

@@ -76,8 +76,8 @@ def made_sibling(make: Any, model: nn.Module, example: Any) -> Sibling:
     for name, tensor in (*small.named_parameters(), *small.named_buffers()):
         if _memory(tensor) in own and tensor.numel():
             raise UnsupportedModel(
-                f"sibling must make a model of its own, but its '{name}' is the memory of '{own[_memory(tensor)]}' of the model. Build it "
-                "anew, with fewer blocks and smaller widths."
+                f"sibling must make a separate model, but its '{name}' shares memory with '{own[_memory(tensor)]}' of the model. Build it "
+                "again, with fewer blocks and smaller widths."
             )
     return Sibling(small, its)
 

@@ -28,8 +28,10 @@ def images(name: str, train: int, validation: int, test: int) -> Load:
 @lru_cache(maxsize=1)  # all methods and seeds of a task train on the same images
 def _parts(wanted: DataSettings, folder: Path | None) -> TaskData:
     split = datasets.load(wanted, folder, torch.device("cpu"))
-    parts = (split.train, split.validation, split.test)
-    return TaskData(*(TaskPart(one.x.permute(0, 3, 1, 2).contiguous(), one.y) for one in parts))
+    parts = [
+        TaskPart(one.x.permute(0, 3, 1, 2).contiguous(), one.y) for one in (split.train, split.validation, split.test)
+    ]
+    return TaskData(parts[0], parts[1], parts[2])
 
 
 # ---- Fashion-MNIST: 20,000 images to train on, 4,000 to decide by, 5,000 to test.
