@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from models import batches, deep, loss_fn
 from sensli import Grower, History, Rates, SensliError, triggers
 from sensli.errors import MeasurementError
+from sensli.growing.triggers import TriggerContext
 from sensli.integrations.callback import GrowingCallback
 
 DATA = batches((8, 8, 4))
@@ -35,11 +36,11 @@ def test_the_default_is_what_we_recommend() -> None:
     assert (options.what, options.tau, repr(options.trigger)) == (
         "units",
         0.0,
-        repr(triggers.Pays() | triggers.Diminishing()),
+        repr((triggers.Pays() | triggers.Diminishing()) & triggers.Limit(factor=10)),
     )
     assert "preset='auto': decides at the first step between copies of blocks and units" in repr(grower())
     settled = grower(what="units")
-    assert "preset='auto': strategy='sensli', what='units', tau=0, trigger=(Pays(2) | Diminishing(" in repr(settled)
+    assert "preset='auto': strategy='sensli', what='units', tau=0, trigger=((Pays(2) | Diminishing(" in repr(settled)
 
 
 def test_the_paper_is_algorithm_1() -> None:
@@ -56,7 +57,7 @@ def test_what_is_given_overrides_a_preset() -> None:
 
 
 def test_other_strategies_get_the_trigger_alone() -> None:
-    assert repr(grower(strategy="net2net").options.trigger).startswith("Diminishing")
+    assert repr(grower(strategy="net2net").options.trigger).startswith("(Diminishing")
     assert grower(strategy="gradmax").options.what == "units"
 
 
@@ -169,7 +170,7 @@ def test_the_losses_of_checks_stand_for_the_metric() -> None:
     assert [call for call, _ in record.metrics] == [look.call for look in record.decisions]
     assert all(isinstance(value, float) for _, value in record.metrics)
     # What the trigger watches is the loss of the check before.
-    assert growing.state_dict()["trigger"]["right"]["first"][1] == record.metrics[0][1]
+    assert growing.state_dict()["trigger"]["left"]["right"]["first"][1] == record.metrics[0][1]
     with pytest.raises(ValueError, match="Diminishing needs a metric"):  # where it was asked for
         grower(trigger=triggers.Diminishing()).step(DATA, loss_fn)
 
@@ -278,7 +279,7 @@ def test_a_stack_of_blocks_doubles_when_it_has_learned_what_it_can() -> None:
     told: list[str] = []
     one = on_blocks(log=lambda look: told.append(str(look)))
     flat(one, 15)
-    assert not one.history and "strategy='stack', what='layers', trigger=Saturating(0.2, calls=16" in repr(one)
+    assert not one.history and "strategy='stack', what='layers', trigger=(Saturating(0.2, calls=16" in repr(one)
     flat(one, 1)
     assert len(one.model.blocks) == 4 and len(one.history) == 1 and "each of 2 blocks" in str(one.history[0].site)
     assert told[0].startswith("preset='auto': strategy='stack'") and "the function is not kept" in told[0]
@@ -333,3 +334,18 @@ def test_a_state_of_before_is_one_of_units() -> None:
     other.load_state_dict(one.state_dict())
     flat(other, 1)
     assert other.options.strategy == "sensli"
+
+
+def test_a_default_ends_at_ten_times_the_parameters_and_remembers_where_it_began() -> None:
+    limit = triggers.Limit(factor=10)
+    small, large = ({"parameters": count} for count in (100, 999))
+    assert limit.may_fire(TriggerContext(1, sizes=large)) and limit.fires(TriggerContext(1, sizes=small))
+    again = triggers.Limit(factor=10)
+    again.load_state_dict(json.loads(json.dumps(limit.state_dict())))
+    for each in (limit, again):
+        assert each.fires(TriggerContext(2, sizes=large)) and not each.fires(
+            TriggerContext(3, sizes={"parameters": 1000})
+        )
+    with pytest.raises(ValueError, match="needs the number of parameters at the first call"):
+        again.load_state_dict({"first": "many"})
+    assert repr(limit) == "Limit(factor=10)" and triggers.Limit(growths=3).state_dict() == {}

@@ -468,7 +468,8 @@ class Grower:
             expansion before the optimizer is made.
         preset: ``"auto"`` is what we recommend. A stack of equal blocks, as in a transformer, doubles by copies of its blocks when it has
             nearly learned what it can: ``Saturating``. Every other model gets units, wherever they pay for their FLOPs or training has
-            slowed down: ``Pays() | Diminishing()``. It is decided at the first step, unless you say what to grow. ``"paper"`` is
+            slowed down: ``Pays() | Diminishing()``. Both stop at ten times the parameters. It is decided at the first step, unless you
+            say what to grow. ``"paper"`` is
             Algorithm 1 of the paper: layers whose merit is at least the mean over the existing weights, when the trigger that you
             give fires. Every other argument overrides it (default: "auto").
         trigger: When to check, one of `sensli.triggers`, for example ``Every(10) & Limit(growths=3)``. None takes that of the preset.

@@ -12,7 +12,7 @@ from torch import nn
 
 from sensli.errors import UnsupportedModel, WrongType
 from sensli.growing.strategy import STRATEGIES, Strategy, check_strategy, class_of
-from sensli.growing.triggers import Diminishing, Pays, Saturating, Trigger
+from sensli.growing.triggers import Diminishing, Limit, Pays, Saturating, Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.merits import BY_MERIT, LEAST, Merit, Selection, check_per, check_selection
 from sensli.merits.norms import choose
@@ -342,17 +342,19 @@ def leaves_open(preset: str, strategy: str | Strategy | None, given: Collection[
     return preset == "auto" and strategy is None and not said & set(given) and not any(others.values())
 
 
+MOST = 10  # times the parameters that a model begins with: a default must not grow without end
+
+
 def default_trigger(preset: str, strategy: str | Strategy) -> Trigger:
-    """When to check if nobody says it: where growing pays, or when training has slowed down."""
+    """When to check if nobody says it: where growing pays, or when training has slowed down; a stack when it is near its end."""
     if preset == "paper":
         raise ValueError(
             "trigger must be one of sensli.triggers with preset='paper' (for example triggers.Every(10)), got None: "
             "the paper leaves it to you when to grow."
         )
-    if strategy == "stack":
-        return Saturating(0.2, calls=16)
     kind = class_of(strategy) if isinstance(strategy, str) else strategy
-    return Pays() | Diminishing() if kind.shares else Diminishing()
+    often = Pays() | Diminishing() if kind.shares else Diminishing()
+    return (Saturating(0.2, calls=16) if strategy == "stack" else often) & Limit(factor=MOST)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -656,6 +656,7 @@ class Limit(Trigger):
         parameters: The largest number of parameters.
         flops: The largest number of FLOPs of one forward pass, per sample.
         depth: The largest number of layers with weights.
+        factor: The largest number of parameters as a multiple of those at the first call.
     """
 
     def __init__(
@@ -665,18 +666,21 @@ class Limit(Trigger):
         parameters: int | None = None,
         flops: int | None = None,
         depth: int | None = None,
+        factor: float | None = None,
     ) -> None:
         # Sizes are whole, so a limit such as 1e6 or 10.5 is the whole number below it.
         limits = {"parameters": (parameters, 1_000_000), "flops": (flops, 1_000_000), "depth": (depth, 20)}
         self.growths = None if growths is None else checks.whole("growths", growths, 3)
+        self.factor = None if factor is None else checks.at_least("factor", factor, 1, 10.0)
+        self._first: int | None = None  # parameters at the first call
         self.limits = {
             name: int(checks.at_least(name, limit, 1, example))
             for name, (limit, example) in limits.items()
             if limit is not None
         }
-        if not self.limits and self.growths is None:
+        if not self.limits and self.growths is None and self.factor is None:
             raise ValueError(
-                "Limit needs a limit: growths, parameters, flops (per sample) or depth (for example Limit(growths=3)), got none."
+                "Limit needs a limit: growths, parameters, flops (per sample), depth or factor (for example Limit(growths=3)), got none."
             )
 
     def made_for(self, *, what: str, shares: bool) -> None:
@@ -687,21 +691,39 @@ class Limit(Trigger):
             )
 
     def fires(self, context: TriggerContext) -> bool:
-        # units make nothing deeper, so the limit of the depth does not end them
-        binding = {name: limit for name, limit in self.limits.items() if name != "depth" or context.what == "layers"}
-        return self._leaves_growths(context) and all(context.sizes[name] < limit for name, limit in binding.items())
+        if self.factor is not None and self._first is None:
+            self._first = context.sizes["parameters"]
+        return self.may_fire(context)
 
     def may_fire(self, context: TriggerContext) -> bool:
-        return self.fires(context)  # which depends on nothing that comes later
+        # units make nothing deeper, so the limit of the depth does not end them
+        binding = {name: limit for name, limit in self.limits.items() if name != "depth" or context.what == "layers"}
+        below = all(context.sizes[name] < limit for name, limit in binding.items())
+        return self._leaves_growths(context) and below and self._is_within(context, 1)
 
     def allows(self, site: Site, context: TriggerContext) -> bool:
         added = {"parameters": site.parameters, "flops": site.flops, "depth": site.cost.depth}
         fits = (context.sizes[name] + added[name] <= limit for name, limit in self.limits.items())
-        return self._leaves_growths(context) and all(fits)
+        return self._leaves_growths(context) and all(fits) and self._is_within(context, site.parameters)
+
+    def _is_within(self, context: TriggerContext, added: int) -> bool:
+        if self.factor is None or self._first is None:
+            return True
+        return context.sizes["parameters"] + added <= self.factor * self._first
 
     def _leaves_growths(self, context: TriggerContext) -> bool:
         return self.growths is None or context.growths < self.growths
 
     def __repr__(self) -> str:
         growths = {} if self.growths is None else {"growths": self.growths}
-        return f"Limit({', '.join(f'{name}={limit:,}' for name, limit in (growths | self.limits).items())})"
+        told = [f"{name}={limit:,}" for name, limit in (growths | self.limits).items()]
+        return f"Limit({', '.join([*told, *([] if self.factor is None else [f'factor={self.factor:g}'])])})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.factor is None else {"first": self._first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        first = state.get("first")
+        if set(state) != set(self.state_dict()) or not (first is None or _count(first)):
+            raise ValueError(f"{self!r} needs the number of parameters at the first call, got {state!r}.")
+        self._first = first

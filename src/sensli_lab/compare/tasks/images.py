@@ -161,6 +161,8 @@ CIFAR = replace(
         "large": partial(vgg, 16, 1),
     },
     load=images("cifar10", 48_000, 2_000, 10_000),
+    optimizer=partial(torch.optim.Adam, lr=3e-3),
+    recipe="Adam 0.003",
     steps=1200,
     units=1.0,
     warmup=0.01,
