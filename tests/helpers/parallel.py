@@ -155,7 +155,7 @@ def steps_that_fail(wrap: Any = DistributedDataParallel, make: Any = make_model)
     case("Ranks disagree", where=lambda site: not (one and site.path == "1"), form="residual")
     case(f"{failed}WrongType: metric must be", "metric must be", metric="low" if one else 1.0)
     case("metric= is given on rank 0 and not given on rank 1", metric=None if one else 1.0)
-    case(f"{failed}WrongType: batches must be", "batches must be", given=None if one else batches)
+    case(f"{failed}WrongType: batches must be", "batches must be", given=3 if one else batches)
     case(
         f"{failed}ZeroDivisionError", "ZeroDivisionError", loss=(lambda output, target: 1 / 0) if one else cross_entropy
     )

@@ -554,6 +554,7 @@ def same_on_all_ranks_of(state: dict[str, Tensor]) -> None:
     same_on_all_ranks(module)
 
 
+@pytest.mark.thorough
 @pytest.mark.process
 def test_two_processes_equal_one_on_the_joined_batches(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()

@@ -245,7 +245,9 @@ def test_above_a_size_a_configured_model_is_looked_at_through_its_sibling(monkey
     copied: list[int] = []
     search = finding._search
     monkeypatch.setattr(
-        finding, "_search", lambda model, *rest: copied.append(len(list(model.parameters()))) or search(model, *rest)
+        finding,
+        "_search",
+        lambda model, *rest, **named: copied.append(len(list(model.parameters()))) or search(model, *rest, **named),
     )
     monkeypatch.setattr(finding, "LARGE", 1000)
     found = find_sites(model, {"input_ids": ids})

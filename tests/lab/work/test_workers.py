@@ -101,6 +101,7 @@ def test_processes_do_what_this_process_does() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 def test_a_lost_worker_goes_on_from_its_last_state_but_not_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
     work = Counting([Number(7)], die)

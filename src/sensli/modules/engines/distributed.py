@@ -173,7 +173,7 @@ class Changing(Together):
             if self.sharded:
                 fsdp.check(around(self._model)[-1])
                 fsdp.reshard(self._model)
-            else:
+            elif isinstance(self._model, nn.Module):  # what is none, is told below
                 check_whole(around(self._model)[-1])
             for wrapper in ddps(self._model):
                 check(wrapper)

@@ -138,19 +138,26 @@ RESNET = replace(
 
 # ---- All images of CIFAR-10 but those that decide, for a budget at which the smallest network is not the best one at the end.
 
-_WIDTHS = {"what": "uniform", "units": 1.0}
+_WIDTHS = {"what": "uniform", "units": 0.5}
 
 CIFAR = replace(
     VGG,
     arms=(
-        at("uniform", "all widths twice, two times", 5, 15, **_WIDTHS),
-        at("uniform", "all widths twice, two times", 10, 25, **_WIDTHS),
-        at("uniform", "all widths twice, two times", 20, 40, **_WIDTHS),
-        at("uniform", "all widths twice, two times", 40, 60, **_WIDTHS),
-        at("once", "all widths four times, once", 10, what="uniform", units=3.0),
-        at("warmup", "as uniform, the updates of new channels warm up for 200 steps", 10, 25, warmup=200, **_WIDTHS),
-        when("saturating", "all widths twice, when the loss is near the end that its curve tells", **_WIDTHS),
-        when("slow", "all widths twice, when training on brings little for its FLOPs", **_WIDTHS),
+        at("uniform", "all widths by a half, four times", 5, 8, 12, 15, **_WIDTHS),
+        at("uniform", "all widths by a half, four times", 10, 15, 20, 25, **_WIDTHS),
+        at("uniform", "all widths by a half, four times", 20, 30, 40, 50, **_WIDTHS),
+        at(
+            "warmup",
+            "as uniform, the updates of new channels warm up for 200 steps",
+            10,
+            15,
+            20,
+            25,
+            warmup=200,
+            **_WIDTHS,
+        ),
+        when("saturating", "all widths by a half, when the loss is near the end that its curve tells", **_WIDTHS),
+        when("slow", "all widths by a half, when training on brings little for its FLOPs", **_WIDTHS),
     ),
     name="cifar",
     title="CIFAR-10, all images, VGG-like networks, long",
@@ -164,7 +171,6 @@ CIFAR = replace(
     optimizer=partial(torch.optim.Adam, lr=3e-3),
     recipe="Adam 0.003",
     steps=1200,
-    units=1.0,
     warmup=0.01,
     decay=0.2,
     points=50,
