@@ -113,6 +113,25 @@ def save(name: str, arms: dict[str, Points], label: str, *, line: float, log: li
     pyplot.close(figure)
 
 
+def curves(name: str) -> None:
+    """Losses over the share of the FLOPs, means over the seeds, as `docs/compare/long/curves.json` has them."""
+    figure, axes = pyplot.subplots(figsize=(8.4, 4.0))
+    stored = json.loads((DOCS / "compare" / "long" / "curves.json").read_text())
+    looks = {"grown": (ORANGE, 2.6), "1 block": (BLUE, 1.4), "2 blocks": ("#2f4b6c", 1.4), "4 blocks": (GRAY, 1.4), "8 blocks": ("#999999", 1.4)}  # fmt: skip
+    for label, (color, width) in looks.items():
+        axes.plot(stored[label]["share"], stored[label]["loss"], color=color, linewidth=width, label=label)
+    axes.set_ylim(1.45, 2.2)
+    axes.set_xlabel("share of the FLOPs")
+    axes.set_ylabel("validation loss")
+    axes.grid(color="#e4e4e4", linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(DOCS / "assets" / name, metadata={"Date": None}, facecolor="white")
+    pyplot.close(figure)
+
+
 COST = "compute to reach the same loss (best fixed size = 1; left is cheaper)"
 
 
@@ -131,6 +150,8 @@ def main() -> None:
         "fixed times": ratios("units"),
     }
     save("triggers.svg", arms, COST, line=1, log=[0.25, 0.5, 1, 2, 4])
+
+    curves("long-budgets.svg")
 
     stored = results("summary.json")
     methods: dict[str, Points] = {"two spirals": {}, "student-teacher": {}}
