@@ -16,7 +16,7 @@ from random_models import PIECES, Piece, Recipe, piece, recipes
 from sensli import find_sites
 from width_promises import check_widths
 
-# Of each part; with those of test_random_models.py there are 200 in `make test`, 300 with `make thorough`. `make bench` tries ten times as many.
+# Of each part; with those of test_random_models.py there are 200 in `make test`. `make bench` tries ten times as many.
 EXAMPLES = int(os.environ.get("SENSLI_RANDOM_MODELS", "52"))
 
 
