@@ -117,7 +117,8 @@ def curves(name: str) -> None:
     """Losses over the share of the FLOPs, means over the seeds, as `docs/compare/long/curves.json` has them."""
     figure, axes = pyplot.subplots(figsize=(8.4, 4.0))
     stored = json.loads((DOCS / "compare" / "long" / "curves.json").read_text())
-    looks = {"grown": (ORANGE, 2.6), "1 block": (BLUE, 1.4), "2 blocks": ("#2f4b6c", 1.4), "4 blocks": (GRAY, 1.4), "8 blocks": ("#999999", 1.4)}  # fmt: skip
+    thin = {"1 block": BLUE, "2 blocks": "#2f4b6c", "4 blocks": GRAY, "8 blocks": "#999999"}
+    looks = {"grown": (ORANGE, 2.6), **{label: (color, 1.4) for label, color in thin.items()}}
     for label, (color, width) in looks.items():
         axes.plot(stored[label]["share"], stored[label]["loss"], color=color, linewidth=width, label=label)
     axes.set_ylim(1.45, 2.2)
