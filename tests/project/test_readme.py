@@ -11,6 +11,8 @@ import pytest
 
 from experiments import COMPARED
 from sensli import Grower
+from sensli_lab.compare.front import end_costs
+from sensli_lab.compare.jobs import Run
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -79,6 +81,24 @@ def test_every_number_of_the_results_is_that_of_the_stored_ones() -> None:
         worst.append(float(stored[COMPARED[task]]["pays"]["most"].split()[0]))
     told = re.search(r"reached up to ([\d.]+) on the first four tasks", README)
     assert told is not None and float(told.group(1)) == max(worst[:4])
+
+
+def test_the_figures_of_long_budgets_are_those_of_the_stored_runs() -> None:
+    stored = json.loads((ROOT / "docs/compare/long/ends.json").read_text())
+    runs = {
+        float(budget): {
+            name: {int(seed): Run(test_loss=loss) for seed, loss in own.items()} for name, own in methods.items()
+        }
+        for budget, methods in stored.items()
+    }
+    means = {name: sum(run.test_loss for run in own.values()) / len(own) for name, own in runs[1.0].items()}
+    page = (ROOT / "docs/results/long-budgets.md").read_text()
+    assert all(f"| {mean:.3f}" in page or f"**{mean:.3f}**" in page for mean in means.values())
+    fixed = {name: mean for name, mean in means.items() if name != "default"}
+    best = min(fixed, key=lambda name: fixed[name])
+    assert all(run.test_loss < runs[1.0][best][seed].test_loss for seed, run in runs[1.0]["default"].items())
+    cost, large = (end_costs(runs, other)[0] for other in (best, "large"))
+    assert f"needed {cost} of the FLOPs" in README and str(large) == "at most 0.50 [0.50, 0.50]"
 
 
 def test_readme_cites_the_paper() -> None:
