@@ -214,7 +214,7 @@ def _arrived(folder):
     return Path(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # test_ray.py has the same with other processes
 @pytest.mark.process
 def test_several_processes_give_the_same_numbers_to_the_bit(tmp_path):
     """Also those of networks whose partner must grow first."""
