@@ -304,7 +304,8 @@ def test_who_says_what_to_grow_gets_that(options: Any) -> None:
 
 
 def test_a_trigger_of_the_user_says_when_the_stack_doubles() -> None:
-    one = on_blocks(trigger=triggers.Every(2))
+    one = on_blocks(trigger=triggers.Every(2), rates=Rates(lr_factor=0.5, warmup=3))
+    assert one.options.rates.warmup == 3
     flat(one, 2)
     assert len(one.model.blocks) == 4 and one.options.strategy == "stack"
 
@@ -325,6 +326,14 @@ def test_the_decision_is_saved_and_taken_back_if_the_first_step_fails() -> None:
     for each in (one, other):
         flat(each, 9)
     assert [str(growth.site) for growth in one.history] == [str(growth.site) for growth in other.history] != []
+
+
+def test_a_model_that_is_watched_grows_by_its_merits() -> None:
+    one = on_blocks(trigger=triggers.Every(1), example=torch.randn(2, 4))
+    with one.watch():
+        nn.functional.mse_loss(one.model(PAIRS[0][0]), PAIRS[0][1]).backward()
+        one.optimizers[0].step()
+    assert one.step(metric=1.0) is not None and one.options.what == "units" and len(one.model.blocks) == 2
 
 
 def test_a_state_of_before_is_one_of_units() -> None:

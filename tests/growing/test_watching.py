@@ -350,6 +350,7 @@ def test_a_model_that_was_changed_by_hand_is_refused_once() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        ({"strategy": "stack"}, "strategy='stack' measures nothing, so there is nothing to watch"),
         ({"strategy": "firefly"}, "strategy='firefly' scores sites in passes of its own"),
         ({"strategy": "random-start"}, "strategy='random-start' scores sites in passes of its own"),
         ({"select": "least"}, "select='least' measures how much the blocks matter in a pass of its own"),

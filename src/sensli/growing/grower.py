@@ -532,9 +532,7 @@ class Grower:
         self._example = example
         self._metric_optional = trigger is None  # that of the preset can do without
         # Whether the first step decides how the model grows.
-        self._open = leaves_open(
-            preset, strategy, options, trial=trial, recycle=recycle, rates=rates and rates != Rates()
-        )
+        self._open = leaves_open(preset, strategy, options, trial=trial, recycle=recycle)
         self._on_blocks = False  # whether it has decided for copies of blocks
         self._strategy: Strategy = strategy_of(self.options)
         self._recycling = Recycling(self._followers)
@@ -589,8 +587,7 @@ class Grower:
         Raises:
             SensliError: If the strategy or an option needs passes of its own, or there is nowhere to grow.
         """
-        with AllOrNothing() as change:
-            self._settle(change)
+        self._open = False  # what is watched are merits, so "auto" is what grows by them: units
         check_watchable(self._strategy, self.options)
         check_scaler(scaler)
         self._watching.asked = True

@@ -35,7 +35,9 @@ def check_watchable(strategy: Strategy | type[Strategy], options: Options) -> No
     kind = strategy if isinstance(strategy, type) else type(strategy)
     trial = options.trial
     reason = ""
-    if not issubclass(kind, Sensli) or kind.score is not Sensli.score:
+    if options.strategy == "stack":
+        reason = "strategy='stack' measures nothing, so there is nothing to watch"
+    elif not issubclass(kind, Sensli) or kind.score is not Sensli.score:
         reason = f"strategy={options.strategy!r} scores sites in passes of its own"
     elif options.select == LEAST:
         reason = "select='least' measures how much the blocks matter in a pass of its own"
