@@ -195,3 +195,56 @@ def looks_on_ranks() -> None:
 @pytest.mark.process
 def test_all_ranks_wait_for_the_one_that_can_afford_least(tmp_path: Path) -> None:
     ranks.run(looks_on_ranks, 2, tmp_path)
+
+
+def test_the_default_earns_two_percent_and_begins_with_32_batches() -> None:
+    model = network()
+    optimizer = make_optimizer(model)
+    given = {"example": X[:2], "log": None}
+    limits = [
+        Grower(model, optimizer, **given).options.max_check_share,
+        Grower(model, optimizer, trigger=triggers.Every(1), **given).options.max_check_share,
+        Grower(model, optimizer, max_check_share=None, **given).options.max_check_share,
+        Grower(model, optimizer, preset="paper", trigger=triggers.Every(1), **given).options.max_check_share,
+    ]
+    assert limits == ["auto", None, None, None]  # who says when to check has said what it costs
+    grower, data = make_grower(model, optimizer, max_check_share="auto"), Seen(12)
+    for _ in range(4):
+        train(model, optimizer, 1)
+        grower.step(data, mse_loss)
+    assert data.taken == 12 + 12 + 8 and calls(grower) == [1, 2, 3]
+    train(model, optimizer, 8 * 75 - 5)  # 2 % of 600 steps are 8 batches
+    grower.step(data, mse_loss)
+    assert data.taken == 32 and calls(grower) == [1, 2, 3]
+    train(model, optimizer, 1)
+    grower.step(data, mse_loss)
+    assert data.taken == 40 and calls(grower)[-1] == 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.layer(x).tanh()
+
+
+def test_losses_that_stand_for_a_metric_are_held_to_the_share_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(4, 1))
+    optimizer = make_optimizer(model)
+    grower, taken = Grower(model, optimizer, example=X[:2]), []
+    for _ in range(24):
+        train(model, optimizer, 1)
+        data = Seen(10)
+        grower.step(data, mse_loss)
+        taken.append(data.taken)
+    assert taken == [8] * 18 + [0] * 6  # as much as 32 batches, which are 48 steps, or 144 losses
+    train(model, optimizer, 60)
+    data = Seen(10)
+    grower.step(data, mse_loss)
+    assert data.taken == 5  # 2 % of 84 steps
+    again = Grower(model, optimizer, example=X[:2])
+    again.load_state_dict(json.loads(json.dumps(grower.state_dict())))
+    assert again.state_dict()["price"]["losses"] == 144 + 5

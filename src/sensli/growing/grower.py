@@ -635,7 +635,8 @@ class Grower:
             self._settle(change)
             if metric is None and self._metric_optional and self._on_blocks and not isinstance(source, Watching):
                 source = reusable(source)
-                metric = loss_of_some(self.model, source, loss_fn, FEW)
+                few = self._price.affordable_losses(FEW)
+                metric = loss_of_some(self.model, source, loss_fn, few) if few else None
             call = self._call(together, metric, change)
             self.calls = call.number
             looked = call.run(source, loss_fn)

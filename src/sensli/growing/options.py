@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 from torch import nn
 
 from sensli.errors import UnsupportedModel, WrongType
+from sensli.growing.price import AUTO, check_share
 from sensli.growing.strategy import STRATEGIES, Strategy, check_strategy, class_of
 from sensli.growing.triggers import Diminishing, Limit, Pays, Saturating, Trigger
 from sensli.merits.measuring import check_level
@@ -290,7 +291,8 @@ class StrategyOptions(TypedDict, total=False):
         max_check_share: The largest share of the training that checks may take, such as 0.02. A check that would take more is done on
             fewer batches, but at least 8, or waits for the next call on which the trigger fires; the log says at the next check how many
             have waited. The steps of the optimizer are counted, and a batch of a check is taken for one of training. Before the first
-            step nothing waits. None sets no limit.
+            step nothing waits. ``"auto"`` is 0.02, and 32 batches more in all, so that short trainings can grow. None sets no limit
+            (default: "auto" with the trigger of the preset, otherwise None).
     """
 
     what: str | None
@@ -312,7 +314,7 @@ class StrategyOptions(TypedDict, total=False):
     order: str
     spare: int
     noise: float
-    max_check_share: float | None
+    max_check_share: float | str | None
 
 
 # What a preset gives the strategy "sensli" where nothing else was said. "paper" is Algorithm 1, whose values are the defaults of `Options`.
@@ -389,7 +391,7 @@ class Options:
     order: str = "stack"
     spare: int = 0
     noise: float = 0.0
-    max_check_share: float | None = None
+    max_check_share: float | str | None = None
 
     @classmethod
     def of(
@@ -411,6 +413,7 @@ class Options:
             given.pop("what", None)
         if trigger is None:
             trigger = default_trigger(preset, strategy)
+            given.setdefault("max_check_share", AUTO)
         return cls(preset=preset, trigger=trigger, strategy=strategy, **{**expanded, **given})
 
     def __str__(self) -> str:
@@ -443,9 +446,7 @@ class Options:
             order=order,
             spare=spare,
             noise=noise,
-            max_check_share=None
-            if self.max_check_share is None
-            else checks.share("max_check_share", self.max_check_share, 0.02),
+            max_check_share=check_share(self.max_check_share),
         )
         choose(self.norm, ())
         check_where(self.where)

@@ -9,10 +9,19 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-_BATCH = (
-    1.5  # steps of training that measuring a batch stands for: a forward and a backward pass, and sums of gradients
-)
+from sensli.modules import checks
+
+# Steps of training that measuring a batch stands for: a forward and a backward pass, and sums of gradients.
+_BATCH = 1.5
 _LEAST = 8  # batches; a check on fewer says little, unless there are no more
+_LOSSES = 3  # batches whose loss alone costs as much as a step
+_SHARE, _FREE = 0.02, 32  # of "auto": the share, and batches that need not be earned, so that short trainings grow too
+AUTO = "auto"
+
+
+def check_share(value: float | str | None) -> float | str | None:
+    """A number between 0 and 1, "auto" or None."""
+    return value if value is None or value == AUTO else checks.share("max_check_share", value, 0.02)
 
 
 class CheckPrice:
@@ -21,17 +30,18 @@ class CheckPrice:
     A batch of a check is taken for one of training. The first of the optimizers counts: the others step beside it.
 
     Args:
-        share: The largest share of the steps that checks may take, or None for no limit.
+        limit: The largest share of the steps that checks may take, "auto" for 2 % and 32 batches more, or None for no limit.
         optimizers: Those that train the model.
     """
 
-    def __init__(self, share: float | None, optimizers: Sequence[Optimizer]) -> None:
-        self.share = share
+    def __init__(self, limit: float | str | None, optimizers: Sequence[Optimizer]) -> None:
+        self.share, self._free = (_SHARE, _FREE) if isinstance(limit, str) else (limit, 0)
         self.steps = 0
         self.batches = 0
+        self.losses = 0  # batches of which only the loss was taken
         self.last: int | None = None  # batches of the last check
         self.skipped = 0  # calls since then
-        if share is not None and optimizers:
+        if self.share is not None and optimizers and hasattr(optimizers[0], "register_step_post_hook"):
             own = weakref.ref(self)
 
             def count(*_: Any) -> None:
@@ -48,10 +58,19 @@ class CheckPrice:
         wanted = len(batches) if isinstance(batches, Sized) else self.last
         if wanted is None:
             return None
-        left = int(self.share * self.steps / _BATCH) - self.batches
+        left = int(self.share * self.steps / _BATCH) + self._free - self.batches
         if left >= wanted:
             return None
         return left if left >= _LEAST else 0
+
+    def affordable_losses(self, most: int) -> int:
+        """Of how many batches the loss alone may be taken now: at most so many, 0 if it must wait. The same on all ranks."""
+        if self.share is None or self.steps == 0:
+            return most
+        left = int(_LOSSES * (self.share * self.steps + _BATCH * self._free)) - self.losses
+        found = min(most, left) if 2 * left >= most else 0
+        self.losses += found
+        return found
 
     def counted(self, batches: Iterable[Any], most: int | None) -> Iterable[Any]:
         """The batches, at most so many, counted as they are taken."""
@@ -82,4 +101,4 @@ class CheckPrice:
             setattr(self, name, value)
 
 
-_STATE = {"steps": 0, "batches": 0, "last": None, "skipped": 0}
+_STATE = {"steps": 0, "batches": 0, "losses": 0, "last": None, "skipped": 0}
