@@ -8,12 +8,35 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from sensli.errors import MeasurementError
-from sensli.merits.norms import NATURAL, SKETCHABLE, Metric, Sketcher, natural_merit, sketcher_for, squared_norm
-from sensli.modules.running import describe, device_of, nothing_like, run, taken_by, tensors, to_device, upcast
+from sensli.merits.norms import (
+    NATURAL,
+    SKETCHABLE,
+    SUMS_OF_SQUARES,
+    Metric,
+    Sketcher,
+    natural_merit,
+    sketcher_for,
+    squared_norm,
+)
+from sensli.modules.engines.distributed import Together
+from sensli.modules.engines.fsdp import divisors, whole_leaves
+from sensli.modules.running import (
+    describe,
+    device_of,
+    gradients_kept,
+    nothing_like,
+    run,
+    taken_by,
+    tensors,
+    to_device,
+    upcast,
+    whole,
+)
 from sensli.modules.wrappers import eager, own_modules
 from sensli.moves.factors import Factored, Outer, Use, factored, is_moment, mirrored, watch_uses
 from sensli.moves.point import Point, Watch, handed_on, is_transformed, is_transformed_from, tap
@@ -102,6 +125,10 @@ class Catches:
         self._groups = groups
         self._metrics: list[Metric] = []
 
+    def forget(self) -> None:
+        """Begin once more."""
+        self.sums = {}
+
     def add(self, values: Mapping[str, Tensor | Outer], group: int) -> None:
         """One pass."""
         for name, value in values.items():
@@ -188,6 +215,8 @@ class SiteCatch(Catches):
 class WeightCatch(Catches):
     """The gradient of one existing weight."""
 
+    joined = False  # whether the sums are those of all processes already
+
     def __init__(self, name: str, parameter: nn.Parameter, owner: nn.Module, groups: int) -> None:
         super().__init__(groups)
         self.name = name
@@ -227,6 +256,75 @@ class WeightCatch(Catches):
     def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
         total = self.totals(without).get("gradient")
         return () if total is None else [(total, self.geometry)]
+
+    def watch(self, take: Callable[[Tensor], bool], *, drop: bool) -> Any:
+        """Hand on gradients as they arrive; ``drop``: nobody else wants those that were taken. Returns the handle that ends it."""
+
+        def arrived(gradient: Tensor) -> Tensor | None:
+            return nothing_like(gradient) if take(gradient) and drop else None
+
+        return self.parameter.register_hook(arrived)
+
+
+class ShardCatch(WeightCatch):
+    """The same of a sharded weight: FSDP2 sums gradients over the processes, and each of them keeps its shard of the sum."""
+
+    joined = True
+
+    def __init__(self, name: str, parameter: nn.Parameter, owner: nn.Module, groups: int, divisor: float) -> None:
+        super().__init__(name, parameter, owner, groups)
+        self._divisor = divisor  # of the sum over the processes
+        self._before: Tensor | None = None  # the shard as it was before this pass, which adds to it
+        self._arrived: Tensor | None = None  # in this pass
+
+    def watch(self, take: Callable[[Tensor], bool], *, drop: bool) -> Any:
+        def arrived(parameter: Any) -> None:
+            with torch.no_grad():
+                gradient = parameter.grad.to_local() * self._divisor
+                if self._before is not None:
+                    gradient -= self._before * self._divisor
+                if take(gradient) and drop:
+                    parameter.grad = None
+
+        return self.parameter.register_post_accumulate_grad_hook(arrived)
+
+    def begin_pass(self) -> None:
+        """A backward pass of the user's begins: what its gradient is now, this pass adds to."""
+        self.end_pass()
+        held: Any = self.parameter.grad
+        self._before = None if held is None else held.to_local().clone()
+
+    def end_pass(self) -> None:
+        """What has arrived is final."""
+        if self._arrived is not None:
+            self.add({"gradient": self._arrived}, 0)
+        self._arrived = self._before = None
+
+    def forget(self) -> None:
+        super().forget()
+        self._arrived = None
+
+    def replace_gradient(self, gradient: Tensor) -> None:
+        """What this pass has given so far: where a module is used twice, more will come."""
+        self._arrived = gradient
+
+    def parts(self, without: int | None = None) -> Iterable[tuple[Tensor, Geometry]]:
+        """The whole gradient, for which all processes are needed."""
+        like: Any = self.parameter
+        form = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+        for shard, geometry in super().parts(without):
+            yield whole(like.data.from_local(shard, like.device_mesh, like.placements, **form)), geometry
+
+    def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
+        """Of a sum of squares each process adds its part; for other norms the gradient is gathered."""
+        shard = self.totals(without).get("gradient")
+        if shard is None or norm not in SUMS_OF_SQUARES:
+            return super().merit(norm, samples, without, whole)
+        like: Any = self.parameter
+        total = torch.tensor(squared_norm(shard, SKETCHABLE), dtype=torch.float64, device=shard.device)
+        axis = next(axis for axis, placement in enumerate(like.placements) if placement.is_shard())
+        dist.all_reduce(total, group=like.device_mesh.get_group(axis))
+        return float(total) / samples**2 / (1 if norm == SKETCHABLE else like.numel())
 
 
 # ---- Whose backward pass a hook is called in: the one that is measured, or another one that the user's code takes by
@@ -359,6 +457,7 @@ class Catch:
         natural: bool = False,
         gauges: Sequence[Gauge] | None = None,
         sketched: bool = False,
+        sharded: bool = False,
     ) -> None:
         """``sketched``: sketches are summed where gradients are too large for that, which is for the Frobenius norm alone."""
         self.model = model
@@ -367,9 +466,11 @@ class Catch:
         given = [None] * len(sites) if gauges is None else gauges
         self.sites = [SiteCatch(site, groups, model, natural, own) for site, own in zip(sites, given, strict=True)]
         # Halves are enough to free the mean over many weights from noise, and groups of all weights would fill the memory.
-        self.weights = list(_existing_weights(model, min(groups, 2))) if weights else []
-        # Without groups the sums of the weights take what a backward pass does.
-        large: list[Catches] = [*self.sites, *(self.weights if groups > 1 else ())]
+        divided = divisors(model) if sharded and weights else {}
+        self.weights = list(_existing_weights(model, min(groups, 2), divided)) if weights else []
+        self.sharded = sharded
+        # Without groups the sums of the weights take what a backward pass does, and shards less.
+        large: list[Catches] = [*self.sites, *(self.weights if groups > 1 and not sharded else ())]
         entries = sum(each.gauge.entries for each in self.sites) * (groups + 1 if groups > 1 else 1)
         entries += sum(3 * weight.parameter.numel() for weight in self.weights if groups > 1)
         self.sketcher = sketcher_for(entries, groups > 1) if sketched else None
@@ -382,6 +483,9 @@ class Catch:
         self.others = False  # whether tensors that are not parameters ask for a gradient
         self.caught = 0
         self.active = False
+        # Of all processes of a sharded model: what fails in one before its backward pass ends the pass in all of them.
+        self.together: Callable[[], Together] = lambda: Together(None, "run the model")
+        self.idle = False  # this process runs along with others, and what it catches does not count
         # Around the user's code: autocast, where it is on.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.scale: Callable[[], float] = lambda: 1.0  # what the loss was multiplied by before its backward pass
@@ -463,7 +567,8 @@ class Catch:
                 self._waiting.pop(key, None)
                 # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
                 with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                    catch.add(caught(x, self.unscaled(cotangent.detach()), args, kwargs), self.group)
+                    sums = caught(x, self.unscaled(cotangent.detach()), args, kwargs)
+                    catch.add({} if self.idle else sums, self.group)
                 self.caught += 1
 
             self._hooks.append(watched.register_hook(back))
@@ -477,7 +582,7 @@ class Catch:
         def add(values: Mapping[str, Tensor | Outer]) -> None:
             if self.counts():
                 with torch.no_grad():
-                    catch.add(values, self.group)
+                    catch.add({} if self.idle else values, self.group)
                 self.caught += 1
 
         return add
@@ -533,14 +638,14 @@ class Catch:
         self.whose = Stepped(self.model)
         self.caught = 0
         for each in (*self.sites, *self.weights):
-            each.sums = {}
+            each.forget()
 
     def _forget(self) -> None:
         """Begin once more: what was caught so far does not count."""
         self.caught = 0
         self._refused.clear()
         for each in (*self.sites, *self.weights):
-            each.sums.clear()
+            each.forget()
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """The gradient of the loss itself, where a scaler had multiplied it for the backward pass."""
@@ -568,20 +673,20 @@ class Catch:
     def taking_weight_gradients(self) -> Iterator[None]:
         """Gradients of the existing weights go to their sums one by one as they arrive, and are not held beside them."""
 
-        def hook(weight: WeightCatch) -> Callable[[Tensor], Tensor | None]:
-            def arrived(gradient: Tensor) -> Tensor | None:
-                if not self.counts():
-                    return None
-                with torch.no_grad():
-                    weight.add_gradient(self.unscaled(gradient), self.group)
-                return nothing_like(gradient)
+        def hook(weight: WeightCatch) -> Callable[[Tensor], bool]:
+            def take(gradient: Tensor) -> bool:
+                counts = weight.joined or self.counts()  # FSDP2 hands on the last ones when the pass is over
+                if counts:
+                    with torch.no_grad():
+                        weight.add_gradient(self.unscaled(gradient), self.group)
+                return counts
 
-            return arrived
+            return take
 
         with ExitStack() as stack:
             for weight in self.weights:
                 if weight.parameter.requires_grad:
-                    stack.callback(weight.parameter.register_hook(hook(weight)).remove)
+                    stack.callback(weight.watch(hook(weight), drop=True).remove)
             yield
 
 
@@ -592,14 +697,19 @@ def _overwritten(site: Site) -> MeasurementError:
     )
 
 
-def _existing_weights(model: nn.Module, groups: int) -> Iterator[WeightCatch]:
-    """Weights that train: parameters with at least two dimensions; biases and scales are left out as in the merits."""
+def _existing_weights(model: nn.Module, groups: int, divided: Mapping[int, float]) -> Iterator[WeightCatch]:
+    """Weights that train: parameters with at least two dimensions; biases and scales are left out as in the merits.
+
+    ``divided``: by the id of a sharded one, what the sum of its gradients over the processes is divided by.
+    """
     seen: set[int] = set()  # a tied weight is one weight
     for path, module in own_modules(model):
         for name, parameter in module.named_parameters(path, recurse=False):
             if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield WeightCatch(name, parameter, module, groups)
+                divisor = divided.get(id(parameter))
+                own = name, parameter, module, groups
+                yield WeightCatch(*own) if divisor is None else ShardCatch(*own, divisor)
 
 
 # ---- One ordinary pass of the unmodified model for a measurement: a batch in, its loss back to everything that is
@@ -613,6 +723,35 @@ def backward(
     model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int, unit: float
 ) -> tuple[int, float]:
     """One batch: its loss, weighted by its size, back through the model. Returns the size and the loss."""
+    catch.whose = own_pass = Measured()  # not those that the loss or the model take themselves
+    with catch.together() as together:
+        size, loss = _forward(model, catch, batch, loss_fn, index)
+        wanted = _wanted(model, catch, loss, index)
+        together.agree()
+    try:
+        weighted = loss * (0.0 if catch.idle else size / (unit or size))
+        with own_pass.of(weighted), catch.taking_weight_gradients():
+            if catch.sharded and catch.weights:
+                with gradients_kept(wanted):  # it adds to them, where FSDP2 looks for what it sums
+                    torch.autograd.backward(weighted, inputs=wanted)
+            else:
+                torch.autograd.grad(weighted, wanted, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise MeasurementError(
+            "the model checkpoints activations with use_reentrant=True, which allows gradients only through loss.backward(). Set "
+            "use_reentrant=False, or use Probe around your own step."
+        ) from error
+    catch.check_order()
+    catch.forget_pass()
+    return size, float(loss.detach())
+
+
+def _forward(
+    model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int
+) -> tuple[int, Tensor]:
+    """The size of a batch, and its loss."""
     given, target = split(batch, index, model if loss_fn is not None else None)
     device = device_of(model)
     if any(tensor.is_meta for tensor in tensors((given, target))):
@@ -626,7 +765,6 @@ def backward(
             f"a batch ({describe(batch)}) contains no samples: its first tensor with a dimension is empty, or there is no such tensor. "
             "Leave the batch out."
         )
-    catch.whose = own_pass = Measured()  # not those that the loss or the model take themselves
     # A dict is keyword arguments; a tuple inside a batch is several arguments.
     with catch.around(), _of_inference(index):
         output = run(model, given)
@@ -636,9 +774,16 @@ def backward(
             f"the loss of batch {index} is {loss.item()}: training has diverged or the batch contains bad values, "
             "so merits would be meaningless. Lower the learning rate or check the data."
         )
+    return size, loss
+
+
+def _wanted(model: nn.Module, catch: Catch, loss: Tensor, index: int) -> list[Tensor]:
+    """What the backward pass is asked for."""
     virtual = [weight for site in catch.sites for weight in site.gauge.weights]  # in the model for this time only
     own = {id(weight) for weight in virtual}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in own] if catch.weights else []
+    if catch.sharded:
+        trained = [p for p in trained if not hasattr(p, "full_tensor")] + (whole_leaves(model) if catch.weights else [])
     # Without the ratio only the activations at the sites are asked for, which leaves out the existing weights' gradients.
     wanted = [*virtual, catch.mark] + (trained + catch.leaves if catch.weights else list(catch.watched))
     if catch.weights and loss.grad_fn is not None and (index == 0 or catch.others):
@@ -652,20 +797,7 @@ def backward(
             f"the loss of batch {index} does not depend on any site: no gradient arrives. Check that loss_fn uses the model's output "
             "and that nothing detaches it."
         )
-    try:
-        weighted = loss * (size / (unit or size))
-        with own_pass.of(weighted), catch.taking_weight_gradients():
-            torch.autograd.grad(weighted, wanted, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise MeasurementError(
-            "the model checkpoints activations with use_reentrant=True, which allows gradients only through loss.backward(). Set "
-            "use_reentrant=False, or use Probe around your own step."
-        ) from error
-    catch.check_order()
-    catch.forget_pass()
-    return size, float(loss.detach())
+    return wanted
 
 
 @contextmanager

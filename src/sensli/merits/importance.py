@@ -59,7 +59,7 @@ def _sums(
     weights = [[weight for weight in block.parameters() if weight.is_floating_point()] for block in blocks]
     trained = [(parameter, parameter.requires_grad) for parameter in network.parameters()]
     sums, samples, device = [0.0] * len(weights), 0, device_of(network)
-    with gradients_kept(network), untouched(network), torch.enable_grad():
+    with gradients_kept(network.parameters()), untouched(network), torch.enable_grad():
         try:
             network.requires_grad_(False)
             for weight in (weight for own in weights for weight in own):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ from sensli.merits.confidence import GROUPS, estimate_of, is_clear, mean_of_weig
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, SKETCHABLE, choose, operator_work
 from sensli.modules import checks, random_state
-from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.engines.fsdp import unsharded
+from sensli.modules.engines.distributed import ShardedPass, Together, numbered
+from sensli.modules.engines.fsdp import check, forget_pass, is_synchronised, measured_passes, unsharded
 from sensli.modules.running import (
     autocast_of_now,
     device_of,
@@ -70,12 +70,13 @@ def look_ahead(
     wanting = [(index, gauge) for index, each in enumerate(catch.sites) if (gauge := each.gauge.ahead()) is not None]
     if not wanting:
         return
-    size = samples_of(first)
+    size = 0 if catch.idle else samples_of(first)
     samples = sum(together.agree(size * batches, last=False))
     least = LEAST if any(len(catch.sites[index].site.shape) == 1 for index, _ in wanting) else 1
     found: Found | None = None
-    if size:
+    if size or catch.idle:
         found = _seen(model, catch, wanting, few(first, max(least, samples // SHARE)), loss_fn)
+    found = None if catch.idle else found
     shared = of_the_first(together, found, device_of(model))
     for (index, gauge), sums in zip(wanting, shared or (), strict=shared is not None):
         site = gauge.settled(catch.sites[index].site, sums)
@@ -90,7 +91,7 @@ def _seen(
     look = Catch(
         model, [catch.sites[index].site for index, _ in wanting], weights=False, gauges=[gauge for _, gauge in wanting]
     )
-    look.keeps_activations, look.around = True, catch.around
+    look.keeps_activations, look.around, look.together, look.sharded = True, catch.around, catch.together, catch.sharded
     passed = False
     # What fails for another reason than that they are few fails again in the measurement, and is reported there.
     with forgiven(), untouched(model), look.hooked():
@@ -183,7 +184,7 @@ def join_ranks(together: Together, caught: Caught, device: Any, *, last: bool = 
 
     Sizes are brought to the unit of the first rank that has any. Unless it is the `last` time, the ranks will meet again.
     """
-    own: list[Catches] = [*caught.sites, *caught.weights]
+    own: list[Catches] = [*caught.sites, *(weight for weight in caught.weights if not weight.joined)]
     forms = [
         ({name: list(map(_form, each.groups)) for name, each in catch.sums.items()}, catch.shape, catch.sketched)
         for catch in own
@@ -200,10 +201,11 @@ def join_ranks(together: Together, caught: Caught, device: Any, *, last: bool = 
             its = [forms[index][0][name] for _, _, _, forms, _ in told if name in forms[index][0]]
             factor = (caught.unit / common) ** power_of(name) if caught.unit else 0.0
             each.sums[name] = _joined_sum(own[index].sums.get(name), its, factor, device, together.group)
-    sites = copies[: len(caught.sites)]
+    sites, others = copies[: len(caught.sites)], iter(copies[len(caught.sites) :])
+    weights = [weight if weight.joined else next(others) for weight in caught.weights]
     totals = [sum(sizes[j] * unit / (common or 1.0) for unit, sizes, *_ in told) for j in range(len(caught.sizes))]
     loss = sum(its * unit / (common or 1.0) for unit, *_, its in told)
-    return Caught(sites, copies[len(sites) :], totals, common, sum(count for _, _, count, _, _ in told), loss)
+    return Caught(sites, weights, totals, common, sum(count for _, _, count, _, _ in told), loss)
 
 
 def _joined_sum(own: Sum | MomentSum | None, forms: list[list[Any]], factor: float, device: Any, group: Any) -> Sum:
@@ -365,18 +367,24 @@ def measure(
         request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance, "exact": exact}
         ranks = len(together.agree_on({**request, **numbered("site", sites)}, last=False))
         places: Sequence[Site] = sites
-        if together.sharded:
+        sharded = together.sharded and can_run_in_shards(model, sites, norm, ratio=ratio)
+        if together.sharded and not sharded:
             places = [replace(site.by_path(), point=site.point.by_path(site.find(model)[0])) for site in sites]
             model = unsharded(model)
+        elif sharded:
+            forget_pass(model)  # the root keeps its parameters whole after a run without gradients
         groups = 1 if confidence is None else GROUPS
         sketched = norm == SKETCHABLE and not exact
-        catch = Catch(model, places, weights=ratio, groups=groups, natural=norm == NATURAL, sketched=sketched)
+        catch = Catch(
+            model, places, weights=ratio, groups=groups, natural=norm == NATURAL, sketched=sketched, sharded=sharded
+        )
         # Without weights that train, only the activations at the sites are asked for.
         catch.keeps_activations, catch.around = not catch.weights, around
         clear, remaining = None, 0.0
-        kept = random_state.kept_of_loader(batches)
-        with untouched(model), gradients_kept(model), kept, torch.inference_mode(False), torch.enable_grad():
-            taken = _Taken(model, catch, batches, loss_fn, max_batches)
+        kept, gradients = random_state.kept_of_loader(batches), gradients_kept(model.parameters())
+        passes = measured_passes(model) if sharded else nullcontext()
+        with passes, untouched(model), gradients, kept, torch.inference_mode(False), torch.enable_grad():
+            taken = _Taken(together if sharded else None, model, catch, batches, loss_fn, max_batches)
             look_ahead(together, model, catch, taken.first(), taken.expected, loss_fn)
             with catch.hooked():
                 if confidence is None:
@@ -395,11 +403,31 @@ def measure(
         )  # fmt: skip
 
 
+def can_run_in_shards(model: nn.Module, sites: Iterable[Site], norm: str, *, ratio: bool) -> bool:
+    """Whether a sharded model can be measured in its own passes. All else is measured on an unsharded copy.
+
+    That is a twin that has to be in the model while it runs, the moments of existing weights, and a model whose gradients are not summed
+    over the processes at once.
+    """
+    check(model)
+    caught = all(getattr(site.move, "caught_at_site", True) for site in sites)
+    return caught and not (norm == NATURAL and ratio) and is_synchronised(model)
+
+
 class _Taken:
-    """The batches that this process has taken so far, and what they gave."""
+    """The batches that this process has taken so far, and what they gave.
+
+    ``together``: the processes of a sharded model, which run each pass at once. One without a batch runs another's, which does not count.
+    """
 
     def __init__(
-        self, model: nn.Module, catch: Catch, batches: Iterable[Any], loss_fn: LossFunction | None, most: int | None
+        self,
+        together: Together | None,
+        model: nn.Module,
+        catch: Catch,
+        batches: Iterable[Any],
+        loss_fn: LossFunction | None,
+        most: int | None,
     ) -> None:
         self.model, self.catch, self.loss_fn, self.most = model, catch, loss_fn, most
         self.known: int | None = None
@@ -408,12 +436,43 @@ class _Taken:
         self.unit, self.count, self.exhausted, self.loss = 0.0, 0, False, 0.0
         self._sizes = [0.0] * catch.groups
         self._rest: Iterator[Any] = iter(batches)
+        self._together, self._substitute = together, None
+        if together is not None:
+            catch.together = lambda: ShardedPass(model)
 
     def first(self) -> Any:
         """The first batch, which will be taken nevertheless; None if there is none."""
         found = list(islice(self._rest, 1))
         self._rest = chain(found, self._rest)
-        return found[0] if found else None
+        first = found[0] if found else None
+        if self._together is not None:
+            first = self._substitute = self._share_first(self._together, first)
+        return first
+
+    def _share_first(self, together: Together, first: Any) -> Any:
+        """The first batch, or where there is none another process's; all weight their losses by the size of one of them."""
+        sizes = together.agree(samples_of(first), last=False)
+        leader = next((rank for rank, size in enumerate(sizes) if size), None)
+        if leader is None:
+            raise MeasurementError(EMPTY)
+        self.unit = float(sizes[leader])
+        if not all(sizes):
+            own = mapped(first, lambda tensor: tensor.cpu()) if leader == together.rank else None
+            shared = together.agree(own, last=False)[leader]
+            self.catch.idle = first is None
+            return shared if first is None else first
+        return first
+
+    def _in_step(self, own: Iterator[Any]) -> Iterator[Any]:
+        """As many batches as the process has that has the most of them."""
+        if self._together is None:
+            yield from own
+            return
+        for batch in chain(own, repeat(None)):
+            if not any(self._together.agree(batch is not None, last=False)):
+                return
+            self.catch.idle = batch is None
+            yield self._substitute if batch is None else batch
 
     @property
     def expected(self) -> int:
@@ -423,8 +482,10 @@ class _Taken:
     def up_to(self, count: int | None) -> None:
         """Take batches until there are so many in all, or as many as there are or may be."""
         most = min((limit for limit in (count, self.most) if limit is not None), default=None)
-        for batch in islice(self._rest, None if most is None else max(most - self.count, 0)):
+        for batch in self._in_step(islice(self._rest, None if most is None else max(most - self.count, 0))):
             size, loss = backward(self.model, self.catch, batch, self.loss_fn, self.count, self.unit)
+            if self.catch.idle:
+                continue
             self.unit = self.unit or size
             self.loss += loss * size / self.unit
             self._sizes[self.catch.group] += size / self.unit

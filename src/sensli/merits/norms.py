@@ -23,6 +23,7 @@ from sensli.moves.roles import Geometry
 
 ROOM = 2**23  # entries of all sums of a measurement together that are held as they are
 SKETCHABLE = "frobenius"
+SUMS_OF_SQUARES = (SKETCHABLE, "mean_square")
 
 
 class Sketcher:

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, WrongType
-from sensli.merits.catching import Catch, SiteCatch, Sum, samples_of
-from sensli.merits.measuring import Caught, affordable, conclude, join_ranks, of_the_first
+from sensli.merits.catching import Catch, ShardCatch, SiteCatch, Sum, WeightCatch, samples_of
+from sensli.merits.measuring import Caught, affordable, can_run_in_shards, conclude, join_ranks, of_the_first
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, choose
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.running import device_of, without_autocast
+from sensli.modules.engines.fsdp import reshard
+from sensli.modules.running import device_of, tensors, without_autocast
 from sensli.modules.wrappers import bare
 from sensli.moves.factors import power_of
 from sensli.moves.sites import Gauge, Site
@@ -73,28 +74,34 @@ class Probe:
             )
         self._asked, self._norm = norm, choose(norm, [site.kind for site in sites])
         sharded = self._together.sharded
-        if sharded and any(site.move.kind == "block" for site in sites):
-            raise MeasurementError(
-                "a probe cannot run the twin of a sharded block, whose parameters are whole only during its own pass. Use measure(...), "
-                "which works on an unsharded copy."
-            )
-        if sharded and ratio:
-            raise MeasurementError(
-                "a probe cannot see the gradients of sharded weights, so there is no ratio. Give ratio=False, or use "
-                "measure(...)."
-            )
-        if sharded:  # gathers weights near the sites, for which all ranks are needed
+        if sharded:
+            self._check_shards(sites, ratio)
             with Together(model, "probe") as together:
                 together.agree_on(numbered("site", sites))
+            reshard(self._model)  # the root keeps its parameters whole after a run without gradients
         self._sites = sites
         self._catch = Catch(
-            self._model, sites, weights=ratio, natural=self._norm == NATURAL, gauges=self._gauges(sites)
+            self._model,
+            sites,
+            weights=ratio,
+            natural=self._norm == NATURAL,
+            gauges=self._gauges(sites),
+            sharded=sharded,
         )
+        self._shards = [weight for weight in self._catch.weights if isinstance(weight, ShardCatch)]
         self._shapes = self._shapes_now()
         self._open: ExitStack | None = None
         self._scaler = scaler
         if scaler is not None:
             self._catch.scale = scaler.get_scale
+
+    def _check_shards(self, sites: Sequence[Site], ratio: bool) -> None:
+        """Refuse what cannot be seen in the steps of a sharded model."""
+        if not can_run_in_shards(self._model, sites, self._norm, ratio=ratio):
+            raise MeasurementError(
+                "a probe of a sharded model needs gradients that are summed over the processes at every step. It knows neither ratios for "
+                "norm='natural' nor twins in a list whose loop adds what its blocks give. Use measure(...), which takes a copy for these."
+            )
 
     def _gauges(self, sites: Sequence[Site]) -> Sequence[Gauge] | None:
         """What measures the sites; None is what each of them has."""
@@ -110,9 +117,11 @@ class Probe:
         with ExitStack() as stack:  # what fails half-way leaves no hook either
             stack.enter_context(self._catch.hooked())
             stack.callback(self._catch.forget_pass)
-            for index, weight in enumerate(self._catch.weights):
+            for weight in self._catch.weights:
                 if weight.parameter.requires_grad:  # it may have been frozen since
-                    stack.callback(weight.parameter.register_hook(self._arrived(index)).remove)
+                    stack.callback(weight.watch(self._taker(weight), drop=False).remove)
+            if self._shards:
+                stack.callback(self._model.register_forward_hook(self._watch_output).remove)
             self._open = stack.pop_all()
         return self
 
@@ -131,13 +140,30 @@ class Probe:
         if stack is not None:
             stack.__exit__(kind, value, trace)
 
-    def _arrived(self, index: int) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            # A copy: the tensor becomes the user's .grad, which the next backward pass or step may overwrite.
-            if self._catch.counts():
-                self._catch.weights[index].add_gradient(self._catch.unscaled(gradient.clone()), 0)
+    def _taker(self, weight: WeightCatch) -> Callable[[Tensor], bool]:
+        def take(gradient: Tensor) -> bool:
+            if isinstance(weight, ShardCatch):
+                weight.replace_gradient(self._catch.unscaled(gradient))
+            elif self._catch.counts():
+                # A copy: the tensor becomes the user's .grad, which the next backward pass or step may overwrite.
+                weight.add_gradient(self._catch.unscaled(gradient.clone()), 0)
+            return True
 
-        return hook
+        return take
+
+    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Have sharded weights know what their gradients are before a backward pass adds to them."""
+        for tensor in tensors(output) if torch.is_grad_enabled() else ():
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_pass)
+
+    def _begin_pass(self, *_: Any) -> None:
+        for weight in self._shards:
+            weight.begin_pass()
+
+    def _end_pass(self) -> None:
+        for weight in self._shards:
+            weight.end_pass()
 
     @without_autocast()
     def merits(self) -> Merits:
@@ -156,6 +182,12 @@ class Probe:
                     "it was made for."
                 )
             self._catch.check_order()
+            self._end_pass()
+            if self._shards and not any(weight.sums for weight in self._shards):
+                raise MeasurementError(
+                    "no gradient of a sharded weight was seen, so there is no ratio. Call loss.backward() inside `with Probe(...)`, or "
+                    "give ratio=False."
+                )
             passes = max(1, self._catch.caught // len(self._catch.sites))
             # As DistributedDataParallel does with the gradients: the mean over the processes.
             own = Caught(self._catch.sites, self._catch.weights, [1.0], 1.0, passes)
@@ -190,6 +222,7 @@ class MeanProbe(Probe):
         super().__init__(model, sites, norm=norm)
         self._sums: list[dict[str, Sum]] = [{} for _ in (*self._catch.sites, *self._catch.weights)]
         self._unit = self._size = self._loss = 0.0
+        self._step_sizes: list[float] = []
         self._samples, self._updates, self._depth = 0, 0, 0
         self._losses: list[float | Tensor] = []
         self.steps = 0  # that count
@@ -271,6 +304,7 @@ class MeanProbe(Probe):
 
     def _keep(self) -> None:
         """Add what this step has caught to what the steps before it have."""
+        self._end_pass()
         caught = [*self._catch.sites, *self._catch.weights]
         parts = [{name: total} for each in caught for name, total in each.totals().items()]
         if self._scaler is not None and not all(
@@ -286,6 +320,7 @@ class MeanProbe(Probe):
                 scale = factor ** power_of(name)
                 held.setdefault(name, Sum()).add(total if scale == 1.0 else total * scale, 0)
         self._size += size / self._unit
+        self._step_sizes.append(size)
         self.steps += updates
         mean = sum(map(float, self._losses)) / len(self._losses) if self._losses else math.nan
         self._loss += mean * size / self._unit
@@ -306,6 +341,11 @@ class MeanProbe(Probe):
             self._catch.check_order()
             if not any(together.agree(self.steps, last=False)):
                 raise MeasurementError(self._why_none())
+            if self._shards and len(set(map(tuple, together.agree(self._step_sizes, last=False)))) > 1:
+                raise MeasurementError(
+                    "the batches of the watched steps differ in size from process to process. FSDP2 sums gradients whatever their batches "
+                    "are, so there is no ratio. Give grower.step(batches, loss_fn) instead."
+                )
             kept = [copy(each) for each in (*self._catch.sites, *self._catch.weights)]
             for each, sums in zip(kept, self._sums, strict=True):
                 each.sums = dict(sums)

@@ -142,15 +142,20 @@ def _enlargement(weight: Tensor) -> float:
 
 
 def copied_block(
-    block: nn.Module, outside: nn.Module | None = None, *, share: bool = False, recorders: bool = False
+    block: nn.Module,
+    outside: nn.Module | None = None,
+    *,
+    share: bool = False,
+    recorders: bool = False,
+    instead: Mapping[int, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """A copy of one block that carries none of the user's hooks and no mark of a growth.
 
     What the block has in common with modules around it in the model ``outside`` (a configuration, a table) it keeps having in common.
     ``share``: the parameters too are the block's own, not copies of them: a twin to be measured costs no memory. ``recorders``: hooks of
-    transformers come along, by which its models collect what they return.
+    transformers come along, by which its models collect what they return. ``instead``: as for `copied_model`.
     """
-    memo = _prepared(block)
+    memo = {**_prepared(block), **instead}
     parts = list(block.modules())
     held = {id(v): v for module in parts for v in vars(module).values() if is_configuration(v)}
     if outside is not None and held:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
@@ -145,16 +145,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def gradients_kept(model: nn.Module) -> Iterator[None]:
+def gradients_kept(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Gradients are put back when the context ends: the user's code may call ``backward()``. Inside there are none: nothing is copied."""
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in kept:
-        parameter.grad = None
+    kept = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in kept:
+        leaf.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
+        for leaf, gradient in kept:
+            leaf.grad = gradient
 
 
 def nothing_like(gradient: Tensor) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ def find_sites(
         sibling: Where to look: a function that makes a small model of the same class, with at least three blocks, or a pair of it and
             an example for it. Sites are found there and bound to this model by path, and the example runs through the model once, so
             that no copy of it is made. True builds one from ``model.config``, False always copies. None builds one for models with a
-            configuration and more than a billion parameters.
+            configuration that are sharded or have more than a billion parameters.
 
     Returns:
         The sites in the order of the data flow, with the places that were skipped and why.
@@ -181,13 +182,14 @@ def _outside_of_averages(
 def _found(model: nn.Module, example: Any, request: Request, sibling: SiblingOption) -> Found:
     """What was found on a sibling, where there is one to look at, or else on a copy of the model."""
     if sibling is not None and not isinstance(sibling, bool):
-        return carry_over(model, example, made_sibling(sibling, model, example), request, _search_on_copy)
+        return carry_over(model, example, partial(made_sibling, sibling), request, _search_on_copy)
     if sibling:
-        return carry_over(model, example, sibling_of(model, example), request, _search_on_copy)
+        return carry_over(model, example, sibling_of, request, _search_on_copy)
     note: list[str] = []
-    if sibling is None and is_configured(model) and sum(p.numel() for p in model.parameters()) > LARGE:
+    large = is_sharded(model) or sum(p.numel() for p in model.parameters()) > LARGE
+    if sibling is None and is_configured(model) and large:
         try:
-            return carry_over(model, example, sibling_of(model, example), request, _search_on_copy)
+            return carry_over(model, example, sibling_of, request, _search_on_copy)
         except UnsupportedModel as error:
             note.append(f"a copy of the whole model was searched, because a small sibling of it would not do: {error}")
     found, skipped, notes = _search_on_copy(model, example, request)

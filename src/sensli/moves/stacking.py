@@ -182,9 +182,8 @@ class Stacking(Edit):
 
     def build(self) -> None:
         example_parameter(self._model, [module for _, module in self._sources])
-        whole, _ = readable_part(self._model, self._model)
         plain = Twin(self._stack.block, ())  # nothing in it is zero
-        self.added = [plain.build(whole.get_submodule(path), whole) for path, _ in self._sources]
+        self.added = [plain.build(readable_part(self._model, block), self._model) for _, block in self._sources]
         for (_, source), copied in zip(self._sources, self.added, strict=True):
             compile_like(copied, source)
         if self._stack.noise:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sensli.errors import DistributedError, UnsupportedModel
+from sensli.modules.copies import copied_block
 from sensli.modules.engines import fsdp
+from sensli.modules.running import whole
 from sensli.modules.wrappers import around, check_whole, forget_compiled, is_a, is_sharded
 
 
@@ -33,13 +35,24 @@ def process_group(model: nn.Module, *, sharded: bool) -> Any:
     return fsdp.process_group(model) if sharded else None
 
 
-def readable_part(model: nn.Module, part: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The model and a part of it, or, where it is sharded, an unsharded copy and the same part of that."""
+def readable_part(model: nn.Module, part: nn.Module) -> nn.Module:
+    """A part of a model, or, where it is sharded, a copy with whole parameters. All processes must call it together."""
     if not is_sharded(model):
-        return model, part
-    path = next(path for path, module in model.named_modules() if module is part)
-    copied = fsdp.unsharded(model)
-    return copied, copied.get_submodule(path)
+        return part
+    fsdp.reshard(model)
+    with fsdp.as_written(part) as instead:
+        for parameter in part.parameters():
+            instead[id(parameter)] = nn.Parameter(whole(parameter).clone(), parameter.requires_grad)
+        return copied_block(part, model, instead=instead)
+
+
+@contextmanager
+def running_part(model: nn.Module, part: nn.Module, *, leave: bool) -> Iterator[nn.Module]:
+    """A part of a sharded model as it was written, with the parameters that passes run with; ``leave``: as for `fsdp.gathered`."""
+    with fsdp.gathered(model, part, leave=leave):
+        with fsdp.as_written(part) as instead:
+            copied = copied_block(part, model, share=True, instead=instead)
+        yield copied
 
 
 class Together:
@@ -122,6 +135,23 @@ class Together:
                     f"{rank}. All must hold the same model and settings and take the same decisions. Nothing was changed."
                 )
         return [own for _, own in answers]
+
+
+class ShardedPass(Together):
+    """A forward pass of a sharded model: all processes make it, and all or none of them go on to the backward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, "run the model")
+        self._model = model
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(value, Exception) and not self._agreed:
+            fsdp.finish_forward(self._model)
+        super().__exit__(kind, value, trace)
+        if value is not None:
+            fsdp.forget_pass(self._model)
 
 
 def numbered(name: str, things: Iterable[Any]) -> dict[str, str]:

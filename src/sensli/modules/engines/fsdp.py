@@ -1,8 +1,8 @@
 """FSDP2 (`fully_shard`) follows a changed module: a new layer is sharded like the modules around it, a resized parameter as it was.
 
 `fully_shard` works in place: it swaps the class of a module and keeps a state beside it. The root finds its parts at the first forward
-pass, so after a change it has to look again; that is private to torch, done only here, and checked to be as expected. A look at the
-model (sites, merits) runs on an unsharded copy, which every process holds for as long as it takes.
+pass, so after a change it has to look again; that is private to torch, done only here, and checked to be as expected. Merits are measured
+in the model's own passes, where a block is whole while it runs; a search without a sibling takes an unsharded copy.
 
 Whether a model is sharded is asked where a call begins (`wrappers.is_sharded`): of others nothing comes here.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ _SETTINGS = (
     "gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_scatter_unused_params", "reduce_scatter_max_input_buffers",
     "reduce_grads", "all_reduce_grads", "reshard_after_backward", "unshard_async_op",
 )  # fmt: skip
+_DIVISOR = "gradient_divide_factor"  # of a group: None is the number of processes
 _STATE = "__composable_api_state_key"  # the prefix of the names under which torch keeps the state in the module itself
 
 
@@ -164,25 +166,126 @@ def look_again(model: nn.Module) -> None:
             state._fsdp_param_group._module_fqn = None  # a name for messages, which would be appended to
 
 
-def unsharded(model: nn.Module) -> nn.Module:
-    """A copy of the model as it was before `fully_shard`, with whole parameters. All processes must call it together."""
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[dict[int, Any]]:
+    """Modules are of the user's classes meanwhile; what a copy gets instead of the hooks and states of `fully_shard`, by id."""
+    sharded = [(module, type(module), state) for _, module, state in _sharded_modules(model)]
+    try:
+        for module, cls, _ in sharded:
+            module.__class__ = cls.__bases__[1]  # the class made by fully_shard is (FSDPModule, the user's class)
+        yield {key: value for module, _, state in sharded for key, value in _without_hooks(module, state).items()}
+    finally:
+        for module, cls, _ in sharded:
+            module.__class__ = cls
+
+
+def unsharded(model: nn.Module, only: Container[int] | None = None) -> nn.Module:
+    """A copy of the model as it was before `fully_shard`, with whole parameters. All processes must call it together.
+
+    ``only``: ids of the parameters whose values are needed; all others are zeros that take no memory.
+    """
     check(model)
     reshard(model)
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(whole(parameter).clone(), requires_grad=parameter.requires_grad)
-    classes: list[tuple[nn.Module, type]] = []
-    for _, module, state in _sharded_modules(model):
-        classes.append((module, type(module)))
-        memo.update(_without_hooks(module, state))
+    with as_written(model) as memo, torch.no_grad():
+        for parameter in model.parameters():
+            light = only is not None and id(parameter) not in only
+            zero = (
+                torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                if light
+                else None
+            )
+            memo[id(parameter)] = nn.Parameter(
+                whole(parameter).clone() if zero is None else zero, parameter.requires_grad
+            )
+        return copy.deepcopy(model, memo)
+
+
+# ---- A pass of the model itself that is measured. FSDP2 makes a block whole for its forward and for its backward pass,
+# on all processes at once; gradients are summed over them as soon as they are there, and each keeps its shard.
+
+
+@contextmanager
+def measured_passes(model: nn.Module) -> Iterator[None]:
+    """Around passes that are not the user's: afterwards all modules hold their shards, whatever has happened inside."""
     try:
-        for module, cls in classes:
-            module.__class__ = cls.__bases__[1]  # the class made by fully_shard is (FSDPModule, the user's class)
-        with torch.no_grad():
-            return copy.deepcopy(model, memo)
+        yield
     finally:
-        for module, cls in classes:
-            module.__class__ = cls
+        forget_pass(model)
+
+
+@contextmanager
+def gathered(model: nn.Module, part: nn.Module, *, leave: bool = False) -> Iterator[None]:
+    """A part of the model has whole parameters meanwhile. All processes must come here together.
+
+    ``leave``: they stay whole, because the backward pass of the part is next, and shards them afterwards.
+    """
+    inner, found = {id(module) for module in part.modules()}, dict[int, Any]()
+    for _, module, state in _sharded_modules(model):
+        group = state._fsdp_param_group
+        held = () if group is None or group.is_unsharded else (each._module_info for each in group.fsdp_params)
+        if any(id(holder) in inner for info in held for holder in (info.module, *info.shared_modules)):
+            found[id(group)] = module
+    for module in found.values():
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in () if leave else found.values():
+            module.reshard()
+
+
+def is_synchronised(model: nn.Module) -> bool:
+    """Whether a backward pass sums the gradients over all processes at once, and none is waiting to be summed."""
+    for _, _, state in _sharded_modules(model):
+        group = state._fsdp_param_group
+        if group is not None and not (group.reduce_grads and group.all_reduce_grads and hasattr(group, _DIVISOR)):
+            return False
+    waiting = (getattr(each, "_unsharded_param", None) for each in _sharded_parameters(model))
+    return all(parameter is None or parameter.grad is None for parameter in waiting) and all(
+        each.unsharded_accumulated_grad is None for each in _sharded_parameters(model)
+    )
+
+
+def divisors(model: nn.Module) -> dict[int, float]:
+    """What the sum over all processes of the gradient of each sharded parameter is divided by, by the id of the parameter."""
+    groups = [state._fsdp_param_group for _, _, state in _sharded_modules(model)]
+    return {
+        id(each.sharded_param): float(getattr(group, _DIVISOR) or group.mesh_info.mesh.size())
+        for group in groups
+        if group is not None
+        for each in group.fsdp_params
+    }
+
+
+def whole_leaves(model: nn.Module) -> list[nn.Parameter]:
+    """The whole parameters that passes run with, to which gradients come."""
+    found = (getattr(each, "_unsharded_param", None) for each in _sharded_parameters(model))
+    return [parameter for parameter in found if parameter is not None and parameter.requires_grad]
+
+
+def finish_forward(model: nn.Module) -> None:
+    """Gather what the rest of a forward pass would that has failed in this process: the others are in it, and wait for this one."""
+    root: Any = model
+    state = root._get_fsdp_state()
+    state._lazy_init()
+    passed = {id(group) for group in state._comm_ctx.post_forward_order}
+    for each in state._state_ctx.all_states:
+        group = each._fsdp_param_group
+        if group is not None and id(group) not in passed and not group.is_unsharded:
+            group.unshard()
+            group.wait_for_unshard()
+            group._to_sharded()
+
+
+def forget_pass(model: nn.Module) -> None:
+    """A pass without an end is over: nothing of it is left in what `fully_shard` keeps."""
+    root: Any = model
+    state = root._get_fsdp_state()
+    if state._is_root:  # it has run before
+        if hasattr(root, "reset_iter_state"):  # from torch 2.13
+            root.reset_iter_state()
+        state._comm_ctx.post_forward_order.clear()
+    reshard(model)
 
 
 def check_resized(model: nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> None:

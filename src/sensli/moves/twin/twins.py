@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError, UnsupportedSite, one_of
 from sensli.modules import random_state
 from sensli.modules.copies import copied_block, is_large
-from sensli.modules.engines.distributed import readable_part
+from sensli.modules.engines.distributed import readable_part, running_part
 from sensli.modules.running import (
     HALF,
     Slot,
@@ -28,7 +28,7 @@ from sensli.modules.running import (
     with_value,
     without_memory,
 )
-from sensli.modules.wrappers import compile_like
+from sensli.modules.wrappers import compile_like, is_sharded
 from sensli.moves.factors import Outer, Use, watch_uses
 from sensli.moves.inserting import Inserts, apply_cut, example_parameter, plan_cut, take_out
 from sensli.moves.point import Point
@@ -49,16 +49,19 @@ class _TwinGauge(Gauge):
 
     def __init__(self, point: Point, block: nn.Module, module: nn.Module, measured: Sequence[str]) -> None:
         super().__init__(shape=(1, *point.shape))
-        self._point, self._block, self._module = point, block, module
-        named = dict(module.named_parameters())
-        self._maps = [named[name] for name in measured]
+        self._point, self._block, self._measured = point, block, measured
+        self._take(module)
         self.entries = sum(weight.numel() for weight in self._maps)
         # where maps were used in the pass that comes back, with the cotangents
         self._met: list[tuple[int, Use, Tensor]] = []
 
+    def _take(self, module: nn.Module) -> None:
+        named = dict(module.named_parameters())
+        self._module, self._maps = module, [named[name] for name in self._measured]
+
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
         """Those of the single maps."""
-        names = (f"gradient{index}" for index in range(len(self._maps)))
+        names = (f"gradient{index}" for index in range(len(self._measured)))
         return [(sums[name], Geometry()) for name in names if name in sums]
 
     def _watch(self, output: Tensor, *, aside: bool) -> None:
@@ -122,6 +125,28 @@ class VirtualTwin(_TwinGauge):
                 self._watch(output, aside=True)
             gradients = torch.autograd.grad(output, self._maps, cotangent.to(output.dtype), allow_unused=True)
         return self._natural_sums(gradients, len(x)) if self.natural else self._plain_sums(gradients)
+
+
+class ShardedTwin(VirtualTwin):
+    """The same in a sharded model, whose blocks are whole only in their own passes: the twin is there while it runs.
+
+    After its block it comes right before the block's backward pass, so nothing is gathered for it.
+    """
+
+    def __init__(self, site: Site, twin: Twin, model: nn.Module, block: nn.Module) -> None:
+        super().__init__(site.point, block, block, twin.measured)
+        self._twin, self._model = twin, model
+
+    def caught(
+        self, index: int, x: Tensor, cotangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Mapping[str, Tensor | Outer]:
+        with running_part(self._model, self._block, leave=self._point.side == "after") as block:
+            self._take(self._twin.build(block, self._model, share=True))
+            self._module.train(self._block.training)
+            try:
+                return super().caught(index, x, cotangent, args, kwargs)
+            finally:
+                self._module, self._maps = self._block, []
 
 
 class AddedTwin(_TwinGauge):
@@ -267,6 +292,9 @@ class Twin(Inserts):
 
     def gauge(self, site: Site, model: nn.Module) -> Gauge:
         anchor = site.find(model)[1]
+        if is_sharded(model):
+            self._check_zeroed(dict(anchor.named_parameters()))
+            return ShardedTwin(site, self, model, anchor)
         module = self.build(anchor, model, share=True)
         if self.null:
             return AddedTwin(site.point, anchor, module, self.measured)
@@ -274,8 +302,7 @@ class Twin(Inserts):
 
     def module_at(self, model: nn.Module, site: Site, anchor: nn.Module) -> nn.Module:
         example_parameter(model, [*(module for _, module in site.point.around(model)), anchor])
-        whole, source = readable_part(model, anchor)
-        twin = self.build(source, whole)
+        twin = self.build(readable_part(model, anchor), model)
         compile_like(twin, anchor)
         return twin
 
@@ -316,12 +343,7 @@ class Twin(Inserts):
         elif self.init != "copy":
             raise ValueError(one_of("init", self.init, INITS))
         named = dict(twin.named_parameters())
-        gone = next((name for name in self.zeroed if name not in named), None)
-        if gone is not None:
-            raise UnsupportedSite(
-                f"the {self.block} has no parameter {gone!r} any more, which would have to be zero in a copy of it: it has grown or was "
-                "changed since find_sites saw it. Call find_sites again."
-            )
+        self._check_zeroed(named)
         for name, value in self._last(twin, named, share).items():
             _put(twin, named[name], value)
         if not share:
@@ -329,6 +351,14 @@ class Twin(Inserts):
                 if parameter.is_floating_point() or parameter.is_complex():
                     parameter.requires_grad_(True)
         return twin
+
+    def _check_zeroed(self, named: Mapping[str, nn.Parameter]) -> None:
+        gone = next((name for name in self.zeroed if name not in named), None)
+        if gone is not None:
+            raise UnsupportedSite(
+                f"the {self.block} has no parameter {gone!r} any more, which would have to be zero in a copy of it: it has grown or was "
+                "changed since find_sites saw it. Call find_sites again."
+            )
 
     def _last(self, twin: nn.Module, named: dict[str, nn.Parameter], share: bool) -> dict[str, Tensor]:
         """What the zeroed parameters begin with; drawn and trained ones are those of norms alone."""

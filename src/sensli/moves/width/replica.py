@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
 from sensli.modules.copies import copied_block, made_by
-from sensli.modules.engines.fsdp import unsharded
+from sensli.modules.engines.fsdp import reshard, unsharded
 from sensli.modules.grown import WideAttention, holder_of
 from sensli.modules.running import autocast_of_now, first_tensor, let_memory_through, mapped, tensors, whole
 from sensli.modules.wrappers import is_sharded
@@ -253,7 +253,10 @@ class Replica:
         self._depth = 0
         try:
             self._sharded = is_sharded(self._model)
-            whole_model = unsharded(self._model) if self._sharded else self._model
+            whole_model = self._model
+            if self._sharded:  # of layers that make units no weight is needed
+                reshard(self._model)
+                whole_model = unsharded(self._model, {id(parameter) for _, _, parameter in self._run_by_copy()})
             self._copy = copied_block(whole_model, share=True, recorders=True)
             self._pairs = list(zip(self._copy.modules(), self._model.modules(), strict=True))
             with self._hooks.seen(self._modules.values()):
@@ -270,9 +273,8 @@ class Replica:
             if self._random and self._is_direct():
                 given, made = first_tensor(args or tuple(kwargs.values())), first_tensor(output)
                 assert given is not None and made is not None
-                # A copy where the layer could not make it once more: its weights are sharded, or torch reads them elsewhere.
-                apart = self._sharded or isinstance(module, nn.MultiheadAttention)
-                made = made.detach().clone() if apart else made.detach()
+                # A copy where the layer could not make it once more: torch reads its weights elsewhere.
+                made = made.detach().clone() if isinstance(module, nn.MultiheadAttention) else made.detach()
                 calls = self._calls.setdefault(path, [])
                 if not torch.is_grad_enabled():
                     self._blind.append((ReaderCall(path, self.read, len(calls)), made))
@@ -293,13 +295,19 @@ class Replica:
         self._depth += 1
 
     def _gather(self) -> None:
-        """Give the copy of a sharded model the values of today of all that it really runs: layers that make units do not."""
+        """Give the copy of a sharded model the values of today of all that it really runs."""
         assert self._copy is not None
+        for path, name, parameter in self._run_by_copy():
+            if (path, name) not in self._changed:
+                self._copy.get_submodule(path)._parameters[name].data.copy_(whole(parameter))  # type: ignore[union-attr]
+
+    def _run_by_copy(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """The parameters of modules that the copy really runs, with their paths and names: layers that make units do not."""
         for path, module in self._modules.items():
             role = role_of(module)
             for name, parameter in module._parameters.items() if role is None or not role.makes else ():
-                if parameter is not None and (path, name) not in self._changed:
-                    self._copy.get_submodule(path)._parameters[name].data.copy_(whole(parameter))  # type: ignore[union-attr]
+                if parameter is not None:
+                    yield path, name, parameter
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._depth -= 1
@@ -453,11 +461,10 @@ class Replica:
                     held = _derivative(held, *self._zeros[width.axes[0].module.path])
                 self.read.setdefault((id(asker), path), []).append(held)
             if rows is None:
-                # What somebody has overwritten in place is made once more.
-                layer: Any = module
-                output = (
-                    output if output._version == version else map_of(module).apply_rows(given, layer.weight, layer.bias)
-                )
+                if output._version != version:  # what somebody has overwritten in place is made once more
+                    layer: Any = self._modules[path]
+                    bias = None if layer.bias is None else whole(layer.bias)
+                    output = map_of(module).apply_rows(given, whole(layer.weight), bias)
                 self._given_back = [output]
                 return output
             if not isinstance(rows, list):
