@@ -451,15 +451,14 @@ class _Taken:
 
     def _share_first(self, together: Together, first: Any) -> Any:
         """The first batch, or where there is none another process's; all weight their losses by the size of one of them."""
-        sizes = together.agree(samples_of(first), last=False)
-        leader = next((rank for rank, size in enumerate(sizes) if size), None)
+        sizes = together.agree(None if first is None else samples_of(first), last=False)
+        leader = next((rank for rank, size in enumerate(sizes) if size is not None), None)
         if leader is None:
             raise MeasurementError(EMPTY)
-        self.unit = float(sizes[leader])
-        if not all(sizes):
+        self.unit, self.catch.idle = float(sizes[leader] or 1), first is None
+        if None in sizes:
             own = mapped(first, lambda tensor: tensor.cpu()) if leader == together.rank else None
             shared = together.agree(own, last=False)[leader]
-            self.catch.idle = first is None
             return shared if first is None else first
         return first
 

@@ -626,11 +626,7 @@ def _block_of(path: str) -> tuple[str, int]:
 
 
 def carry_over(
-    model: nn.Module,
-    example: Any,
-    make: Callable[[nn.Module, Any], Sibling],
-    request: Request,
-    search: Callable[..., Found],
+    model: nn.Module, example: Any, make: Callable[..., Sibling], request: Request, search: Callable[..., Found]
 ) -> Found:
     """What a search of the sibling finds, in the model. Of several processes that share a sharded model all come here."""
     with Together(model if is_sharded(model) else None, "find sites") as together:

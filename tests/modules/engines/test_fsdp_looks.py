@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -275,3 +277,18 @@ def all_at_once() -> None:
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_looks_at_a_sharded_model_are_those_of_one_process(tmp_path: Path, processes: int) -> None:
     ranks.run(all_at_once, processes, tmp_path)
+
+
+def die() -> None:
+    model, batches = shard(make()), data(dist.get_rank(), 2)
+    sites = find_sites(model, batches[0][0][:3])
+    if dist.get_rank() == 1:
+        model.blocks[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    measure(model, sites, batches, cross_entropy)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="torchrun would stop the others before they notice")
+def test_a_rank_that_dies_in_a_look_stops_the_others_with_a_message(tmp_path: Path) -> None:
+    (code, said), dead = ranks.unwatched(die, 2, tmp_path)
+    assert (code, dead) == (1, (-signal.SIGKILL, ""))
+    assert "DistributedError: could not run the model, because another process of the job has ended" in said

@@ -148,7 +148,10 @@ class ShardedPass(Together):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(value, Exception) and not self._agreed:
-            fsdp.finish_forward(self._model)
+            try:
+                fsdp.finish_forward(self._model)
+            except RuntimeError as error:
+                raise _gone(self.what, error) from value
         super().__exit__(kind, value, trace)
         if value is not None:
             fsdp.forget_pass(self._model)
@@ -165,11 +168,15 @@ def gather(group: Any, value: Any, what: str) -> list[Any]:
     try:
         dist.all_gather_object(answers, value, group=group)
     except RuntimeError as error:
-        raise _known(
-            f"could not {what}, because another process of the job has ended or does not answer ({error}). "
-            "Start the job again from its last checkpoint."
-        ) from error
+        raise _gone(what, error) from error
     return answers
+
+
+def _gone(what: str, error: Exception) -> DistributedError:
+    return _known(
+        f"could not {what}, because another process of the job has ended or does not answer ({error}). "
+        "Start the job again from its last checkpoint."
+    )
 
 
 # A mark on an error, so that pieces of work around this one do not report it again.
