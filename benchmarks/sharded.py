@@ -5,6 +5,7 @@ Two processes hold a Llama that is sharded block by block. As in `memory`, what 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -79,14 +80,14 @@ def _look(rank: int, folder: Path) -> None:
 def _make_llama() -> tuple[Any, dict[str, float]]:
     """A sharded Llama, and its sizes in bytes."""
     from torch.distributed.fsdp import fully_shard
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    hf: Any = importlib.import_module("transformers")
+    config = hf.LlamaConfig(
         hidden_size=WIDTH, num_hidden_layers=BLOCKS, num_attention_heads=8, num_key_value_heads=8, intermediate_size=HIDDEN,
         vocab_size=WORDS,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = hf.LlamaForCausalLM(config)
     layers: Any = model.model.layers
     held = {
         "parameters": float(sum(parameter.numel() for parameter in model.parameters())),

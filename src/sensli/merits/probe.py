@@ -20,7 +20,7 @@ from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, choose
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.engines.fsdp import reshard
+from sensli.modules.engines.fsdp import has_waiting, reshard
 from sensli.modules.running import device_of, tensors, without_autocast
 from sensli.modules.wrappers import bare
 from sensli.moves.factors import power_of
@@ -75,8 +75,8 @@ class Probe:
         self._asked, self._norm = norm, choose(norm, [site.kind for site in sites])
         sharded = self._together.sharded
         if sharded:
-            self._check_shards(sites, ratio)
             with Together(model, "probe") as together:
+                self._check_shards(sites, ratio)
                 together.agree_on(numbered("site", sites))
             reshard(self._model)  # the root keeps its parameters whole after a run without gradients
         self._sites = sites
@@ -113,6 +113,11 @@ class Probe:
         if self.is_outdated:
             raise MeasurementError(
                 "the model has grown or shrunk since this probe was made. Call find_sites again, and make another Probe."
+            )
+        if self._shards and has_waiting(self._model):
+            raise MeasurementError(
+                "gradients of earlier passes wait to be summed over the processes, and would count as those of this probe. Open it before "
+                "the first of these passes, or after optimizer.step()."
             )
         with ExitStack() as stack:  # what fails half-way leaves no hook either
             stack.enter_context(self._catch.hooked())

@@ -182,6 +182,25 @@ def step(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None
     optimizer.step()
 
 
+def accumulated() -> None:
+    """Passes whose gradients are summed over the processes only at the last of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batches, joined = data(rank, world), data(0, 1)
+    model, plain = shard(make()), make()
+    sites, own = (find_sites(m, joined[0][0][:3]) for m in (model, plain))
+    with Probe(model, sites) as probe, Probe(plain, own) as expected:
+        for number in (0, 1):
+            model.set_requires_gradient_sync(number == 1)
+            cross_entropy(model(batches[number][0]), batches[number][1]).backward()
+            cross_entropy(plain(joined[number][0]), joined[number][1]).backward()
+    for a, b in zip(probe.merits(), expected.merits(), strict=True):
+        assert a.value == pytest.approx(b.value, rel=1e-8) and a.ratio == pytest.approx(b.ratio, rel=1e-8)
+    probe = Probe(model, sites)
+    model.set_requires_gradient_sync(False)
+    cross_entropy(model(batches[0][0]), batches[0][1]).backward()
+    assert "earlier passes wait to be summed" in raised(probe.__enter__)
+
+
 def probed() -> None:
     """Twins, layers, units and the ratio from steps of the user's, which change nothing; gradients may be accumulated."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -284,6 +303,7 @@ def all_at_once() -> None:
     equals_one_process()
     other_ways()
     probed()
+    accumulated()
     fails_together()
     watched()
 

@@ -187,16 +187,12 @@ def unsharded(model: nn.Module, only: Container[int] | None = None) -> nn.Module
     check(model)
     reshard(model)
     with as_written(model) as memo, torch.no_grad():
-        for parameter in model.parameters():
-            light = only is not None and id(parameter) not in only
-            zero = (
-                torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-                if light
-                else None
-            )
-            memo[id(parameter)] = nn.Parameter(
-                whole(parameter).clone() if zero is None else zero, parameter.requires_grad
-            )
+        for each in model.parameters():
+            if only is None or id(each) in only:
+                value = whole(each).clone()
+            else:
+                value = torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape)
+            memo[id(each)] = nn.Parameter(value, each.requires_grad)
         return copy.deepcopy(model, memo)
 
 
@@ -236,25 +232,23 @@ def gathered(model: nn.Module, part: nn.Module, *, leave: bool = False) -> Itera
 
 def is_synchronised(model: nn.Module) -> bool:
     """Whether a backward pass sums the gradients over all processes at once, and none is waiting to be summed."""
-    for _, _, state in _sharded_modules(model):
-        group = state._fsdp_param_group
-        if group is not None and not (group.reduce_grads and group.all_reduce_grads and hasattr(group, _DIVISOR)):
-            return False
-    waiting = (getattr(each, "_unsharded_param", None) for each in _sharded_parameters(model))
-    return all(parameter is None or parameter.grad is None for parameter in waiting) and all(
-        each.unsharded_accumulated_grad is None for each in _sharded_parameters(model)
+    groups = (state._fsdp_param_group for _, _, state in _sharded_modules(model) if state._fsdp_param_group is not None)
+    return not has_waiting(model) and all(
+        group.reduce_grads and group.all_reduce_grads and hasattr(group, _DIVISOR) for group in groups
     )
+
+
+def has_waiting(model: nn.Module) -> bool:
+    """Whether gradients of earlier passes wait to be summed over the processes."""
+    waiting = any(each.unsharded_accumulated_grad is not None for each in _sharded_parameters(model))
+    return waiting or any(parameter.grad is not None for parameter in whole_leaves(model))
 
 
 def divisors(model: nn.Module) -> dict[int, float]:
     """What the sum over all processes of the gradient of each sharded parameter is divided by, by the id of the parameter."""
-    groups = [state._fsdp_param_group for _, _, state in _sharded_modules(model)]
-    return {
-        id(each.sharded_param): float(getattr(group, _DIVISOR) or group.mesh_info.mesh.size())
-        for group in groups
-        if group is not None
-        for each in group.fsdp_params
-    }
+    groups = (state._fsdp_param_group for _, _, state in _sharded_modules(model) if state._fsdp_param_group is not None)
+    sizes = ((group, float(getattr(group, _DIVISOR) or group.mesh_info.mesh.size())) for group in groups)
+    return {id(each.sharded_param): size for group, size in sizes for each in group.fsdp_params}
 
 
 def whole_leaves(model: nn.Module) -> list[nn.Parameter]:

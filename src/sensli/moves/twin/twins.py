@@ -142,7 +142,7 @@ class ShardedTwin(VirtualTwin):
     ) -> Mapping[str, Tensor | Outer]:
         with running_part(self._model, self._block, leave=self._point.side == "after") as block:
             self._take(self._twin.build(block, self._model, share=True))
-            self._module.train(self._block.training)
+            self._training = self._block.training  # as the twin is, being new
             try:
                 return super().caught(index, x, cotangent, args, kwargs)
             finally:
