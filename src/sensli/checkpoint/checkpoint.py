@@ -40,8 +40,6 @@ from sensli.surgery.growth import replay
 from sensli.surgery.history import History, as_growths
 from sensli.surgery.optimizers import as_list, as_optimizers
 
-# ---- What a checkpoint holds: its parts as they are saved, and as they must look when they are read.
-
 
 def content_of(
     model: nn.Module, optimizer: Any, scheduler: Any, grower: Grower | None, history: History | None, extra: Any

@@ -29,7 +29,6 @@ from sensli.surgery.warmup import watch
 # torch takes almost anything in `load_state_dict` and fails at the next step. What its own classes keep is known;
 # others check theirs.
 
-
 _NEWER = ("verbose", "default_min_lr")  # of schedulers: not in every version of torch, or not the same
 _WAYS = ("foreach", "fused", "capturable", "differentiable")  # how to compute: what is kept does not depend on it
 _LARGEST = 2**63
@@ -269,7 +268,6 @@ def load_scheduler(scheduler: Any, saved: Any) -> None:
 
 # ---- The state of an optimizer by the names of its parameters: a rebuilt one holds them in another order than one that
 # followed.
-
 
 _AROUND = re.compile(r"around(\d+):(.*)")  # which wrapper, and the name of what it keeps
 

@@ -201,7 +201,6 @@ def _plain(value: Any, place: str) -> Any:
 # removes the shards of the one before, so a kill at any moment leaves one complete checkpoint. torch's own list of
 # shards (``.metadata``) is a pickle, which could run code: it is never read here.
 
-
 _START = "shards-"
 
 

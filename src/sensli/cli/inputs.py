@@ -20,8 +20,6 @@ from sensli.errors import BadExample, MissingExtra, UnsupportedModel
 from sensli.merits.catching import LossFunction
 from sensli.modules.running import describe
 
-# ---- A model and an example named on the command line.
-
 
 def load_model(name: str) -> nn.Module:
     """The model that a name means: a directory of the transformers library, or ``MODULE:FACTORY``.
@@ -120,9 +118,6 @@ def parse_input(text: str) -> Tensor:
         raise BadExample(
             f"the input '{text}' cannot be created: {why}. Give a smaller shape or another type."
         ) from error
-
-
-# ---- Batches from a file named on the command line: tensors that were saved, or a text.
 
 
 def read_batches(path: Path) -> list[Any]:

@@ -23,8 +23,6 @@ from sensli.moves.twin.counting import find_indices
 if TYPE_CHECKING:
     from sensli.expanding.expanding import ExpansionPlan
 
-# ---- What the class builds from the new configuration, without memory.
-
 
 @dataclass(frozen=True)
 class Built:
@@ -100,9 +98,6 @@ def _looks(blocks: list[nn.Module]) -> list[object]:
     ]
 
 
-# ---- The files.
-
-
 def check_files(part: Path, arranged: Mapping[str, Content]) -> str:
     """Read again what was written: every old tensor has its bytes, every map that must be zero is zero."""
     found = read_weights(part)
@@ -119,9 +114,6 @@ def check_files(part: Path, arranged: Mapping[str, Content]) -> str:
                 f"{name} was not written as it should be: the disk or the file system failed. Nothing was written."
             )
     return f"{len(found)} tensors read again, copies equal, zeros zero"
-
-
-# ---- The function.
 
 
 def check_example(check: str | Path | None, described: Described) -> dict[str, Tensor] | None:

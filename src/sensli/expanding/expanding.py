@@ -43,8 +43,6 @@ _TRAINING = re.compile(
 _CARD = ("<!-- sensli expand -->", "<!-- end of sensli expand -->")  # around what is added to a model card
 Progress = Callable[[int, int], None]  # bytes written, of how many
 
-# ---- Where new blocks go.
-
 
 def choose_places(place: str | Sequence[int], blocks: int | None, count: int) -> list[int]:
     """After which of so many blocks the new ones go, in ascending order; several may follow the same one."""
@@ -80,9 +78,6 @@ def choose_places(place: str | Sequence[int], blocks: int | None, count: int) ->
         )
     first = {"bottom": 0, "middle": (count - blocks) // 2, "top": count - blocks}[place]
     return list(range(first, first + blocks))
-
-
-# ---- What will be written: every tensor under its new number, and the configuration.
 
 
 @dataclass(frozen=True)
@@ -317,9 +312,6 @@ def prefix_in(tensors: Mapping[str, Content], prefix: str) -> str | None:
     return None
 
 
-# ---- Writing, all or nothing.
-
-
 @contextmanager
 def writing_to(out: Path, needed: int) -> Iterator[Path]:
     """A folder beside the target that becomes it in the end; whatever goes wrong, nothing is left of it."""
@@ -540,9 +532,6 @@ def write_card(folder: Path, source: Path) -> None:
     ]
     rest = text.removeprefix(front[0] if front else "")
     (folder / "README.md").write_text(front_text + "\n".join(lines) + "\n" + rest)
-
-
-# ---- The way back.
 
 
 def undo_expansion(

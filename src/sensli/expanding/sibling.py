@@ -25,8 +25,6 @@ from sensli.moves.sites import Site
 from sensli.surgery.growth import grow
 from sensli.text.commands import imported
 
-# ---- The folder's configuration, and the class that it names.
-
 
 @dataclass(frozen=True)
 class Described:
@@ -91,9 +89,6 @@ def read_description(folder: Path, *, trust_remote_code: bool = False) -> Descri
             f"{path} names the class {names[0]}, which this version of transformers ({transformers.__version__}) does not have."
         )
     return Described(folder, config, model_class)
-
-
-# ---- What a growth of the sibling changes in its folder.
 
 
 @dataclass(frozen=True)

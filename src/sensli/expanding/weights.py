@@ -30,8 +30,6 @@ _BITS = {
 }  # fmt: skip
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# ---- What a tensor of a file is made of, a piece of bytes at a time.
-
 
 @dataclass(frozen=True)
 class Content:
@@ -213,9 +211,6 @@ class Shorter(Content):
             yield from Stored("U8", (kept,), self.source.file, self.source.start + row * long).pieces(step)
 
 
-# ---- Reading a folder.
-
-
 def read_weights(folder: Path) -> dict[str, Stored]:
     """Every tensor of a model folder by its name. Raises if a file is missing, cut or something else."""
     index, single = folder / INDEX, folder / SINGLE
@@ -278,9 +273,6 @@ def read_header(file: Path) -> dict[str, Stored]:
             f"{file} is not an intact safetensors file: {type(error).__name__}: {error}. Get it again."
         ) from error
     return found
-
-
-# ---- Writing one.
 
 
 def divide(tensors: Mapping[str, Content], most: int) -> dict[str, dict[str, Content]]:

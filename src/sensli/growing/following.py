@@ -116,9 +116,6 @@ class Followers:
         return change.keep(model, *self.optimizers, *as_schedulers(self.scheduler), *kept_of(self.averaged), history)
 
 
-# ---- Dead units get a new start at a look: before the sites are measured, and in the layers that were just inserted.
-
-
 class Recycling:
     """Finds the widths of a model, again only after a change, and recycles their dead units."""
 

@@ -50,8 +50,6 @@ from sensli.text.tables import short_number
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# ---- One look of a Grower, from what was measured to what came of it, and how it gets into the record and the log.
-
 
 @dataclass
 class Looked:
@@ -149,7 +147,6 @@ def draw(record: Record, call: int, network: nn.Module) -> None:
 
 
 # ---- One call of `Grower.step`: ask the trigger, and if it fires look, decide, try, grow and note what came of it.
-
 
 Batches = Iterable[Any] | Watching  # what merits are taken from
 
@@ -364,7 +361,6 @@ class Call:
 
 # ---- The state of a Grower: remembered in case a step fails, and read from a checkpoint, checked before anything is
 # changed.
-
 
 _NEWER = {"largest_loss", "price"}  # states that were saved earlier lack it
 

@@ -39,7 +39,6 @@ from sensli.text.commands import GROW, UNIFORM
 
 # ---- The sites of a model: searched for again only after a change.
 
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), FunctionType, BuiltinFunctionType)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -96,9 +95,6 @@ def fingerprint(model: nn.Module) -> list[Any]:
         )
         for path, module in model.named_modules(remove_duplicate=False)
     ]
-
-
-# ---- The sites that a strategy proposes, without those that nothing would train.
 
 
 @without_autocast()
@@ -180,9 +176,6 @@ class Room:
         return smallest, self.parameters + smallest.parameters
 
 
-# ---- How large a model is, for triggers that keep a budget and for the log.
-
-
 class Sizes(Mapping[str, int]):
     """Sizes by name, counted when first asked for: most triggers never do, and they are asked every epoch."""
 
@@ -223,7 +216,6 @@ class Sizes(Mapping[str, int]):
 
 # ---- Whether a merit is worth a layer: compared with the existing weights (``tau``), and with a loss that is gone already
 # (``floor``).
-
 
 SOLVED = 1e-3  # the share of the largest loss below which the floor holds
 _CLASSES = 10.0  # times the floor: a few rounding errors of single precision, by which cross-entropy goes in steps
@@ -336,9 +328,6 @@ def _mean(output: Tensor) -> Tensor:
 
 def _times(output: Tensor, factor: float) -> Tensor:
     return (output * factor).contiguous() if output.is_floating_point() else output
-
-
-# ---- The paper's method: a layer at the site with the largest merit, if it is worth it.
 
 
 class Sensli(Strategy):

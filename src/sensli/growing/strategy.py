@@ -109,7 +109,6 @@ def check_strategy(strategy: str | Strategy, known: Iterable[str]) -> None:
 # The registry has names only, and the file of a strategy is imported when it is asked for: strategies read the
 # options of `Grower`, which know the names.
 
-
 # The name for Grower(strategy=...), and where its class is.
 STRATEGIES: dict[str, str] = {
     "sensli": "sensli.growing.looking:Sensli",

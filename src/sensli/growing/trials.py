@@ -32,8 +32,6 @@ from sensli.surgery.history import History
 from sensli.surgery.optimizers import as_list
 from sensli.surgery.record import NO_GROWTH, Tried, TriedArm
 
-# ---- One step of training in a trial: the user's own, or a plain one.
-
 
 class TrialSteps:
     """Takes steps with what the Grower was given, and tells the loss of each."""
@@ -75,7 +73,6 @@ class TrialSteps:
 
 # ---- All that training changes, at one context: taken by value, and put back in place, so that whoever holds a parameter
 # still holds it.
-
 
 _PLAIN = (bool, int, float, str, type(None))
 _MEMBERS = ("params", "param_names")  # of a group: which parameters it has follows from the growths

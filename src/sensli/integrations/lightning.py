@@ -359,7 +359,6 @@ def _called(module: LightningModule) -> Callable[..., Any]:
 
 # ---- A trial inside of a Lightning fit: its steps are those that the Trainer would take.
 
-
 # What a module may do differently at a step, and a trial does not do.
 _HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward", "lr_scheduler_step")
 

@@ -616,7 +616,6 @@ def aside(trainer: Trainer) -> Iterator[None]:
 
 # ---- A trial inside of a training with the Hugging Face Trainer: its steps are those that the Trainer's loop would take.
 
-
 # What a subclass may do otherwise at an update, which a trial would not do.
 _LOOP = ("_inner_training_loop", "_run_epoch")
 _INSIDE_OF_BACKWARD = ("lomo", "layerwise")  # optimizers that have no step of their own
@@ -693,7 +692,6 @@ def made_trial(trial: Trial, given: Trainer) -> Trial:
 
 
 # ---- The file beside the weights in every folder that a growing Trainer saves: what `GrowthCallback` needs to resume.
-
 
 FORMAT = 1
 

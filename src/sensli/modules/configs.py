@@ -17,9 +17,6 @@ from torch.overrides import TorchFunctionMode
 from sensli.modules import random_state
 from sensli.modules.running import let_memory_through
 
-# ---- What is a configuration, and which of its numbers may count blocks.
-
-
 _OTHERS = (nn.Module, Tensor, Enum, type, dict, list, tuple, set)
 # How people call a number of blocks.
 COUNTS = frozenset(
@@ -59,7 +56,6 @@ def find_counts(holder: Any, count: int) -> Iterator[tuple[str, str, int]]:
 
 
 # ---- Building a module again from the configuration that it holds, to compare: what saving and loading will do with it.
-
 
 _DRAWS = frozenset(("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"))
 _LARGE = 2**16  # entries of a tensor that is not allocated only to be replaced

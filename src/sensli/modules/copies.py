@@ -223,7 +223,6 @@ def _own_hooks(module: nn.Module, name: str, recorders: bool) -> Any:
 
 # ---- Whether two models have the same architecture, and if not, where they first differ.
 
-
 Named: TypeAlias = tuple[str, nn.Module]
 
 
@@ -281,7 +280,6 @@ def _shape(shapes: dict[str, tuple[int, ...] | None], name: str) -> str:
 
 
 # ---- A model without its dropout, whatever mode it is in.
-
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.multi_head_attention_forward,

@@ -15,7 +15,6 @@ from sensli.modules.wrappers import own_modules
 # ---- Which growths of a model a module bears: set by surgery, so that a grown model knows by itself what has grown, and
 # in which order.
 
-
 NEW = "sensli_growth"  # on a module that was not there before: the number of its growth
 CHANGED = "sensli_changes"  # on a module that was: the numbers of the growths that changed it
 RECORDS = "sensli_records"  # on either: the records of these growths, by number
@@ -79,7 +78,6 @@ def count_growths(model: nn.Module) -> int:
 
 
 # ---- A stand-in for a module whose container does not run its children itself.
-
 
 _OWN = frozenset({"slot", "takes_call", "training", *ALL})  # of the chain itself; torch's own start with an underscore
 
@@ -253,7 +251,6 @@ def holder_of(model: nn.Module, path: str) -> tuple[str, nn.MultiheadAttention] 
 
 
 # ---- The modules that are inserted where torch has none of the kind, and torch's own without their default values.
-
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 

@@ -169,7 +169,6 @@ def nothing_like(gradient: Tensor) -> Tensor | None:
 # ---- The arguments of a block's call: which of them is the value that flows through the stack, and how to call the block
 # again.
 
-
 Slot = int | str  # a position among the arguments or a keyword
 
 _PLAIN = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
@@ -337,7 +336,6 @@ def rounding(dtype: torch.dtype) -> float:
 # In half precision a layer that is not exact looks exact, products of ours would lose their digits, and the graph of
 # a run is full of casts. What is made in inference mode can never be trained.
 
-
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "privateuseone")
 
 
@@ -382,7 +380,6 @@ def autocast_of_now() -> Callable[[], AbstractContextManager[None]]:
 
 
 # ---- What a model's code raises while something is tried: memory that ran out goes through, other failures are noted.
-
 
 _failures: ContextVar[list[str] | None] = ContextVar("failures", default=None)
 
@@ -435,9 +432,6 @@ def noting() -> Iterator[list[str]]:
         yield failures
     finally:
         _failures.reset(token)
-
-
-# ---- Arithmetic on a GPU that rounds more than the type of its numbers says.
 
 
 def tf32_note(device: torch.device | None, convolutions: bool, products: bool) -> str | None:

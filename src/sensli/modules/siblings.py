@@ -58,9 +58,6 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# ---- The configuration of a sibling.
-
-
 def _sections(config: Any) -> Iterator[Any]:
     """A configuration and those inside of it, such as those of text and of images."""
     yield config
@@ -168,9 +165,6 @@ def _period(config: Any) -> int:
     ]
     named = [value for value in lists if all(isinstance(each, str) for each in value)]
     return max((value.index(kind) + 1 for value in named for kind in set(value)), default=0)
-
-
-# ---- Building one.
 
 
 @dataclass(frozen=True)

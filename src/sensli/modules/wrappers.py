@@ -22,7 +22,6 @@ from sensli.modules import checks
 # (``isolate_recompiles``): each growth gives it a fresh one. How that is kept is private to torch and used here
 # alone. Where torch has it otherwise, all compiled code of the process is dropped.
 
-
 _PART = "_isolate_recompiles_id"  # which part of the cache a compiled module uses; known from torch 2.13
 
 
@@ -89,9 +88,6 @@ def _begin_again(contexts: list[Any]) -> bool:
                 if holder is not None:  # frees the memory of the old code
                     holder.invalidate(entry, guards.DeletedGuardManagerWrapper("the model has grown"))
     return True
-
-
-# ---- Those that are looked through, and those that are refused.
 
 
 # By class name, because some of them live in modules that are costly to import or absent from a build of torch.

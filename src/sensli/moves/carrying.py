@@ -54,9 +54,6 @@ _LEAST = 3  # blocks of a stack that stands for one of another length: a first, 
 _RETURNS = "a small model of the same class, or a pair of it and an example for it (for example lambda: Model(depth=3))"
 
 
-# ---- The sibling that a user makes.
-
-
 def made_sibling(make: Any, model: nn.Module, example: Any) -> Sibling:
     """What the user's function makes, checked to be a model of its own. The global random state stays as it was."""
     checks.factory("sibling", make, _RETURNS)
@@ -85,9 +82,6 @@ def made_sibling(make: Any, model: nn.Module, example: Any) -> Sibling:
 def _memory(tensor: Tensor) -> tuple[Any, int]:
     local = getattr(tensor, "_local_tensor", tensor)
     return (tensor.device, id(tensor)) if local.is_meta else (local.device, local.untyped_storage().data_ptr())
-
-
-# ---- Which module of the sibling stands for which of the model.
 
 
 class Likeness:
@@ -274,9 +268,6 @@ def _differs(what: str) -> UnsupportedModel:
     )
 
 
-# ---- One run of the example through the model itself: shapes, and what each module costs.
-
-
 @dataclass
 class _Called:
     """What was seen of the last call of a module."""
@@ -333,9 +324,6 @@ def _surveyed(model: nn.Module, example: Any) -> dict[str, _Called]:
             if is_sharded(model):
                 reshard(model)  # the root keeps its parameters whole after a run without gradients
     return calls
-
-
-# ---- From a site of the sibling to those of the model.
 
 
 class Carrying:

@@ -142,7 +142,6 @@ def join(parent: str, name: str) -> str:
 
 # ---- Moves that put a new module at a point: what they have in common, and the edit that puts it there and takes it out.
 
-
 _Same = TypeVar("_Same")
 
 
@@ -317,7 +316,6 @@ def example_parameter(model: nn.Module, nearby: list[nn.Module]) -> Tensor | Non
 
 
 # ---- What edits took out of a model, for the way back: kept beside the modules, not in the record, which is plain data.
-
 
 _DEEP = 8  # edits of one module: in a long training nobody takes more of them back without a step in between
 

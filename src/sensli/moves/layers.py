@@ -29,8 +29,6 @@ from sensli.moves.trace.stacks import ACTIVATIONS, RELU, TANH, Activation, funct
 from sensli.moves.trial import IdentityStandIn
 from sensli.text.commands import FORMS
 
-# ---- What a layer that is not there would be worth: the gradient of its weight from what passes its place.
-
 
 @dataclass(kw_only=True)
 class LayerGauge(Gauge):
@@ -95,7 +93,6 @@ def _range(x: Tensor) -> tuple[Tensor, Tensor]:
 # ``W`` is a matrix (``kind="linear"``) or a convolution (``kind="conv"``) that keeps the shape. What a layer at a
 # place would be worth needs no layer there: `sides` and `weight_gradient` are the vector-Jacobian product through the
 # virtual layer alone.
-
 
 BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
@@ -305,9 +302,6 @@ class Layer(Inserts):
                 )
 
 
-# ---- Which layer fits at a point of the data flow, or the reason why none does.
-
-
 class Placing:
     """What was asked for, and what a new layer at a point of the flow will be."""
 
@@ -462,9 +456,6 @@ def same_size_kernel(kernel: Sequence[int], size: Sequence[int]) -> tuple[int, .
     Never with entries that lie outside of the map wherever the kernel is put: on a map of 1 x 1 it is 1 x 1.
     """
     return tuple(min(k if k % 2 == 1 else 3, 2 * max(length, 1) - 1) for k, length in zip(kernel, size, strict=True))
-
-
-# ---- The layers of a search: at activations, between blocks, and, where a model has neither, after its layers.
 
 
 class LayerKind(Kind):

@@ -192,9 +192,6 @@ def grown_list(
         take_from_list(model, container, place, position)
 
 
-# ---- A point: where in the data flow something could change. An address, found by tracing.
-
-
 SIDES = ("after", "before")
 
 
@@ -338,7 +335,6 @@ class Point(Plain):
 # Only what goes through that view counts. The same tensor may be read elsewhere too (an in-place activation returns
 # its input, a skip connection reads it again), and what is sent back from there would not come to a layer at the
 # point.
-
 
 # From a value and the arguments of the module's call to the tensor that is handed on in its place.
 Watch = Callable[[Tensor, tuple[Any, ...], dict[str, Any]], Tensor]

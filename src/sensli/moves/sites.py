@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # the `Edit` alone: what is new, what is resized, what is renamed. A new kind of growth is one folder with its move
 # and its `Kind`, and one line in `kinds`.
 
-
 # From an activation, its cotangent and the arguments of the module's call to what goes to the sums.
 Caught = Callable[[Tensor, Tensor, tuple[Any, ...], dict[str, Any]], Mapping[str, Tensor | Outer]]
 
@@ -241,9 +240,6 @@ class Kind:
 
     def otherwise(self, search: Search) -> None:
         """Asked once more if nothing was found anywhere."""
-
-
-# ---- A site: a point of a model, and the move that could be made there.
 
 
 @dataclass(frozen=True)
@@ -493,7 +489,6 @@ def plural(number: int, word: str) -> str:
 
 # ---- Sites by name: a person may type what a site of the last search prints, instead of handing the site itself on.
 
-
 _MOST = 12  # names in an error text
 # Sites refer to modules weakly, so what is remembered of a model goes with it.
 _found: WeakKeyDictionary[nn.Module, tuple[Site, ...]] = WeakKeyDictionary()
@@ -533,7 +528,6 @@ def _listed(names: Iterable[str]) -> str:
 
 
 # ---- Which sites to keep: by kind, by path, or as a function says.
-
 
 Where = str | Sequence[str] | Callable[[Site], bool] | None
 _WHAT = (

@@ -278,7 +278,6 @@ def _key_in(container: str, path: str) -> str:
 # ---- Which stacks of blocks a model has that could be copied as a whole, and where the copies would go, found by trial on
 # a copy.
 
-
 NO_STACK = "it has no stack of equal blocks that the example runs through, one after the other"
 
 
@@ -381,9 +380,6 @@ def _try(trial: nn.Module, site: Site, example: Any, before: Any) -> None:
 def _first(output: Any) -> tuple[int, ...] | None:
     """The shape of the first tensor that a model returns: others may be lists of all blocks' states."""
     return next((tuple(tensor.shape) for tensor in tensors(output)), None)
-
-
-# ---- The kind of stacks that are copied as a whole.
 
 
 class StackKind(Kind):

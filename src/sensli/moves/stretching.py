@@ -238,7 +238,6 @@ OWN = "value"  # what a tensor calls its own entries in `Resize.lost`
 #
 # Some of the new units may be no copies: their source is `FRESH`.
 
-
 FRESH = -1  # the source of a unit that is not a copy
 
 

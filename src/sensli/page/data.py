@@ -78,9 +78,6 @@ def separate_boxes(units: Sequence[Unit], call: int, history: History) -> list[U
     return boxes
 
 
-# ---- Which sites of a check competed, and why the others did not: what a bar is drawn like.
-
-
 def with_rivals(look: Decision, units: Sequence[Unit]) -> list[dict[str, Any]]:
     """The merits of a check as plain data, each with what was compared (``worth``) and why it did not compete (``aside``).
 
@@ -134,9 +131,6 @@ def _stacks(rows: list[dict[str, Any]], units: Sequence[Unit]) -> list[list[dict
     return [sorted(own, key=order) for own in stacks.values() if len(own) > 1]
 
 
-# ---- What the training had cost at each call: the sum of the FLOPs per sample.
-
-
 def spent(record: Record) -> Callable[[int], int] | None:
     """The training FLOPs per sample up to a call, without those of the checks; None where the record does not say them.
 
@@ -153,9 +147,6 @@ def spent(record: Record) -> Callable[[int], int] | None:
         return sum(3 * cost * max(0, min(call, end) - start) for (start, cost), end in zip(costs, ends, strict=True))
 
     return total
-
-
-# ---- The training in words: what the film shows, for readers who cannot see it, or without JavaScript.
 
 
 def words(data: dict[str, Any]) -> tuple[str, str]:
@@ -254,7 +245,6 @@ def _count(number: int, word: str) -> str:
 
 
 # ---- Pictures of a small network while it learns on the plane: where it decides, and what its weights are.
-
 
 SIDE = 52  # pixels of a picture in each direction; the page smooths it
 EXTENT = 1.75  # of the plane shown, from -EXTENT to EXTENT

@@ -145,7 +145,6 @@ def _find(data: Any, depth: int = 6) -> Mapping[str, Any] | None:
 
 # ---- One self-contained HTML file from a template, a style sheet, a script and the data.
 
-
 SCRIPTS = (  # in this order: each uses the earlier ones
     "tools.js", "network.js", "boxes.js", "graph.js", "decision.js", "boundary.js", "chart.js", "save.js", "film.js"
 )  # fmt: skip

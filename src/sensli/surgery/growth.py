@@ -162,9 +162,6 @@ def _distance(before: OutputRun, after: OutputRun, allowed: float | None) -> flo
     return distance if distance > (allowed or 0.0) else 0.0
 
 
-# ---- `grow`: a model gets a layer or more units, or is as before. All checks come before the first change.
-
-
 @without_autocast()
 def grow(
     model: nn.Module,
@@ -384,10 +381,6 @@ def check_joining(
             plan_resizing(optimizer, site.move.plan(model, site).resized)
 
 
-# ---- `undo`: the last growth of a model is taken back, to the bit if nothing has trained since. All checks come before
-# the first change.
-
-
 @without_autocast()
 def undo(
     model: nn.Module, growth: Growth | None = None, *, optimizer: Optimizers = None, scheduler: Schedulers = None
@@ -473,9 +466,6 @@ def undo(
         forget_growth(optimizer, number)
         shrinking.settle()
         return growth
-
-
-# ---- `replay`: a fresh model through the growths of a history; `repeat`: one of them.
 
 
 @without_inference_mode()

@@ -23,8 +23,6 @@ from sensli.text.tables import html_table
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# ---- One growth.
-
 
 @dataclass(frozen=True)
 class Resized(Plain):
@@ -185,9 +183,6 @@ def names_of_today(growths: Iterable[Growth]) -> dict[str, Growth]:
         names = {growth.renames.get(name, name): its for name, its in names.items()}
         names.update(dict.fromkeys(growth.parameters, growth))
     return names
-
-
-# ---- All growths of a model.
 
 
 FORMAT = 1

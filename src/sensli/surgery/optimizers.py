@@ -27,7 +27,6 @@ from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, copied, giv
 # New entries of such a state are the parameter's: zeros would pull new weights to zero at the next synchronisation.
 # Those of a moment are zero.
 
-
 _COPIES = {  # by name, in optimizers of torch, torch-optimizer, pytorch_optimizer, dadaptation, timm and others
     "ax", "backup_params", "lookahead_params", "lookahead_slow_buff", "mov_avg_param", "old_p", "p0", "param_avg", "prev_param",
     "slow_buffer", "slow_param", "slow_params", "swa_buffer", "x0", "x_k",
@@ -78,7 +77,6 @@ def first_copies(optimizer: Optimizer, states: Mapping[Any, Any], parameter: Ten
 #
 # New parameters are appended to the *existing* group of their neighbour: a new group would break the many schedulers
 # that keep one base rate per group. Membership of a parameter is `is`, never equality of values.
-
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 Group: TypeAlias = dict[str, Any]
@@ -373,7 +371,6 @@ def _first_state(optimizer: Optimizer, group: Group, parameter: nn.Parameter) ->
 # A state gets the entries that it would have if those of the parameter had been there from the start and had never
 # had a gradient: zeros for most of them. Counts of steps stay, old entries keep their values, and those that go are
 # remembered, so that `plan_shrinking` gives all of them back to the bit.
-
 
 # The axis over which a factored state was averaged, by its name: in torch, and in the Adafactor of transformers, which drops the axis.
 _AVERAGED = {"row_var": -1, "col_var": -2, "exp_avg_sq_row": -1, "exp_avg_sq_col": -2}

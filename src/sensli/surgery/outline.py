@@ -19,7 +19,6 @@ from sensli.text.records import Plain
 # A stack of equal blocks is a stack of boxes that are not opened; everything else is opened level by level while
 # there is room.
 
-
 ROOM = 40  # boxes: what a person can look over; a larger model shows blocks instead of their layers
 
 _RUNS = (nn.Sequential, nn.ModuleList)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # From then on every schedule of torch is the factor times what it would have been; a floor left in place would bend
 # it. What a scheduler of one's own keeps under names that torch does not use is not known here and stays.
 
-
 Schedulers: TypeAlias = LRScheduler | Sequence[LRScheduler] | None
 
 GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three come from OneCycleLR and SWALR

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 # ---- What came of a trial at a look, as plain data: how each network did, and what it cost.
 
-
 NO_GROWTH = "no growth"
 
 

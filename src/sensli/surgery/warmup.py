@@ -46,9 +46,6 @@ def check_hooks(optimizers: Optimizers, warmup: int | None) -> None:
             )
 
 
-# ---- Which entries are new: planned before a growth, noted in the states of the optimizers after it.
-
-
 @dataclass(frozen=True, eq=False)
 class Newborn:
     """What of the parameters is new; nothing has changed before `apply`."""
@@ -130,9 +127,6 @@ def _fits(state: Any, parameter: Tensor) -> bool:
         return False
     whole = all(isinstance(each, list) and [type(number) for number in each] == [int] * 3 for each in ages)
     return whole and all(0 < own <= _NUMBERS and 0 <= age < steps - 1 for own, age, steps in ages)
-
-
-# ---- The steps: values before and after, and of the new entries a part of the way.
 
 
 def watch(optimizers: Optimizers) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 from sensli.errors import MissingExtra, SensliError
 
-# ---- Running a command: what goes wrong is one line on the standard error and an exit code, never a traceback.
-
 
 def run_command(args: argparse.Namespace) -> int:
     """Call ``args.run(args)``; a user's mistake gives one line and exit code 2, Ctrl-C exit code 130.
@@ -46,9 +44,6 @@ def _failed(text: str, code: int) -> int:
     return code
 
 
-# ---- Packages that only some features need: imported when they are, with a clear word where they are missing.
-
-
 def imported(module: str, feature: str, *, extra: str | None = None) -> Any:
     """A module of a package that may be missing; ``extra`` is the one of ours that installs it."""
     try:
@@ -62,7 +57,6 @@ def imported(module: str, feature: str, *, extra: str | None = None) -> Any:
 
 
 # ---- Names that a person types as arguments, and that the command line lists: here, so that its help needs nothing else.
-
 
 KINDS = ("conv", "linear", "block", "units")  # of sites
 FORMS = ("relu", "residual", "parametric")  # of new layers

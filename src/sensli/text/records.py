@@ -88,7 +88,6 @@ def _read(value: Any, annotation: Any) -> Any:
 
 # ---- Records from a file are what their annotations say.
 
-
 _LARGEST = 2**63  # of a whole number: larger ones overflow where they are divided or shown
 
 
@@ -178,7 +177,6 @@ def _expect(fine: bool, value: Any, place: str, what: str) -> None:
 
 # ---- JSON as the standard has it: infinities and NaN, which it does not know, become ``{"float": "Infinity"}`` and come
 # back as they were.
-
 
 _TAG = "float"
 _NAMES = ("Infinity", "-Infinity", "NaN")  # as Python's float() and JavaScript's Number() both read them

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from html import escape
 
-# ---- Plain-text tables: numbers to the right, text to the left. No dependency, so that every record can print itself.
-
 WIDTH = 100  # of a line in a terminal
 
 
@@ -38,9 +36,6 @@ def short_number(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.1f}{unit}"
     return f"{value:,.0f}"
-
-
-# ---- Tables as HTML, for notebooks and for the growth page. Everything that comes from a model is escaped.
 
 
 def html_table(

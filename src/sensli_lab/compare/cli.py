@@ -52,7 +52,6 @@ def _add_size(parser: argparse.ArgumentParser, command: str) -> None:
 
 # ---- The size of a comparison: seeds, FLOPs and methods of each task, as asked for one by one or under one name.
 
-
 _COMMON = (*DEFAULT, "rival")  # all under the common schedule that spend what the others spend
 
 

@@ -109,7 +109,6 @@ def _levels(first: float, last: float) -> list[float]:
 
 # ---- What the runs of a task say: each method beside the small, the large and the best fixed network, seed by seed.
 
-
 Runs = Mapping[str, Mapping[int, Run]]  # method -> seed -> run
 
 

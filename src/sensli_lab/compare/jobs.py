@@ -14,9 +14,6 @@ from sensli_lab.compare.tasks.registry import find
 from sensli_lab.errors import PaperError
 from sensli_lab.work.store import Damaged, ResultsFolder, digest_of, provenance, read_json, write_json
 
-# ---- A job: one method on one task under one seed with one budget, and the digest of all that decides its numbers.
-
-
 FORMAT = 1  # of the numbers: raised when the same job would give others
 
 
@@ -113,9 +110,6 @@ class Comparison:
 
     def jobs(self, seed: int) -> list[Job]:
         return [Job(self.task, method, seed, self.budget) for method in self.methods]
-
-
-# ---- The record of one run: a curve over FLOPs, what it grew, what its decisions cost, and how it ended.
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from sensli_lab.paper.reading import unknown
 # The optimizer and its first learning rate stay those of the task, since no publication has chosen them for it. Where
 # a publication says nothing, or its number has no meaning at this size, `words` says what was taken instead.
 
-
 Shape = Callable[[float], float]  # from the share of a round that is over to the factor of the learning rate
 
 SHAPES: Mapping[str, Shape] = {

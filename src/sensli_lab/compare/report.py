@@ -104,7 +104,6 @@ def _against_front(row: Row) -> str:
 # publications often at the whole training set, and some of their searches are replaced by what they converge to (the
 # docstring of each strategy says so).
 
-
 _OURS = "1 pass of the unmodified network"
 _NOTHING = (
     "random-units", "net2net", "netmorph", "net2net-deeper", "netmorph-deeper", "random-place", "variance-transfer", "g-stack", "llama-pro",

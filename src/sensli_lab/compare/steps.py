@@ -28,7 +28,6 @@ from sensli_lab.compare.task import Loss
 # of an ordinary pass, so the results are, to the bit. What is not known to be replayable (random numbers, decisions
 # by values, changes in place, buffers, hooks) is not recorded.
 
-
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _aten = torch.ops.aten

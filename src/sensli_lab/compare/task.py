@@ -107,9 +107,6 @@ class Task:
         return max(share / self.warmup, 0.02) if share < self.warmup else 1.0
 
 
-# ---- Plain networks, which several tasks have: linear layers of equal width with ReLU between them.
-
-
 def plain(inputs: int, units: int, layers: int, outputs: int) -> nn.Sequential:
     """So many hidden layers of so many units each."""
     hidden = pairwise((inputs, *(units for _ in range(layers))))

@@ -33,7 +33,6 @@ from sensli_lab.work.workers import Save, Tell, ignore
 
 # ---- Which samples a step and a look are given: the same for all methods of a seed.
 
-
 Batch = tuple[Tensor, Tensor]
 
 

@@ -77,7 +77,6 @@ class LlamaPro(PaperMethod):
 # does. With several stacks (an encoder and a decoder), the one with most parameters is stacked first; ``count`` says
 # how many of them.
 
-
 FACTOR = 4  # of the paper
 
 
@@ -150,7 +149,6 @@ def _copied(network: nn.Module) -> set[str]:
 # We follow the code for these (a review of it has uniform numbers of deviation 1 for GauInit). A block whose last part
 # is a convolution or a linear map and no norm keeps its default start with all but ZeroInit, as their plain networks
 # do. Parameters of modules that have no ``reset_parameters`` are copies of the neighbour's.
-
 
 LEAST = 5e-4  # their 0.05 points of accuracy
 
@@ -270,7 +268,6 @@ def stage(site: Site) -> str:
 # losses and not accuracies, so here the mean loss of a pass must fall below that of the model without the block, plus
 # one part in two hundred; a pass is one over the batches of the look. What the passes do to running statistics stays
 # in the copy.
-
 
 RATE, DECAY, PASSES = 1e-3, 5e-4, 10
 NEAR = 0.005  # their 0.5 points, as a share of the loss

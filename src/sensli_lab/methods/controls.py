@@ -35,9 +35,6 @@ class RandomPlace(Sensli):
         return cls(replace(options, strategy="sensli", select="random"))
 
 
-# ---- A control: the place that SensLI chooses, and new units with random rows instead of those that were measured.
-
-
 class RandomStart(Sensli):
     """Chooses by the merits of the best rows, and hands over the sites as they were before the measurement, whose rows are random."""
 
@@ -47,9 +44,6 @@ class RandomStart(Sensli):
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         return super().score(model, sites, batches, loss_fn).with_sites(sites)
-
-
-# ---- A control: a random width, with random rows and zero columns. The function is kept.
 
 
 class RandomUnits(UnitMethod):

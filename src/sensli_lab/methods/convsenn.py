@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 # ---- The natural gradient by the diagonal of the empirical Fisher matrix, which needs the gradient of every single
 # sample.
 
-
 AT_ONCE = 128  # samples whose gradients are in memory together
 Gradients = dict[str, Tensor]  # by the name of the weight, the samples first
 

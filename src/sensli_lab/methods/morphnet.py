@@ -44,7 +44,6 @@ from sensli_lab.methods.searching import UnitMethod, refuse_sharded, unmeasured
 # width, and r_i the size of a unit: |gamma| of the batch norm on its way, otherwise the root of the mean square of
 # its row (group lasso). Each process adds the same gradient to gradients that are equal on all of them.
 
-
 STRENGTH = 1.0
 
 

@@ -29,10 +29,6 @@ from sensli_lab.methods.searching import PaperMethod, UnitMethod, by_one, run_ba
 if TYPE_CHECKING:
     from sensli.growing.options import Options
 
-# ---- What the methods of other papers that insert layers have in common: one form of layer, one place after the other,
-# nothing measured.
-
-
 _INSERTED = re.compile(r"(^|\.)grown\d+(\.|$)")
 
 

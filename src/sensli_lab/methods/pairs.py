@@ -30,9 +30,6 @@ from sensli.moves.sites import Site, Sites, Skipped
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, laid_out
 from sensli_lab.methods.searching import UnitMethod, batch_loss, by_one, loss_after
 
-# ---- Second moments of features, and what the methods of other papers do with them.
-
-
 SMALLEST = 1e-6  # of the largest eigenvalue of a second moment: what is below is not a direction of the data
 
 
@@ -296,10 +293,6 @@ def _carried(x: Tensor, read: Tensor, column: Axis, *, tokens: bool) -> Tensor:
     pool: Any = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}[dims]
     pooled: Tensor = pool(x, size)
     return pooled.flatten(1) if flat else pooled
-
-
-# ---- What most methods that add units have in common: widths of one maker and one reader, scored by what passes through
-# them.
 
 
 class Rival(UnitMethod):

@@ -30,9 +30,6 @@ from sensli.text.commands import UNMEASURED
 if TYPE_CHECKING:
     from sensli.growing.options import Options
 
-# ---- What a method begins with: the sites of one search, nothing measured. Those that add units also have a source of
-# random numbers, and take the widths by what they are worth or one after the other.
-
 
 class PaperMethod(Strategy):
     """The sites that its search finds, each worth the same."""
@@ -128,7 +125,6 @@ def check_seed(seed: int) -> int:
 # Sums over processes would do for a gradient, not for a search along a line, a short training or a model that is
 # tried. So the first process scores as if it were alone with the data of all, each batch of a look in turn from every
 # process, and sends sites, scores and what the strategy remembers.
-
 
 Scoring = TypeVar("Scoring", bound=Strategy)
 Score = Callable[[Scoring, nn.Module, Sequence[Site], Iterable[Any], LossFunction | None], Merits]

@@ -113,7 +113,6 @@ def split_site(pair: Pair, units: Sequence[int], moved: Tensor, rows: Tensor, co
 # inputs, so S_i is never built: neither paper nor code do that, and it is cheaper than either. The function is not
 # kept: it changes by the order of eps^2.
 
-
 EPS = 0.01
 BETA = 3.0
 STEPS = 20  # of Lanczos
@@ -236,7 +235,6 @@ def _reads(pair: Pair) -> Callable[..., tuple[Any, ...]]:
 # new units of every layer keep their columns, while the code drops those that the classifier would read; and a batch
 # norm between is part of it as it is. The paper's new layers are in neither the code nor here. As many new units
 # compete at a width as it has, at most 70, which is the number of the code. The function is not kept.
-
 
 NEW = 70  # units that compete at a width, at most
 RATE, MOMENTUM, ALPHA = 1e-3, 0.1, 0.9

@@ -45,7 +45,6 @@ class GradMax(UnitMethod):
 # library does; the library itself tries 101 and more. We leave the reader's own weights as they are, which is the
 # preset of the paper, and drop singular values below 1e-3 as its code does. The function is not kept.
 
-
 AMPLITUDES = (0.1, 0.5, 1.0)
 SMALLEST = 1e-3
 
@@ -78,7 +77,6 @@ class Tiny(Rival):
 # random sign e for each pair; then both are scaled to ``alpha`` times the mean size of the entries that are there.
 # There is no released code; a port in another library drops the sign of M, which the formula has. The pairs are dealt
 # out to the new units in turn. The function is not kept.
-
 
 BETA = 0.4
 ALPHA = 0.3
@@ -130,7 +128,6 @@ def _mean(values: Tensor) -> float:
 # A width grows only if its score is at least ``THRESHOLD`` times the natural gradient of the reader's own weights, as
 # in their code.
 
-
 THRESHOLD = 0.007  # of their MNIST experiment; 1.0 in the toy ones, 0.03 for images of 28 pixels
 DAMPING = 0.1
 
@@ -164,7 +161,6 @@ class Senn(Rival):
 # on average; columns are zero, so the function is kept. Only forward statistics decide. The paper asks after every
 # mini-batch; here it is asked at a look. Its code sorts candidates of dense layers the wrong way round; this variant
 # does not sort.
-
 
 RANK = 0.01  # singular values above it count
 KEPT = 0.97  # of the first share

@@ -135,9 +135,6 @@ def look_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
     return 3 * forward_flops(network, facts, stages) + sum(count * flops for count, flops in places)
 
 
-# ---- The records of one training of a CNN: curves by epoch and by step, and everything seen at a look.
-
-
 class Logbook:
     """The records of one run, all of them tensors."""
 
@@ -259,9 +256,6 @@ def flat(kernel: Tensor, side: int) -> Tensor:
     picture = kernel.detach().permute(0, 2, 1, 3).reshape(1, kernel.shape[0] * 3, kernel.shape[1] * 3).float().cpu()
     _, index = adaptive_max_pool2d(picture.abs(), side, return_indices=True)
     return picture.flatten()[index[0]]
-
-
-# ---- What changes while a CNN trains: the model, its optimizer, its schedule, and what makes it grow; saved and restored.
 
 
 EVALUATION_BATCH = 500

@@ -19,7 +19,6 @@ from sensli_lab.paper.settings import DataSettings
 # Images are kept [N, height, width, colours], which is what `channels_last` wants: gathering a batch of crops with
 # one index expression gives the layout of the convolutions for free. There is no Python per image.
 
-
 PADDING = 4
 
 
@@ -109,7 +108,6 @@ def load(wanted: DataSettings, folder: Path | None, device: torch.device, dtype:
 
 
 # ---- The two-spiral data set: 600 points in the plane, one full turn from radius 0.5 to 1.5, the second class mirrored.
-
 
 POINTS = 300  # per class
 CLASSES = 2

@@ -95,9 +95,6 @@ def engine(settings: Settings) -> Engine:
     return module
 
 
-# ---- Records, which have their shapes in advance, so that a resumed training continues with the same ones.
-
-
 def nans(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A record in which nothing is known yet."""
     return torch.full(shape, float("nan"), dtype=dtype, device="cpu")

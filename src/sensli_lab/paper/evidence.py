@@ -271,7 +271,6 @@ class BestTime(Check):
 
 # ---- Checks that only the CNN experiments can answer: which norm separates, whether the same place is chosen each time.
 
-
 SEPARATE = "operator"
 
 
@@ -329,9 +328,6 @@ class SamePlace(Check):
         text = ", ".join(f"place {place + 1}: {count}" for place, count in enumerate(tallies))
         verdict = CONFIRMED if len(places.unique()) == 1 else NOT_CONFIRMED
         yield Finding(f"{_setting(one)}: {self._asks()}", f"chosen over times and runs: {text}", verdict)
-
-
-# ---- What growing cost, compared with the grown network from the start, run by run: FLOPs, time, and the share of looking.
 
 
 @dataclass(frozen=True)

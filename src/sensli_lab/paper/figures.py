@@ -206,7 +206,6 @@ def _title(figure: Figure, plan: Plan, how: str = "", *, smoothed: bool = True) 
 
 # ---- The figures that only a CNN has: what the training cost, and the five norms at every place.
 
-
 COSTS = {"seconds": "seconds of training and looking", "flops": "FLOPs per training image"}
 
 

@@ -25,8 +25,6 @@ from torch import Tensor
 from sensli.text.files import write_bytes
 from sensli_lab.errors import PaperError
 
-# ---- What a data set of images is: raw bytes with labels, and the numbers to normalise by.
-
 
 class DataError(PaperError):
     """The images are missing, or not the official ones."""
@@ -82,9 +80,6 @@ def unpacking(path: Path) -> Iterator[None]:
         ) from None
 
 
-# ---- Downloading a published file: complete and as published, or not at all.
-
-
 class FetchError(Exception):
     """The file could not be downloaded; the text says why."""
 
@@ -112,7 +107,6 @@ def fetch(url: str, target: Path, sha256: str) -> None:
 #
 # A pickle may name any function to be called. Here the few names that a pickled array needs are mapped to an inert
 # record; any other name is refused. Their checksum tells whether the bytes are those of the images.
-
 
 PIXELS = 3 * 32 * 32
 
@@ -167,7 +161,6 @@ def read_batch(content: bytes) -> bytes:
 
 # ---- CIFAR-10 from either official layout. Both are compared with the checksums of the binary one: equal images, equal
 # sums.
-
 
 CIFAR10_ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"  # of the archive
@@ -244,7 +237,6 @@ def download(folder: Path, address: str, sha256: str, sums: dict[str, str]) -> N
 
 # ---- Fashion-MNIST from its four IDX files, compressed or not, compared with checksums of their content.
 
-
 FASHION_ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 FOLDERS = ("fashion_mnist", "FashionMNIST/raw", "fashion-mnist", ".")
 FASHION_FACTS = Facts(60_000, 10_000, 10, 1, 28, (0.2860,), (0.3530,))
@@ -304,7 +296,6 @@ def _idx(path: Path, sha1: str) -> Tensor:
 
 
 # ---- The images of the CNN experiments, by name: where they are, and what is known of them without reading them.
-
 
 FACTS: dict[str, Facts] = {"cifar10": CIFAR10_FACTS, "fashion_mnist": FASHION_FACTS}
 _LOADERS: dict[str, Callable[[Path], Raw]] = {"cifar10": load_cifar10, "fashion_mnist": load_fashion_mnist}

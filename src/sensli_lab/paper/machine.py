@@ -19,7 +19,6 @@ from sensli_lab.errors import BadExperiment
 
 # ---- Every random number of an experiment depends on (seed, run, purpose), so a run does not depend on its neighbours.
 
-
 ORDER_BLOCK = 25  # epochs whose sample order comes from one generator
 
 
@@ -47,7 +46,6 @@ def order_block(seed: int, runs: Sequence[int], block: int, samples: int) -> Ten
 
 
 # ---- What a training runs on: where the images are, which device, compiled or not. None of it decides what is computed.
-
 
 _BF16_TRIAL = """
 import torch

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # A file holds `settings` (what all arms share), `arms` (name -> the settings that differ) and `recipes` (name -> the
 # settings that differ from the file's). A Plan is what remains when recipe, arm and command-line options are applied.
 
-
 FIGURES = ("curves", "times", "gradients", "heatmaps", "cost", "norms")
 MOST_RUNS = 100_000  # each is listed, stored and shown
 
@@ -189,7 +188,6 @@ def _check_figures(experiment: Experiment, arms: dict[str, Settings], where: str
 
 
 # ---- Finding experiments: the paper's by number, ours by name, the user's by path.
-
 
 PAPER = tuple(str(number) for number in range(1, 15))
 

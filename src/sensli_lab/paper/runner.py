@@ -19,8 +19,6 @@ from sensli_lab.work.workers import HERE, Place, Save, Tell, WorkCall, Workers
 
 Share = Callable[[Settings], tuple[Machine, int, int]]
 
-# ---- The work of an experiment in pieces: which runs are trained together, from where, and what becomes of the outcome.
-
 
 @dataclass(frozen=True)
 class Piece:

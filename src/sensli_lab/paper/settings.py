@@ -11,9 +11,6 @@ from sensli.merits.merits import SELECTIONS
 from sensli_lab.paper.reading import unknown
 from sensli_lab.work.store import digest_of
 
-# ---- What decides the numbers of one arm: frozen records that check themselves, and a name for all of it.
-
-
 RESULT_FORMAT = 1  # part of every digest: results of another format are never mixed in
 
 NETWORKS = ("fnn", "resnet", "cnn")

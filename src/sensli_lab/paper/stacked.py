@@ -114,7 +114,6 @@ def training_flops(settings: Settings, *, printed: bool = False) -> tuple[int, i
 # contiguous memory, which is four to seven times faster here than samples first. The backward pass is written out,
 # since for networks this small the bookkeeping of autograd costs more than the arithmetic.
 
-
 _relu_backward = torch.ops.aten.threshold_backward
 _tanh_backward = torch.ops.aten.tanh_backward
 

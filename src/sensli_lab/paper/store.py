@@ -212,7 +212,6 @@ def _checked_facts(facts: dict[str, Any]) -> dict[str, Any]:
 
 # ---- What a results folder holds, in the words of the options that made it: for the case that something else was asked for.
 
-
 _MOST = 6  # entries in one line
 
 

@@ -51,7 +51,6 @@ def stream(version: str, payload: bytes) -> Iterator[News]:
 
 # ---- Connecting to Ray: one on this machine, or the cluster at an address; every failure is one line.
 
-
 PATIENCE = 10.0  # seconds for a machine to answer
 _LOCAL = {"RAY_USAGE_STATS_ENABLED": "0"}
 # If something other than Ray answers, these end the attempt after half a minute instead of minutes.
@@ -130,9 +129,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in new:
             os.environ.pop(name, None)
-
-
-# ---- The workers: which task has news, what failed, whose worker was lost.
 
 
 class _Tasks(Workers):

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# ---- A page as a list of blocks, written as Markdown (pictures beside it) or as one self-contained HTML file.
-
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.55 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -150,7 +148,6 @@ def write_report(folder: Path, title: str, blocks: Sequence[Block], summary: Any
 
 
 # ---- What figures share: colours, a figure without pyplot, axes, and how a file is written.
-
 
 COLOURS = ("#1f5fbf", "#d9822b", "#2e8b57", "#8e44ad", "#6b7780")
 DPI = 110

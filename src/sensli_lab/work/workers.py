@@ -29,8 +29,6 @@ from sensli.cli.terminal import Reach
 from sensli.errors import SensliError
 from sensli_lab.errors import PaperError
 
-# ---- What is computed: items, what a worker is given for each, and what becomes of its states and its result.
-
 Tell = Callable[[float], None]  # the share that is done, 0 to 1
 Save = Callable[[Any], None]  # a state to resume from
 
@@ -62,8 +60,6 @@ class Work(Protocol):
 
     def done(self, item: Any, result: Any, where: str) -> None: ...
 
-
-# ---- What a worker does.
 
 TELL_EVERY = 0.5  # seconds
 News = tuple[str, Any]  # ("share", how much is done), ("state", packed), ("done", packed), ("failed", the error)
@@ -227,9 +223,6 @@ class _Here(Workers):
 
 
 HERE: Place = nullcontext(_Here())
-
-
-# ---- Other processes of this machine.
 
 
 class _Processes(Workers):
