@@ -26,15 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """What the class calls the new blocks and their parts.
+    """What the class calls the new blocks and their parts."""
 
-    Attributes:
-        new_parameters: The names of the parameters of new blocks.
-        linear_modules: The last names of the linear layers in them, for adapters.
-    """
-
-    new_parameters: list[str]
-    linear_modules: list[str]
+    new_parameters: list[str]  # the names of the parameters of new blocks
+    linear_modules: list[str]  # the last names of the linear layers in them, for adapters
 
 
 def check_blocks(described: Described, planned: ExpansionPlan, config: Mapping[str, Any]) -> Built:

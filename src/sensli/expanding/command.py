@@ -31,61 +31,37 @@ def add_parser(commands: Any) -> None:
         "sensli expand path/to/model --out deeper --blocks 4 --place merit --text notes.txt; "
         "sensli expand --undo deeper --out base-again",
     )
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, nargs="?", help="a folder that save_pretrained wrote")
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="the folder to write, which must not exist"
+    add, file = parser.add_argument, {"metavar": "FILE", "type": Path}
+    add("model", metavar="MODEL_DIR", type=Path, nargs="?", help="a folder that save_pretrained wrote")
+    add("--out", metavar="DIR", type=Path, required=True, help="the folder to write, which must not exist")
+    add("--blocks", metavar="N", type=int, help="how many blocks to add")
+    numbers = "the numbers of the blocks that a new one is to follow, such as 3,7,11"
+    add("--place", default="even", help=f"where: {', '.join(PLACES)}, or {numbers} (default: %(default)s)")
+    add("--text", **file, help="with --place merit or least: the text to measure on")
+    add("--batch", **file, help="with --place merit or least: batches that torch.save wrote, to measure on")
+    starts = (
+        "what new blocks begin as: zero, copies of their neighbors made identities; fresh, identities with new weights; copy, copies, "
+        "which change the output (default: %(default)s)"
     )
-    parser.add_argument("--blocks", metavar="N", type=int, help="how many blocks to add")
-    parser.add_argument(
-        "--place",
-        default="even",
-        help=f"where: {', '.join(PLACES)}, or the numbers of the blocks that a new one is to follow, such as 3,7,11 (default: %(default)s)",
+    add("--start", choices=BLOCK_STARTS, default="zero", help=starts)
+    units = "hidden units that the feed-forward parts of all blocks get: a whole number (64), or a share of those they have (0.25)"
+    add("--units", metavar="NUMBER", help=units)
+    add("--seed", type=int, default=0, help="of new weights (default: %(default)s)")
+    stack = "the list of blocks to expand where a model has several, such as model.decoder.layers (default: the first)"
+    add("--stack", metavar="PATH", help=stack)
+    check = "compare the outputs on a text or on a batch that torch.save wrote; none: do not compare (default: on generated tokens)"
+    add("--check", metavar="FILE|none", help=check)
+    add("--shard-size", default="5GB", help="the largest size of a file (default: %(default)s)")
+    add("--stream", action="store_true", help="check on a small sibling, without loading the model")
+    optimizer = (
+        "the optimizer of a training to be continued, whose moments follow: a file of torch, a checkpoint folder of the Trainer, or "
+        "one of torch.distributed.checkpoint"
     )
-    parser.add_argument("--text", metavar="FILE", type=Path, help="with --place merit or least: the text to measure on")
-    parser.add_argument(
-        "--batch",
-        metavar="FILE",
-        type=Path,
-        help="with --place merit or least: batches that torch.save wrote, to measure on",
-    )
-    parser.add_argument(
-        "--start",
-        choices=BLOCK_STARTS,
-        default="zero",
-        help="what new blocks begin as: zero, copies of their neighbors made identities; fresh, identities with new weights; copy, copies, "
-        "which change the output (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--units",
-        metavar="NUMBER",
-        help="hidden units that the feed-forward parts of all blocks get: a whole number (64), or a share of those they have (0.25)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of new weights (default: %(default)s)")
-    parser.add_argument(
-        "--stack",
-        metavar="PATH",
-        help="the list of blocks to expand where a model has several, such as model.decoder.layers (default: the first)",
-    )
-    parser.add_argument(
-        "--check",
-        metavar="FILE|none",
-        help="compare the outputs on a text or on a batch that torch.save wrote; none: do not compare (default: on generated tokens)",
-    )
-    parser.add_argument("--shard-size", default="5GB", help="the largest size of a file (default: %(default)s)")
-    parser.add_argument("--stream", action="store_true", help="check on a small sibling, without loading the model")
-    parser.add_argument(
-        "--optimizer",
-        metavar="PATH",
-        type=Path,
-        help="the optimizer of a training to be continued, whose moments follow: a file of torch, a checkpoint folder of the Trainer, or "
-        "one of torch.distributed.checkpoint",
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the folder brings")
-    parser.add_argument(
-        "--undo", metavar="DIR", type=Path, help="write a model without the blocks that were added to it"
-    )
-    parser.add_argument("--force", action="store_true", help="with --undo: although the old weights were trained since")
-    parser.add_argument("--json", action="store_true", help="print what was done as JSON, and nothing else")
+    add("--optimizer", metavar="PATH", type=Path, help=optimizer)
+    add("--trust-remote-code", action="store_true", help="run code that the folder brings")
+    add("--undo", metavar="DIR", type=Path, help="write a model without the blocks that were added to it")
+    add("--force", action="store_true", help="with --undo: although the old weights were trained since")
+    add("--json", action="store_true", help="print what was done as JSON, and nothing else")
     parser.set_defaults(run=run)
 
 

@@ -37,9 +37,8 @@ from sensli.text.commands import BLOCK_STARTS, PLACES, TRAINER_FILE
 from sensli.text.records import dumps as strict_json
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx|distcp)$|.*\.index\.json$")
-_TRAINING = re.compile(
-    r"(checkpoint-\d+|global_step\d+|runs|logs|wandb|__pycache__)$|\."
-)  # folders that are not part of a model
+# folders that are not part of a model
+_TRAINING = re.compile(r"(checkpoint-\d+|global_step\d+|runs|logs|wandb|__pycache__)$|\.")
 _CARD = ("<!-- sensli expand -->", "<!-- end of sensli expand -->")  # around what is added to a model card
 Progress = Callable[[int, int], None]  # bytes written, of how many
 
@@ -82,20 +81,13 @@ def choose_places(place: str | Sequence[int], blocks: int | None, count: int) ->
 
 @dataclass(frozen=True)
 class StackPlan:
-    """Which blocks a stack will have.
+    """Which blocks a stack will have."""
 
-    Attributes:
-        rule: How the stack grows in files.
-        stack: What the names of its tensors begin with in this folder.
-        count: How many blocks it has.
-        places: After which of them the new ones go.
-        sources: Of which blocks the new ones are copies: those that they follow, but for blocks that there can be only one of.
-    """
-
-    rule: BlockRule
-    stack: str
-    count: int
-    places: tuple[int, ...]
+    rule: BlockRule  # how the stack grows in files
+    stack: str  # what the names of its tensors begin with in this folder
+    count: int  # how many blocks it has
+    places: tuple[int, ...]  # after which of them the new ones go
+    # of which blocks the new ones are copies: those that they follow, but for blocks that there can be only one of
     sources: tuple[int, ...]
 
     @cached_property
@@ -174,17 +166,6 @@ def get_field(data: Mapping[str, Any], path: str) -> Any:
     return data
 
 
-def set_field(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set a field of a configuration; None takes it out."""
-    *inside, last = path.split(".")
-    for name in inside:
-        data = data.setdefault(name, {})
-    if value is None:
-        data.pop(last, None)
-    else:
-        data[last] = value
-
-
 def plan_blocks(
     described: Described,
     tensors: Mapping[str, Stored],
@@ -239,19 +220,12 @@ def plan_blocks(
 
 @dataclass(frozen=True)
 class ExpansionPlan:
-    """All that an expansion changes: more blocks in one stack, more units in all blocks, or both.
+    """All that an expansion changes: more blocks in one stack, more units in all blocks, or both."""
 
-    Attributes:
-        stack: The blocks of a stack; None if no block is added.
-        units: The longer tensors; None if no unit is added.
-        fields: The fields of the configuration that change, by their path.
-        other_stacks: The paths of lists of blocks that could grow too.
-    """
-
-    stack: StackPlan | None
-    units: UnitPlan | None
-    fields: dict[str, Any]
-    other_stacks: list[str]
+    stack: StackPlan | None  # the blocks of a stack; None if no block is added
+    units: UnitPlan | None  # the longer tensors; None if no unit is added
+    fields: dict[str, Any]  # the fields of the configuration that change, by their path
+    other_stacks: list[str]  # the paths of lists of blocks that could grow too
 
     def arrange(self, tensors: Mapping[str, Stored], start: str, seed: int) -> dict[str, Content]:
         """Every tensor of the result under its name."""
@@ -297,10 +271,17 @@ def plan_expansion(
 
 
 def set_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a configuration with other values of some fields."""
+    """A copy of a configuration with other values of some fields; None takes a field out."""
     found: dict[str, Any] = json.loads(json.dumps(config))
-    for name, value in fields.items():
-        set_field(found, name, value)
+    for path, value in fields.items():
+        *inside, last = path.split(".")
+        data = found
+        for name in inside:
+            data = data.setdefault(name, {})
+        if value is None:
+            data.pop(last, None)
+        else:
+            data[last] = value
     return found
 
 
@@ -343,13 +324,9 @@ def check_target(out: Path) -> Path:
 
 def files_beside(source: Path) -> list[Path]:
     """Everything of a model folder but weights and configuration: tokenizer, chat template, generation, processor, code."""
-    return [
-        path
-        for path in sorted(source.iterdir())
-        if path.name
-        not in ("config.json", "README.md", RECORD, TRAINER_FILE)  # a history of growths counts the blocks of before
-        and not (_TRAINING.match(path.name) if path.is_dir() else _WEIGHTS.match(path.name))
-    ]
+    others = ("config.json", "README.md", RECORD, TRAINER_FILE)  # a history of growths counts the blocks of before
+    paths = (path for path in sorted(source.iterdir()) if path.name not in others)
+    return [path for path in paths if not (_TRAINING if path.is_dir() else _WEIGHTS).match(path.name)]
 
 
 def copy_beside(source: Path, target: Path) -> None:
@@ -359,6 +336,20 @@ def copy_beside(source: Path, target: Path) -> None:
             shutil.copytree(path, target / path.name, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         else:
             shutil.copy2(path, target / path.name)
+
+
+def write_folder(
+    source: Path, target: Path, tensors: Mapping[str, Content], config: Mapping[str, Any], most: int,
+    progress: Progress | None, hashes: dict[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write weights and a configuration, and copy what lies beside them in the source; ``hashes`` as in `write_weights`."""
+    total, done = sum(tensor.size for tensor in tensors.values()), 0
+    for size in write_weights(target, tensors, most, hashes):
+        done += size
+        if progress is not None:
+            progress(done, total)
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    copy_beside(source, target)
 
 
 def expand(
@@ -448,13 +439,7 @@ def expand(
             beside += check_optimizer(Path(optimizer))
         with writing_to(target, total + beside + 2**20) as part:
             hashes: dict[str, str] = {}
-            done = 0
-            for size in write_weights(part, arranged, most, hashes):
-                done += size
-                if progress is not None:
-                    progress(done, total)
-            (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-            copy_beside(source, part)
+            write_folder(source, part, arranged, config, most, progress, hashes)
             checked = [check_files(part, arranged)]
             if check != "none" and not (planned.stack and start == "copy"):
                 checked.append(check_function(described, sibling, planned, part, example, stream=not loads))
@@ -514,12 +499,9 @@ def write_card(folder: Path, source: Path) -> None:
     """A model card: that of the base, and before its text what was done."""
     record, old = expansion(folder), source / "README.md"
     data, text = record.data, old.read_text() if old.is_file() else ""
-    front = re.match(r"---\n.*?\n---\n", text, re.S)
+    found = re.match(r"---\n.*?\n---\n", text, re.S)
     base = data["base"]
-    if front is None:
-        front_text = f"---\nbase_model: {base}\nlibrary_name: transformers\n---\n"
-    else:
-        front_text = front[0]
+    front = found[0] if found else f"---\nbase_model: {base}\nlibrary_name: transformers\n---\n"
     lines = [
         _CARD[0],
         f"# {base}, expanded\n",
@@ -530,8 +512,7 @@ def write_card(folder: Path, source: Path) -> None:
         *(f"{tool}:\n\n```\n{code}\n```\n" for tool, code in record.lines()),
         _CARD[1],
     ]
-    rest = text.removeprefix(front[0] if front else "")
-    (folder / "README.md").write_text(front_text + "\n".join(lines) + "\n" + rest)
+    (folder / "README.md").write_text(front + "\n".join(lines) + "\n" + text.removeprefix(front))
 
 
 def undo_expansion(
@@ -585,16 +566,9 @@ def undo_expansion(
             "neither the base nor the trained model. Give --force (force=True) to write it nevertheless."
         )
     config = json.loads((source / "config.json").read_text())
-    for name, (value, _) in data["fields"].items():
-        set_field(config, name, value)
-    total, done = sum(tensor.size for tensor in old.values()), 0
-    with writing_to(target, total + 2**20) as part:
-        for size in write_weights(part, old, most):
-            done += size
-            if progress is not None:
-                progress(done, total)
-        (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        copy_beside(source, part)
+    config = set_fields(config, {name: value for name, (value, _) in data["fields"].items()})
+    with writing_to(target, sum(tensor.size for tensor in old.values()) + 2**20) as part:
+        write_folder(source, part, old, config, most, progress)
         if data["earlier"] is not None:
             (part / RECORD).write_text(strict_json(data["earlier"], indent=1) + "\n")
         card = source / "README.md"

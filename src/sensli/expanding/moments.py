@@ -32,17 +32,11 @@ _BESIDE = ("scheduler.pt", "trainer_state.json", "training_args.bin", "rng_state
 
 @dataclass(frozen=True)
 class Moves:
-    """Where parameters go.
+    """Where parameters go."""
 
-    Attributes:
-        before: The shapes of all parameters of the base by their names, in the model's order.
-        after: Those of the expanded model.
-        planned: What was expanded.
-    """
-
-    before: dict[str, tuple[int, ...]]
-    after: dict[str, tuple[int, ...]]
-    planned: ExpansionPlan
+    before: dict[str, tuple[int, ...]]  # the shapes of all parameters of the base by their names, in the model's order
+    after: dict[str, tuple[int, ...]]  # those of the expanded model
+    planned: ExpansionPlan  # what was expanded
 
     def origin(self, name: str) -> tuple[str, bool]:
         """The parameter of the base that one of the expanded model comes from, and whether it is new."""

@@ -37,23 +37,15 @@ _LARGE = "note: merits are large where activations are small, as before the firs
 
 @dataclass(frozen=True)
 class MeasuredPlaces:
-    """How places were chosen by measurement.
+    """How places were chosen by measurement."""
 
-    Attributes:
-        by: ``"merit"`` or ``"least"``.
-        file: The name of the file that the data are from.
-        batches: How many batches were measured.
-        samples: How many samples they have.
-        values: The merit of each place, or the importance of each block; a place is the number of the block before it.
-        places: Those that were chosen, in ascending order.
-    """
-
-    by: str
-    file: str
-    batches: int
-    samples: int
+    by: str  # "merit" or "least"
+    file: str  # the name of the file that the data are from
+    batches: int  # how many batches were measured
+    samples: int  # how many samples they have
+    # the merit of each place, or the importance of each block; a place is the number of the block before it
     values: Mapping[int, float]
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # those that were chosen, in ascending order
 
     def to_dict(self) -> dict[str, Any]:
         """As it is in expansion.json."""
@@ -115,21 +107,13 @@ def measurement_for(
 
 @dataclass
 class Measurement:
-    """Places that are to be measured, and what was found.
+    """Places that are to be measured, and what was found."""
 
-    Attributes:
-        by: ``"merit"`` or ``"least"``.
-        blocks: How many places to take.
-        text: A text to measure on.
-        batch: Saved batches to measure on instead.
-        found: How the places were chosen.
-    """
-
-    by: str
-    blocks: int
-    text: Path | None
-    batch: Path | None
-    found: MeasuredPlaces | None = None
+    by: str  # "merit" or "least"
+    blocks: int  # how many places to take
+    text: Path | None  # a text to measure on
+    batch: Path | None  # saved batches to measure on instead
+    found: MeasuredPlaces | None = None  # how the places were chosen
 
     @property
     def placing(self) -> MeasuredPlaces:
@@ -179,17 +163,7 @@ def choose(values: Mapping[int, float], blocks: int, *, largest: bool) -> tuple[
 def merits_of_places(
     model: torch.nn.Module, stack: str, batches: Sequence[Any], loss_fn: LossFunction | None = None
 ) -> dict[int, float]:
-    """What a new block would be worth after each block of a stack, and before the first: the merits of twins.
-
-    Args:
-        model: The model.
-        stack: The path of its list of blocks, such as ``"model.layers"``.
-        batches: Dicts of keyword arguments, or pairs of input and target.
-        loss_fn: As for `measure`.
-
-    Returns:
-        The merits by the number of the block that the new one would follow; -1 is before the first.
-    """
+    """What a new block would be worth by the number of the block that it would follow (-1: before the first): the merits of twins."""
     first = batches[0]
     found = find_sites(model, first if isinstance(first, dict) else first[0], form="twin")
     places = {}
@@ -206,17 +180,7 @@ def merits_of_places(
 def importance_of_blocks(
     model: torch.nn.Module, stack: str, batches: Sequence[Any], loss_fn: LossFunction | None = None
 ) -> dict[int, float]:
-    """How much each block's own weights matter, as `measure_importance` says.
-
-    Args:
-        model: The model.
-        stack: The path of its list of blocks, such as ``"model.layers"``.
-        batches: Dicts of keyword arguments, or pairs of input and target. Each counts by its number of samples.
-        loss_fn: As for `measure`.
-
-    Returns:
-        The importance by the number of the block.
-    """
+    """How much the weights of each block matter, as `measure_importance` says, by the number of the block."""
     blocks = list(model.get_submodule(stack).children())
     return dict(enumerate(measure_importance(model, blocks, batches, loss_fn)))
 

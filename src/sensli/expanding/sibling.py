@@ -93,23 +93,16 @@ def read_description(folder: Path, *, trust_remote_code: bool = False) -> Descri
 
 @dataclass(frozen=True)
 class BlockRule:
-    """How a stack of blocks grows in files: what its tensors are called, which of a new one are zero, and which fields count it.
+    """How a stack of blocks grows in files: what its tensors are called, which of a new one are zero, and which fields count it."""
 
-    Attributes:
-        stack: What the names of its tensors begin with, before the number: ``"model.layers."``.
-        path: The path of the list of blocks in the model.
-        zero: The names, after the number, of the tensors that are zero in a new block.
-        kinds: The names of all tensors of a new block, for every kind of block that can be added.
-        counts: The fields of the configuration that hold the number of blocks, ``"text_config.num_hidden_layers"`` inside of others.
-        lists: Those that hold one entry per block.
-    """
-
-    stack: str
-    path: str
-    zero: frozenset[str]
+    stack: str  # what the names of its tensors begin with, before the number: "model.layers."
+    path: str  # the path of the list of blocks in the model
+    zero: frozenset[str]  # the names, after the number, of the tensors that are zero in a new block
+    # the names of all tensors of a new block, for every kind of block that can be added
     kinds: frozenset[frozenset[str]]
+    # the fields of the configuration that hold the number of blocks; inside of others "text_config.num_hidden_layers"
     counts: tuple[str, ...]
-    lists: tuple[str, ...]
+    lists: tuple[str, ...]  # those that hold one entry per block
 
     def fits(self, names: set[str]) -> bool:
         """Whether a block with tensors of these names can be copied; numbers inside of them, as of experts, may be others."""

@@ -27,19 +27,12 @@ _MORE = 8  # units that a sibling gets
 
 @dataclass(frozen=True)
 class Lengthening:
-    """How a tensor gets longer.
+    """How a tensor gets longer."""
 
-    Attributes:
-        axis: Along which axis.
-        parts: How many equal parts the axis has, each of which gets its own new entries at its end.
-        zero: Whether they are zero.
-        more: How many each part gets.
-    """
-
-    axis: int
-    parts: int
-    zero: bool
-    more: int = 0
+    axis: int  # along which axis
+    parts: int  # how many equal parts the axis has, each of which gets its own new entries at its end
+    zero: bool  # whether they are zero
+    more: int = 0  # how many each part gets
 
     def apply(self, name: str, tensor: Stored, seed: int) -> Content:
         """The longer tensor."""

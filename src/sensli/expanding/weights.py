@@ -33,15 +33,10 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 @dataclass(frozen=True)
 class Content:
-    """The bytes of one tensor.
+    """The bytes of one tensor."""
 
-    Attributes:
-        dtype: As safetensors names it, for example ``"BF16"``.
-        shape: The lengths of its axes.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it, for example "BF16"
+    shape: tuple[int, ...]  # the lengths of its axes
 
     @property
     def size(self) -> int:

@@ -262,33 +262,23 @@ def _named(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
 
 @dataclass(frozen=True)
 class Point(Plain):
-    """Where in the data flow: "after" or "before" a module.
-
-    Attributes:
-        anchor: The module that names the point.
-        side: ``"after"`` or ``"before"``.
-        shape: The shape of the activation there, for one sample of the example.
-        neighbours: The nearest modules with parameters; new parameters join their optimizer groups.
-        chained: Whether the container is an ``nn.Sequential`` that is called as a whole, so that a layer goes into it.
-        overwritten: Whether a later operation overwrites the activation in place, so that a measurement must copy it.
-        slot: Which argument of the anchor the value is, for a point before it and for twins.
-        first_part: Whether the value is the first element of a tuple that the anchor returns.
-        place: Where in a list of blocks (``nn.ModuleList``, or a numbered dict) a layer goes, and what must follow; None elsewhere.
-        makes: How many units each neighbour made when the point was found, 0 if that is not known.
-    """
+    """Where in the data flow: "after" or "before" a module."""
 
     _needed = None
 
-    anchor: Ref = field(metadata={"key": "path"})
-    side: str
-    shape: tuple[int, ...]
-    neighbours: tuple[Ref, ...] = ()
+    anchor: Ref = field(metadata={"key": "path"})  # the module that names the point
+    side: str  # "after" or "before"
+    shape: tuple[int, ...]  # the shape of the activation there, for one sample of the example
+    neighbours: tuple[Ref, ...] = ()  # the nearest modules with parameters; new parameters join their optimizer groups
+    # whether the container is an `nn.Sequential` that is called as a whole, so that a layer goes into it
     chained: bool = False
+    # whether a later operation overwrites the activation in place, so that a measurement must copy it
     overwritten: bool = False
-    slot: Slot = 0
-    first_part: bool = False
+    slot: Slot = 0  # which argument of the anchor the value is, for a point before it and for twins
+    first_part: bool = False  # whether the value is the first element of a tuple that the anchor returns
+    # where in a list of blocks (`nn.ModuleList`, or a numbered dict) a layer goes, and what must follow
     place: ListPlace | None = None
-    makes: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()  # how many units each neighbour made when the point was found, 0 if that is not known
 
     def __str__(self) -> str:
         return f"{self.side} {self.path or 'the model'}"
