@@ -30,13 +30,13 @@ LAPTOP = RunOptions(preset="laptop")
 def _images() -> tuple[datasets.Images, str]:
     """The paper's training images where they are, else noise of the same shape: the cost is the same."""
     facts = FACTS["cifar10"]
-    wanted = plan(planning.find("1"), TRAINS, LAPTOP).arms["CNN LI"].data
+    wanted = plan(planning.find_experiment("1"), TRAINS, LAPTOP).arms["CNN LI"].data
     if os.environ.get("SENSLI_DATA"):
-        return cnn.images(wanted, None, torch.device("cpu"), torch.float32).train, "CIFAR-10"
+        return cnn.cached_images(wanted, None, torch.device("cpu"), torch.float32).train, "CIFAR-10"
     noise = torch.randint(0, 256, (wanted.train + wanted.validation, 32, 32, 3), dtype=torch.uint8)
     labels = torch.arange(len(noise)) % 10
     raw = Raw(noise, labels, noise[:BATCH], labels[:BATCH])
-    return datasets.split(
+    return datasets.split_images(
         raw, facts, wanted, torch.device("cpu"), torch.float32
     ).train, "noise in the shape of CIFAR-10"
 
@@ -76,7 +76,7 @@ def look_cost() -> list[Figure]:
     looks are those of the paper's table: none, one, one and two layers more.
     """
     images, source = _images()
-    facts, network = FACTS["cifar10"], plan(planning.find("1"), TRAINS, RunOptions()).arms["CNN LI"].network
+    facts, network = FACTS["cifar10"], plan(planning.find_experiment("1"), TRAINS, RunOptions()).arms["CNN LI"].network
     step, model = _steps(images)
     sites = find_sites(model, images.batch(torch.arange(1))[0], form="relu", where="conv")
     order = torch.randperm(len(images))
@@ -93,12 +93,12 @@ def look_cost() -> list[Figure]:
         },
         ROUNDS,
     )
-    base = cnn.forward_flops(network, facts, [1, 1, 1])
+    base = cnn.cnn_flops(network, facts, [1, 1, 1])
     figures = []
     for name, options, bars in (("laptop", LAPTOP, (0.01,)), ("paper", RunOptions(), (0.002, 0.03))):
-        settings = plan(planning.find("1"), TRAINS, options).arms["CNN LI"]
+        settings = plan(planning.find_experiment("1"), TRAINS, options).arms["CNN LI"]
         steps = settings.data.train / settings.batch * settings.epochs
-        layers = sum(cnn.forward_flops(network, facts, [1 + k, 1, 1]) / base for k in (0, 1, 1, 2)) / 4
+        layers = sum(cnn.cnn_flops(network, facts, [1 + k, 1, 1]) / base for k in (0, 1, 1, 2)) / 4
         training = seconds["step"] * steps * layers
         looks = len(settings.insert_at) * layers  # a look at a larger network costs more in the same proportion
         detail = f"{source}; step {seconds['step'] * 1e3:.0f} ms, four half batches {seconds['short'] * 1e3:.0f} ms; computed"
@@ -122,7 +122,7 @@ def look_cost() -> list[Figure]:
 
 def exp1(results: Path = Path("results")) -> list[Figure]:
     """Ratios of experiment 1 at the laptop preset, from stored results."""
-    one = plan(planning.find("1"), TRAINS, LAPTOP)
+    one = plan(planning.find_experiment("1"), TRAINS, LAPTOP)
     names = ("Exp1: |FLOPs ratio - ratio of the insertions|", "Exp1: |time ratio - ratio of the insertions|",
              "Exp1: share of looking", "Exp1: test error, grown - extended")  # fmt: skip
     bars = (0.03, 0.03, 0.01, 0.0)

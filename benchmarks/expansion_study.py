@@ -31,7 +31,7 @@ from benchmarks.language import batches, text_of_python
 from sensli.expanding.expanding import expand
 from sensli.expanding.record import expansion
 from sensli.text.tables import text_table
-from sensli_lab.compare.training import training_flops
+from sensli_lab.compare.training import flops_of_step
 
 RESULTS = Path(__file__).parents[1] / "docs" / "expansion" / "study.json"
 BLOCKS, NEW, WIDTH, INNER, HEADS, LENGTH, SIZE = 6, 2, 64, 172, 4, 64, 8
@@ -118,7 +118,7 @@ def train(model: nn.Module, text: Tensor, steps: int, rate: float, seed: int) ->
 def step_flops(model: nn.Module) -> int:
     """FLOPs of a forward and a backward pass; a frozen weight has no gradient to compute."""
     x = torch.zeros(SIZE, LENGTH, dtype=torch.long)
-    return training_flops(model, (x, x), next_byte)
+    return flops_of_step(model, (x, x), next_byte)
 
 
 # ---- The arms.

@@ -16,8 +16,8 @@ from sensli_lab.paper.planning import RunOptions, plan
 
 def paper_cnn() -> nn.Sequential:
     """The paper's CNN: three convolutions with pooling, two hidden layers; 2,674,816 parameters."""
-    network = plan(planning.find("1"), "stated", RunOptions()).arms["CNN LI"].network
-    model = cnn.build(network, FACTS["cifar10"], seed=0)
+    network = plan(planning.find_experiment("1"), "stated", RunOptions()).arms["CNN LI"].network
+    model = cnn.build_cnn(network, FACTS["cifar10"], seed=0)
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 

@@ -79,7 +79,7 @@ def convolutions(colours: int, width: int, side: int) -> nn.Sequential:
 
 
 def _images(name: str, folder: Path, train: int, held_out: int) -> tuple[Batch, Batch]:
-    raw, facts = image_sets.load(name, folder), image_sets.FACTS[name]
+    raw, facts = image_sets.load_images(name, folder), image_sets.FACTS[name]
 
     def scaled(x: Tensor) -> Tensor:
         return ((x.float() / 255 - torch.tensor(facts.mean)) / torch.tensor(facts.std)).permute(0, 3, 1, 2).contiguous()

@@ -37,7 +37,7 @@ def _speedup(name: str, bar: float) -> Figure:
     Both sides train a twentieth of the epochs, insertion included; the plain side trains one network per arm and round
     and is scaled to the number of runs. The two take turns in every round, so that a busy machine slows both alike.
     """
-    one = plan(planning.find(name), "stated", RunOptions(epochs_scale=SHARE))
+    one = plan(planning.find_experiment(name), "stated", RunOptions(epochs_scale=SHARE))
     together, alone = 0.0, 0.0
     with stacked.one_thread():
         for settings in one.arms.values():  # the first optimizer and the first step of a process load code
@@ -45,7 +45,7 @@ def _speedup(name: str, bar: float) -> Figure:
         for turn in range(ROUNDS):
             for settings in one.arms.values():
                 job = TrainingJob(settings, one.seed, tuple(range(one.runs)))
-                together += _timed(stacked.train, job)
+                together += _timed(stacked.train_runs, job)
                 alone += _timed(train_alone, settings, one.seed, turn) * one.runs
     ratio = alone / together
     arms = len(one.arms)
@@ -66,7 +66,7 @@ def _timed(work: Callable[..., object], *arguments: object) -> float:
 def train_alone(settings: Settings, seed: int, run: int) -> list[float]:
     """One network in plain PyTorch: module, optimizer, cross_entropy; test error and training loss every epoch."""
     data = split_spirals(settings.data.train, settings.data.split_seed)
-    model: nn.Sequential = stacked.build(settings.network, run_seed(seed, run, "weights"))
+    model: nn.Sequential = stacked.build_small_network(settings.network, run_seed(seed, run, "weights"))
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.optimizer.lr)
     losses = []
     everything = torch.arange(settings.data.train)
@@ -113,7 +113,7 @@ def _total(store: Store) -> Figure:
 
 
 def _plans() -> list[Plan]:
-    found = [planning.find(name) for name in planning.GROUPS["spirals"]()]
+    found = [planning.find_experiment(name) for name in planning.GROUPS["spirals"]()]
     return [plan(one, recipe, RunOptions()) for one in found for recipe in one.recipes]
 
 

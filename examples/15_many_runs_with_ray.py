@@ -6,7 +6,7 @@ from sensli_lab.paper import runner, tables
 from sensli_lab.paper.planning import RunOptions, parse, plan
 from sensli_lab.paper.store import Store
 from sensli_lab.work.on_ray import ray_place
-from sensli_lab.work.pages import plain
+from sensli_lab.work.pages import terminal_table
 
 EXPERIMENT = {
     "name": "wide",
@@ -26,6 +26,6 @@ if __name__ == "__main__":
     one = plan(parse(EXPERIMENT, "this file"), "stated", RunOptions())
     store = Store(Path("results"))
     # ray_place("10.0.0.1:6379") would use a cluster; without an address, a Ray on this machine is started
-    computed = runner.run([one], store, place=ray_place())
+    computed = runner.run_plans([one], store, place=ray_place())
     print(f"{computed} of {len(one.arms)} arms computed, the others were stored already")
-    print(plain(tables.measured(one, store.load_all(one))))
+    print(terminal_table(tables.measured_table(one, store.load_all(one))))

@@ -20,7 +20,7 @@ from sensli.surgery.history import History
 from sensli.text.files import check_writable, replacing
 from sensli.text.records import dumps as strict_json
 from sensli.text.tables import text_table
-from sensli_lab.compare.task import plain
+from sensli_lab.compare.task import plain_network
 from sensli_lab.paper import datasets
 
 WIDTH, HIDDEN, EPOCHS, LOOKS, RATE, TAU = 10, 2, 1000, (150, 300, 450), 0.1, 1.0
@@ -46,11 +46,11 @@ class Arm:
         self.film = Film(self.name)
 
 
-def network(hidden: int, seed: int) -> nn.Sequential:
+def build_network(hidden: int, seed: int) -> nn.Sequential:
     """A ReLU network with so many hidden layers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return plain(datasets.FEATURES, WIDTH, hidden, datasets.CLASSES)
+        return plain_network(datasets.FEATURES, WIDTH, hidden, datasets.CLASSES)
 
 
 def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
@@ -61,7 +61,7 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
         check_writable(path)
     data = datasets.split_spirals()
     x, y, x_test, y_test = data.train_x, data.train_y, data.test_x, data.test_y
-    baseline, grown = Arm("baseline", network(HIDDEN, seed)), Arm("grown", network(HIDDEN, seed), LOOKS)
+    baseline, grown = Arm("baseline", build_network(HIDDEN, seed)), Arm("grown", build_network(HIDDEN, seed), LOOKS)
     if not as_json:
         print(
             f"Two spirals, {len(x)} points. The growing network starts with {HIDDEN} hidden layers of {WIDTH} units; its sites now:"
@@ -74,7 +74,7 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
             _train(baseline, x, y, reach, 0, quiet=as_json)
             _train(grown, x, y, reach, EPOCHS, quiet=as_json)
             # from the start as large as the grown one became: a look may have inserted nothing
-            extended = Arm("extended", network(HIDDEN + len(grown.history), seed))
+            extended = Arm("extended", build_network(HIDDEN + len(grown.history), seed))
             _train(extended, x, y, reach, 2 * EPOCHS, quiet=as_json)
     finally:
         torch.set_num_threads(threads)

@@ -438,7 +438,7 @@ class Trap:
 def test_loading_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(storage, "check_plain", lambda value, place: value)  # a file of somebody who means harm
-        storage.write(tmp_path / "a", {"extra": Trap()})
+        storage.write_checkpoint(tmp_path / "a", {"extra": Trap()})
     with pytest.raises(CheckpointError, match="could run code"):
         load_checkpoint(tmp_path / "a", make_model)
     assert RAN == []

@@ -131,7 +131,7 @@ def forge_checkpoint(run: tuple[Path, History], draw: random.Random) -> tuple[by
     if kind == "body":
         forged, told = damaged(body, draw)
         return sealed(forged), f"body {told}"
-    content, told = altered(storage.read(run[0]), draw, [*VALUES, Trap()])
+    content, told = altered(storage.read_checkpoint(run[0]), draw, [*VALUES, Trap()])
     return sealed(saved(content)), told
 
 

@@ -290,7 +290,7 @@ def test_random_states_of_older_checkpoints_and_of_other_devices_are_read() -> N
     random_state.restore({**kept, "sim": kept["sim"][0], "cuda": [torch.zeros(16, dtype=torch.uint8)]})  # as MPS had it
     assert same(states()[:2], [kept["torch"], kept["sim"][0]]) and not same(states(), [kept["torch"], *kept["sim"]])
     random_state.restore(kept)
-    assert same(states(), [kept["torch"], *kept["sim"]]) and random_state.same(kept, random_state.capture())
+    assert same(states(), [kept["torch"], *kept["sim"]]) and random_state.equal_states(kept, random_state.capture())
 
 
 def run_of(device: Any) -> tuple[Any, Any, Any]:

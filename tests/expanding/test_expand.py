@@ -21,7 +21,7 @@ from sensli import SensliError, expand, expansion, undo_expansion
 from sensli.cli.main import main
 from sensli.expanding import checking, expanding
 from sensli.expanding.expanding import choose_places
-from sensli.expanding.weights import INDEX, SINGLE, load, parse_size, read_weights
+from sensli.expanding.weights import INDEX, SINGLE, load_tensor, parse_size, read_weights
 
 pytestmark = pytest.mark.library
 
@@ -135,7 +135,7 @@ def test_fresh_blocks_are_identities_with_the_spread_of_their_neighbors(saved: P
     }
     name = "model.layers.2.mlp.up_proj.weight"
     assert first[name].digest() != third[name].digest()
-    new, like = load(first[name]).float(), load(first[name.replace("2", "1", 1)]).float()
+    new, like = load_tensor(first[name]).float(), load_tensor(first[name.replace("2", "1", 1)]).float()
     assert not torch.equal(new, like) and abs(float(new.std() / like.std()) - 1) < 0.05
     assert first["model.layers.2.self_attn.o_proj.weight"].is_zero()
 

@@ -14,7 +14,7 @@ from sensli.cli.inputs import loss_for
 from sensli.cli.main import main
 from sensli.errors import ExpansionError
 from sensli.expanding.expanding import expand, undo_expansion
-from sensli.expanding.placing import choose, importance_of_blocks, load_to_measure, merits_of_places
+from sensli.expanding.placing import importance_of_blocks, load_to_measure, merits_of_places, pick_places
 from sensli.expanding.record import expansion
 from sensli.expanding.sibling import read_description
 from sensli.expanding.weights import read_weights
@@ -130,12 +130,12 @@ def test_a_measurement_leaves_the_model_as_it_was(measured: Any) -> None:
 
 def test_the_best_places_are_taken_each_once() -> None:
     values = {-1: 3.0, 0: 1.0, 1: 5.0, 2: 1.0}
-    assert choose(values, 2, largest=True) == (-1, 1)
-    assert choose(values, 1, largest=False) == (0,)
-    assert choose(values, 3, largest=False) == (-1, 0, 2)
+    assert pick_places(values, 2, largest=True) == (-1, 1)
+    assert pick_places(values, 1, largest=False) == (0,)
+    assert pick_places(values, 3, largest=False) == (-1, 0, 2)
     for value in (float("nan"), float("inf")):
         with pytest.raises(ExpansionError, match="place 0 is not a finite number"):
-            choose({0: value, 1: 1.0}, 1, largest=True)
+            pick_places({0: value, 1: 1.0}, 1, largest=True)
 
 
 def test_the_least_important_block_is_copied_after_itself(folder: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from sensli import Grower, Rates, Trial, count_flops, find_sites, insert, replay
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing import looking as searching_module
 from sensli.growing.looking import Blind, Sizes, Threshold
-from sensli.growing.looking import trained as trained_only
+from sensli.growing.looking import trainable_sites as trained_only
 from sensli.growing.triggers import At, Every, Limit, Pays, Plateau, Trigger, TriggerContext
 from sensli.integrations.callback import LookFacts
 from sensli.surgery.record import Decision

@@ -28,7 +28,7 @@ class Trained:
 def train(settings: Settings, seed: int, run: int) -> Trained:
     dtype = getattr(torch, settings.dtype)
     data = datasets.split_spirals(settings.data.train, settings.data.split_seed, dtype)
-    model: nn.Sequential = stacked.build(settings.network, run_seed(seed, run, "weights"), dtype)
+    model: nn.Sequential = stacked.build_small_network(settings.network, run_seed(seed, run, "weights"), dtype)
     lr = settings.optimizer.lr
     log = Trained()
     for epoch in range(settings.epochs):

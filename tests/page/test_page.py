@@ -20,7 +20,7 @@ from sensli.checkpoint.checkpoint import save_checkpoint
 from sensli.cli.main import main
 from sensli.errors import HistoryError
 from sensli.page import page_data, read_history
-from sensli.page.data import resized_in, spent, with_rivals, words
+from sensli.page.data import resized_in, spent_flops, with_rivals, words
 from sensli.page.files import render
 from sensli.surgery.outline import Unit
 from sensli.surgery.record import Decision, SiteMerit, Tried, TriedArm
@@ -265,17 +265,17 @@ def test_a_resized_tensor_is_found_under_the_name_that_it_has_then() -> None:
 
 def test_flops_are_summed_where_they_are_known() -> None:
     history = grow(max_factor=None).history
-    cost, record = spent(history.record), history.record
+    cost, record = spent_flops(history.record), history.record
     assert cost is not None and [cost(call) for call in range(5)] == [0, 192, 384, 672, 960]
     assert page_data(history)["curves"][0]["flops"] == [192, 384, 672, 960]
     other = page_data(history, baseline=grow(trigger=triggers.At(9)).history)["curves"]
     assert [curve["flops"] for curve in other] == [[192, 384, 672, 960], [192, 384, 576, 768]]
     record.decisions[0] = replace(record.decisions[0], flops=None)  # older files do not say them
-    assert spent(record) is None and page_data(history)["curves"][0]["flops"] is None
+    assert spent_flops(record) is None and page_data(history)["curves"][0]["flops"] is None
     undone = grow().history
     undone.pop()
     assert page_data(undone)["curves"][0]["flops"] is None
-    assert spent(grow(tau=1e9).history.record) is None
+    assert spent_flops(grow(tau=1e9).history.record) is None
 
 
 def test_the_subtitle() -> None:

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_
 
 from sensli import Grower, History, Rates, find_sites, grow, load_checkpoint, replay, save_checkpoint, triggers, undo
 from sensli.errors import UnsupportedModel
-from sensli.modules.grown import grown
+from sensli.modules.grown import grown_modules
 from sensli.surgery.rewinding import rewind
 
 GENERATOR = torch.Generator().manual_seed(1)
@@ -110,7 +110,7 @@ def test_an_average_of_a_part_follows(options: dict[str, Any], inside: bool) -> 
     assert {name: value.shape for name, value in average.state_dict().items()} == {
         n: v.shape for n, v in before.items()
     }
-    assert not list(grown(average.module)) and type(average.module) is nn.Sequential
+    assert not list(grown_modules(average.module)) and type(average.module) is nn.Sequential
 
 
 class Body(nn.Module):
@@ -341,7 +341,7 @@ def test_what_cannot_follow_is_refused_before_anything_changes() -> None:
     site = find_sites(model, X[:2])[0]
     with pytest.raises(UnsupportedModel, match="'ema' of the model holds"):
         grow(model, site)
-    assert not list(grown(model))
+    assert not list(grown_modules(model))
 
 
 class Taught(Net):

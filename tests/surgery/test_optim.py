@@ -14,7 +14,7 @@ from torch.optim import Adagrad, AdamW, Muon, Optimizer
 
 from sensli.errors import OptimizerError
 from sensli.moves.sites import New
-from sensli.surgery.optimizers import as_optimizers, leave, plan_joining
+from sensli.surgery.optimizers import as_optimizers, leave_groups, plan_joining
 
 REFUSED = {torch.optim.LBFGS: "flat vector", torch.optim.SparseAdam: "sparse gradients"}
 OPTIMIZERS = [
@@ -199,7 +199,7 @@ def test_leaving_is_the_inverse_of_joining(cls: type[Optimizer], options: dict[s
     plan_joining(optimizers, newcomers).apply()
     assert sum(len(g["params"]) for each in optimizers for g in each.param_groups) == 8
     train(net, optimizers, range(3, 3 + steps_since))
-    leave(optimizers, [newcomer.parameter for newcomer in newcomers])
+    leave_groups(optimizers, [newcomer.parameter for newcomer in newcomers])
     if steps_since == 0:
         assert same(before, snapshot(optimizers))
     else:  # the state of the old ones has moved on, that of the removed ones is gone
@@ -244,7 +244,7 @@ def test_a_plan_changes_nothing() -> None:
 def test_without_an_optimizer_there_is_nothing_to_do() -> None:
     plan_joining(None, grow(Net())).apply()
     plan_joining([], grow(Net()), group=0).apply()
-    leave(None, [])
+    leave_groups(None, [])
 
 
 def decay_split(net: Net) -> AdamW:
@@ -277,14 +277,16 @@ def test_renames_reach_the_names_in_the_groups_and_leave_takes_them_back() -> No
     plan_joining(optimizer, newcomers, renames=renames).apply()
     assert optimizer.param_groups[0]["param_names"][:2] == ["last.weight", "first.weight"]
     assert optimizer.param_groups[0]["param_names"][2:] == ["branch.0.weight", "branch.2.weight"]
-    leave(optimizer, [newcomer.parameter for newcomer in newcomers], renames={new: old for old, new in renames.items()})
+    leave_groups(
+        optimizer, [newcomer.parameter for newcomer in newcomers], renames={new: old for old, new in renames.items()}
+    )
     assert same(before, snapshot(optimizer))
 
 
 def test_leaving_from_the_middle_keeps_names_and_parameters_together() -> None:
     net = Net()
     optimizer = AdamW(net.named_parameters())
-    leave(optimizer, [net.first.bias, nn.Parameter(torch.zeros(2))])
+    leave_groups(optimizer, [net.first.bias, nn.Parameter(torch.zeros(2))])
     group = optimizer.param_groups[0]
     assert group["param_names"] == ["first.weight", "last.weight", "last.bias"]
     assert all(p is q for p, q in zip(group["params"], [net.first.weight, *net.last.parameters()], strict=True))
@@ -297,7 +299,7 @@ def test_membership_is_identity_and_not_equality_of_values() -> None:
     plan_joining(optimizer, [New("new", new, (twins[1],))]).apply()
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2, 1]
     assert optimizer.param_groups[1]["params"][1] is new
-    leave(optimizer, [new])
+    leave_groups(optimizer, [new])
     assert [group["params"][0] is twin for group, twin in zip(optimizer.param_groups, twins, strict=True)] == [True] * 3
     with pytest.raises(OptimizerError, match="no group to join"):
         plan_joining(optimizer, [New("new", new, (nn.Parameter(torch.ones(2, 2)),))])
@@ -389,7 +391,7 @@ def broken_plans() -> dict[str, tuple[Callable[[Net, AdamW], Any], str]]:
             "optimizer must be .*, got 'adam'",
         ),
         "a model for an optimizer": (
-            lambda net, opt: leave([opt, net], [net.first.weight]),
+            lambda net, opt: leave_groups([opt, net], [net.first.weight]),
             "optimizer must be .*, got a Net",
         ),
     }
@@ -449,7 +451,7 @@ def test_two_growths_and_their_undoing_in_turn() -> None:
     middle = snapshot(optimizer)
     second = [New(f"again.{n.name}", nn.Parameter(n.parameter.detach().clone()), (n.parameter,)) for n in first]
     plan_joining(optimizer, second).apply()
-    leave(optimizer, [newcomer.parameter for newcomer in second])
+    leave_groups(optimizer, [newcomer.parameter for newcomer in second])
     assert same(middle, snapshot(optimizer))
-    leave(optimizer, [newcomer.parameter for newcomer in first])
+    leave_groups(optimizer, [newcomer.parameter for newcomer in first])
     assert same(start, snapshot(optimizer))

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import (
 from schedules import AT, EACH, KINDS, SCHEDULERS, STEPS, Make, rates, state, step
 from sensli.errors import OptimizerError
 from sensli.moves.sites import New
-from sensli.surgery.optimizers import leave, plan_joining
+from sensli.surgery.optimizers import leave_groups, plan_joining
 from sensli.surgery.rates import RateScaling, plan_rate_scaling
 
 
@@ -58,7 +58,7 @@ def test_a_schedule_goes_on_as_without_growth(make: Make, kind: Callable[..., Op
     new = [New(f"new{i}", nn.Parameter(p.detach().clone()), (p,)) for i, p in enumerate(parameters)]
     plan_joining(grown, new).apply()
     found += [step(grown, scheduler) for _ in range(AT, STEPS - 5)]
-    leave(grown, [newcomer.parameter for newcomer in new])
+    leave_groups(grown, [newcomer.parameter for newcomer in new])
     found += [step(grown, scheduler) for _ in range(5)]
     assert found == expected
     assert scheduler.get_last_lr() == expected[-1]

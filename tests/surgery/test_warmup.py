@@ -36,7 +36,7 @@ from sensli import (
 )
 from sensli.errors import CheckpointError, OptimizerError
 from sensli.moves.stacking import find_stacks
-from sensli.surgery.optimizers import WARMING, is_copy, unwrapped
+from sensli.surgery.optimizers import WARMING, is_copy, unwrap_optimizer
 
 STEPS = 5  # of a warm-up
 X, Y = points(8), labels(8)
@@ -104,14 +104,14 @@ def noted(optimizer: Any) -> list[dict[str, Any]]:
     """What is left of a warm-up in the states."""
     return [
         state
-        for state in unwrapped(optimizer).state.values()
+        for state in unwrap_optimizer(optimizer).state.values()
         if isinstance(state, dict) and state.keys() & set(WARMING)
     ]
 
 
 def hooks(optimizer: Any) -> int:
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks")
-    return sum(len(getattr(unwrapped(optimizer), name)) for name in names)
+    return sum(len(getattr(unwrap_optimizer(optimizer), name)) for name in names)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -209,7 +209,7 @@ def test_copies_of_new_entries_stay_with_them(kind: str) -> None:
         optimizer = KEEPING_COPIES[kind](model.parameters())
         train(model, optimizer, 3)
         grow(model, units(model), optimizer=optimizer, warmup=warmup)
-        weight, inner = model.get_parameter("0.weight"), unwrapped(optimizer)
+        weight, inner = model.get_parameter("0.weight"), unwrap_optimizer(optimizer)
 
         def values(weight: Any = weight, inner: Any = inner) -> dict[str, Tensor]:
             copies = {key: value for key, value in inner.state[weight].items() if is_copy(inner, key)}

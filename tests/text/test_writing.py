@@ -28,7 +28,7 @@ from sensli.surgery.record import Decision, Record
 from sensli.text.commands import TRAINER_FILE
 from sensli.text.files import ABANDONED, check_writable, replacing, write_bytes
 from sensli_lab.errors import StoreError
-from sensli_lab.work.store import write_json, write_tensors
+from sensli_lab.work.store import write_json, write_results
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs signals, links and modes of POSIX")
 
@@ -159,9 +159,9 @@ def write_each(size: int) -> list[tuple[str, Any, type[Exception]]]:
         ("a.ckpt", lambda path: save_checkpoint(path, make_model(), extra=numbers), CheckpointError),
         ("history.json", history.save, HistoryError),
         ("page.html", lambda path: write_page(path, page_data(history)), SensliError),
-        ("runs.pt", lambda path: write_tensors(path, {"numbers": numbers}), StoreError),
+        ("runs.pt", lambda path: write_results(path, {"numbers": numbers}), StoreError),
         ("runs.json", lambda path: write_json(path, {"text": text}), StoreError),
-        (TRAINER_FILE, lambda path: transformers.write_folder(path.parent, {"grower": text}), CheckpointError),
+        (TRAINER_FILE, lambda path: transformers.write_growth_file(path.parent, {"grower": text}), CheckpointError),
         ("bench.json", lambda path: write_bytes(path, text.encode()), SensliError),
     ]
 

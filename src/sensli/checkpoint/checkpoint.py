@@ -19,9 +19,9 @@ from sensli.checkpoint import storage
 from sensli.checkpoint.states import (
     follow_groups,
     frozen_in,
-    load_model,
     load_optimizer,
     load_scheduler,
+    load_weights,
     loading,
     pair_saved,
     saved_optimizer,
@@ -184,7 +184,7 @@ def save_checkpoint(
         if together.sharded:
             storage.write_shards(path, content, together)
         elif together.rank == 0:
-            storage.write(path, content)
+            storage.write_checkpoint(path, content)
         together.agree()
 
 
@@ -236,13 +236,13 @@ def load_checkpoint(
                     checks.factory(name, factory, returns)
             checks.flag("random", random)
 
-            content = storage.read(path)
+            content = storage.read_checkpoint(path)
             check_parts(content, path)
             storage.check_files(path, content, together)
             history = History.from_dict(content["history"])
             model: Any = checks.model("what make_model() returns", make_model())
             network = bare(replay(model, history))
-            load_model(network, content, path)
+            load_weights(network, content, path)
             together.agree_on(numbered("growth", (growth.name for growth in history)), last=False)
             if wrap is not None:
                 model = wrap(model)

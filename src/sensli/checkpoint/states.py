@@ -19,10 +19,10 @@ from sensli.errors import CheckpointError, brief
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.running import distributed_like, empty_like, let_memory_through
 from sensli.modules.wrappers import own_parameters
-from sensli.surgery.history import Growth, names_of_today
-from sensli.surgery.optimizers import as_list, as_optimizers, states_of, unwrapped
+from sensli.surgery.history import Growth, current_names
+from sensli.surgery.optimizers import as_list, as_optimizers, states_of, unwrap_optimizer
 from sensli.surgery.rates import GROUP_RATES, as_schedulers, keep_groups
-from sensli.surgery.warmup import watch
+from sensli.surgery.warmup import watch_steps
 
 # ---- Whether a saved state fits the optimizer or scheduler that it is loaded into, asked before anything is loaded.
 #
@@ -186,7 +186,7 @@ def loading(what: str) -> Iterator[None]:
         ) from error
 
 
-def load_model(network: nn.Module, content: Mapping[str, Any], path: Any) -> None:
+def load_weights(network: nn.Module, content: Mapping[str, Any], path: Any) -> None:
     """Weights, modes and what is frozen; what lies in shards comes later."""
     evaluating, frozen = set(content["evaluating"]), set(content["frozen"])
     modules, parameters = dict(network.named_modules()), dict(network.named_parameters())
@@ -311,7 +311,7 @@ def follow_groups(
     these go. Layers with a separate rate (`own_rate`) get theirs.
     """
     trains = {id(p) for p in own_parameters(network)}  # averages in the model have new layers too, by other names
-    new = {*names_of_today(history), *(name for name, p in network.named_parameters() if id(p) not in trains)}
+    new = {*current_names(history), *(name for name, p in network.named_parameters() if id(p) not in trains)}
     own = {place for growth in history if growth.own_rate is not None for place in growth.own_rate.groups}
     for number, (each, saved) in enumerate(zip(as_optimizers(optimizer), names, strict=False)):
         _drop_new(each, scheduler, [set(its) for i, its in enumerate(saved) if (number, i) not in own], new, network)
@@ -376,7 +376,7 @@ def arrange(optimizer: Optimizer, names: Sequence[Sequence[str]], network: nn.Mo
 
 def saved_optimizer(given: Any, network: nn.Module) -> dict[str, Any]:
     """The state of an optimizer by the names of its parameters, with what a wrapper around it (a Lookahead) keeps of them itself."""
-    optimizer = unwrapped(given)
+    optimizer = unwrap_optimizer(given)
     ordered, state = _ordered(optimizer), optimizer.state_dict()
     around = states_of(given)[:-1]
     if any(states for _, states in around):
@@ -391,7 +391,7 @@ def saved_optimizer(given: Any, network: nn.Module) -> dict[str, Any]:
 
 def load_optimizer(given: Any, saved: Mapping[str, Any], network: nn.Module, weights: Mapping[str, Any]) -> None:
     """Load the state of an optimizer by the names of its parameters; ``weights`` are the saved ones."""
-    optimizer = unwrapped(given)
+    optimizer = unwrap_optimizer(given)
     arrange(optimizer, saved["names"], network)
     ordered = _ordered(optimizer)
     state, around = _split_wrapped(saved["state"])
@@ -404,7 +404,7 @@ def load_optimizer(given: Any, saved: Mapping[str, Any], network: nn.Module, wei
                     its[key] = distributed_like(value, ordered[index])
         made = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
-        watch(optimizer)
+        watch_steps(optimizer)
         for group, known in zip(optimizer.param_groups, made, strict=True):
             if known.keys() - group.keys():
                 raise KeyError(*sorted(known.keys() - group.keys()))

@@ -72,7 +72,7 @@ class Unusable(Exception):
         self.remedy = remedy
 
 
-def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+def write_checkpoint(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """Write a checkpoint: a kill at any moment leaves the old or the new one."""
     content = {name: check_plain(value, name) for name, value in content.items()}
     write_tensors(path, content, MAGIC, CheckpointError)
@@ -100,8 +100,8 @@ def write_tensors(
     return body.digest.hexdigest()
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read and check a file that `write` made, or the one in a folder. Tensors come back on the CPU."""
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check a file that `write_checkpoint` made, or the one in a folder. Tensors come back on the CPU."""
     try:
         if os.path.isdir(path):
             path = os.path.join(path, FILE)
@@ -274,7 +274,7 @@ def write_shards(path: str | os.PathLike[str], content: Mapping[str, Any], toget
                 "index": index,
             }
             earlier = _earlier(target)
-            write(target / FILE, plain)
+            write_checkpoint(target / FILE, plain)
             _sweep(target, folder, earlier)
     except BaseException as error:
         if together.rank == 0 and _earlier(target) != folder.name:
@@ -313,7 +313,7 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], together: Together) 
 def _earlier(target: Path) -> str | None:
     """The folder of shards that the checkpoint at this place uses now."""
     with suppress(CheckpointError, KeyError, TypeError):
-        return str(read(target / FILE)["shards"]["folder"])
+        return str(read_checkpoint(target / FILE)["shards"]["folder"])
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 
-def leave(*_: object) -> None:
+def end_process(*_: object) -> None:
     """End the process with one line: an import that is cut off anywhere leaves tracebacks, or modules by half."""
     os.write(2, b"Interrupted.\n")
     os._exit(130)
@@ -18,7 +18,7 @@ def leave(*_: object) -> None:
 try:
     import signal
 except KeyboardInterrupt:
-    leave()
+    end_process()
 
 
 class LeavingAtOnce:
@@ -26,7 +26,7 @@ class LeavingAtOnce:
 
     def __enter__(self) -> None:
         try:
-            self.before = signal.signal(signal.SIGINT, leave)
+            self.before = signal.signal(signal.SIGINT, end_process)
         except ValueError:  # not in the main thread, which alone gets signals
             self.before = None
 

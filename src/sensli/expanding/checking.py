@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import ExpansionError
-from sensli.expanding.sibling import Described, save
+from sensli.expanding.sibling import Described, save_sibling
 from sensli.expanding.weights import Content, Stored, Zeros, read_weights, write_weights
 from sensli.modules.running import tensors as tensors_in
 from sensli.modules.siblings import Sibling, example_for
@@ -93,7 +93,7 @@ def _looks(blocks: list[nn.Module]) -> list[object]:
     ]
 
 
-def check_files(part: Path, arranged: Mapping[str, Content]) -> str:
+def check_written(part: Path, arranged: Mapping[str, Content]) -> str:
     """Read again what was written: every old tensor has its bytes, every map that must be zero is zero."""
     found = read_weights(part)
     if found.keys() != arranged.keys():
@@ -180,7 +180,7 @@ def _expand_sibling(sibling: Sibling, planned: ExpansionPlan, before: Path, afte
     from sensli.expanding.expanding import plan_expansion, set_fields
 
     model, stack = sibling.model, planned.stack
-    tensors = save(model, before)
+    tensors = save_sibling(model, before)
     described = Described(before, model.config, type(model))
     path = stack.rule.path if stack else None
     places = (0, len(list(model.get_submodule(path).children())) - 1) if path else "even"

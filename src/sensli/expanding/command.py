@@ -62,10 +62,10 @@ def add_parser(commands: Any) -> None:
     add("--undo", metavar="DIR", type=Path, help="write a model without the blocks that were added to it")
     add("--force", action="store_true", help="with --undo: although the old weights were trained since")
     add("--json", action="store_true", help="print what was done as JSON, and nothing else")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_expand)
 
 
-def run(args: argparse.Namespace) -> None:
+def run_expand(args: argparse.Namespace) -> None:
     """Expand, or undo, and say what came of it."""
     from sensli.expanding.expanding import expand, undo_expansion
     from sensli.expanding.placing import placing_lines

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from sensli.errors import ExpansionError
-from sensli.expanding.checking import check_blocks, check_example, check_files, check_function, free_memory
+from sensli.expanding.checking import check_blocks, check_example, check_function, check_written, free_memory
 from sensli.expanding.moments import check_optimizer, move_optimizer
 from sensli.expanding.placing import BEFORE_ALL, Measurement, measurement_for, placing_lines
 from sensli.expanding.record import RECORD, ExpansionRecord, expansion
-from sensli.expanding.sibling import BlockRule, Described, find_rules, generic, make_sibling, read_description
+from sensli.expanding.sibling import BlockRule, Described, find_rules, generic_name, make_sibling, read_description
 from sensli.expanding.units import Lengthening, UnitPlan, find_unit_rules, plan_units
 from sensli.expanding.weights import (
     Content,
@@ -134,7 +134,7 @@ class StackPlan:
         if self.rule.is_zero(rest):
             return Zeros(tensor.dtype, tensor.shape)
         if start == "fresh" and len(tensor.shape) > 1:  # norms and biases stay copies
-            return Drawn(tensor.dtype, tensor.shape, stored(tensor), seed_of(name, seed))
+            return Drawn(tensor.dtype, tensor.shape, source_of(tensor), seed_of(name, seed))
         return tensor
 
     def old_name(self, name: str) -> str | None:
@@ -152,7 +152,7 @@ class StackPlan:
         return counts | {name: [each[source] for source, _ in self.order] for name, each in lists.items()}
 
 
-def stored(tensor: Content) -> Stored:
+def source_of(tensor: Content) -> Stored:
     """The tensor in a file that a content is made of."""
     found = tensor if isinstance(tensor, Stored) else getattr(tensor, "source")  # noqa: B009
     assert isinstance(found, Stored)
@@ -187,14 +187,14 @@ def plan_blocks(
             f"{rule.stack!r}. Load the model with from_pretrained and save_pretrained it again."
         )
     parts: dict[int, set[str]] = {}
-    known = {generic(name) for kind in rule.kinds for name in kind}
+    known = {generic_name(name) for kind in rule.kinds for name in kind}
     ignored = [re.compile(each) for each in described.model_class._keys_to_ignore_on_load_unexpected or ()]
     for name in tensors:
         match = re.match(rf"{re.escape(start)}(\d+)\.(.+)", name)
         if match:
             own = parts.setdefault(int(match[1]), set())
             # Buffers of older versions, which nobody reads, are copied along.
-            if generic(match[2]) in known or not any(each.search(name) for each in ignored):
+            if generic_name(match[2]) in known or not any(each.search(name) for each in ignored):
                 own.add(match[2])
     count, full = len(parts), described.config.to_dict()
     if parts.keys() != set(range(count)) or any(get_field(full, name) != count for name in rule.counts):
@@ -205,7 +205,7 @@ def plan_blocks(
         )
     copied = [number for number in range(count) if rule.fits(parts[number])]
     if not copied:
-        other = sorted({generic(name) for name in parts[0]} ^ known)[0]
+        other = sorted({generic_name(name) for name in parts[0]} ^ known)[0]
         raise ExpansionError(
             f"the blocks of {described.folder} are not those of a {described.model_class.__name__}: they differ by the tensor {other}. "
             "Load the model with from_pretrained and save_pretrained it again."
@@ -338,7 +338,7 @@ def copy_beside(source: Path, target: Path) -> None:
             shutil.copy2(path, target / path.name)
 
 
-def write_folder(
+def write_model(
     source: Path, target: Path, tensors: Mapping[str, Content], config: Mapping[str, Any], most: int,
     progress: Progress | None, hashes: dict[str, str] | None = None,
 ) -> None:  # fmt: skip
@@ -414,7 +414,7 @@ def expand(
     if blocks is not None:
         blocks = checks.whole("blocks", blocks, 8, error=ExpansionError)
     if units is not None:
-        units = check_units(units)
+        units = check_added_units(units)
     check_target(target)
     measurement = measurement_for(place, blocks, text, batch, stream=stream)
     described = read_description(source, trust_remote_code=trust_remote_code)
@@ -439,8 +439,8 @@ def expand(
             beside += check_optimizer(Path(optimizer))
         with writing_to(target, total + beside + 2**20) as part:
             hashes: dict[str, str] = {}
-            write_folder(source, part, arranged, config, most, progress, hashes)
-            checked = [check_files(part, arranged)]
+            write_model(source, part, arranged, config, most, progress, hashes)
+            checked = [check_written(part, arranged)]
             if check != "none" and not (planned.stack and start == "copy"):
                 checked.append(check_function(described, sibling, planned, part, example, stream=not loads))
             moved = None
@@ -486,7 +486,7 @@ def expand(
     return expansion(target)
 
 
-def check_units(units: int | float) -> int | float:
+def check_added_units(units: int | float) -> int | float:
     """A number of units of at least 1, or a share."""
     what = "a whole number of at least 1 (for example 64) or a share between 0 and 1 (for example 0.25)"
     found = checks.number("units", units, what, error=ExpansionError)
@@ -568,7 +568,7 @@ def undo_expansion(
     config = json.loads((source / "config.json").read_text())
     config = set_fields(config, {name: value for name, (value, _) in data["fields"].items()})
     with writing_to(target, sum(tensor.size for tensor in old.values()) + 2**20) as part:
-        write_folder(source, part, old, config, most, progress)
+        write_model(source, part, old, config, most, progress)
         if data["earlier"] is not None:
             (part / RECORD).write_text(strict_json(data["earlier"], indent=1) + "\n")
         card = source / "README.md"

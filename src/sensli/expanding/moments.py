@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sensli.errors import ExpansionError
 from sensli.expanding.checking import build_empty
 from sensli.expanding.sibling import Described
-from sensli.expanding.weights import load, read_weights
+from sensli.expanding.weights import load_tensor, read_weights
 
 if TYPE_CHECKING:
     from sensli.expanding.expanding import ExpansionPlan
@@ -226,7 +226,7 @@ def _moved_values(values: Mapping[str, Any], part: Path, moves: Moves) -> Iterat
                 file = next(
                     each for each in weights if each == name or name.endswith(f".{each}") or each.endswith(f".{name}")
                 )
-                yield own, load(weights[file]).to(value.dtype)
+                yield own, load_tensor(weights[file]).to(value.dtype)
             else:
                 moved = moves.stretch(name, value)
                 yield own, torch.zeros_like(moved) if new else moved

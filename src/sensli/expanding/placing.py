@@ -130,10 +130,10 @@ class Measurement:
         loss_fn = loss_for(batches)
         if self.by == "merit":
             values = merits_of_places(model, stack, batches, loss_fn)
-            places = choose(values, self.blocks, largest=True)
+            places = pick_places(values, self.blocks, largest=True)
         else:
             values = importance_of_blocks(model, stack, batches, loss_fn)
-            places = choose({number: values[number] for number in copied}, self.blocks, largest=False)
+            places = pick_places({number: values[number] for number in copied}, self.blocks, largest=False)
         self.found = MeasuredPlaces(self.by, file.name, len(batches), sum(map(_samples, batches)), values, places)
         return list(places)
 
@@ -146,7 +146,7 @@ def load_to_measure(described: Described) -> Any:
     return model.float() if model.dtype in (torch.float16, torch.bfloat16) and room else model
 
 
-def choose(values: Mapping[int, float], blocks: int, *, largest: bool) -> tuple[int, ...]:
+def pick_places(values: Mapping[int, float], blocks: int, *, largest: bool) -> tuple[int, ...]:
     """The places with the largest or the smallest values, each once; of equal ones the first."""
     if blocks > len(values):
         raise ExpansionError(

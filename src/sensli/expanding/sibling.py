@@ -106,7 +106,7 @@ class BlockRule:
 
     def fits(self, names: set[str]) -> bool:
         """Whether a block with tensors of these names can be copied; numbers inside of them, as of experts, may be others."""
-        return {generic(name) for name in names} in [{generic(name) for name in kind} for kind in self.kinds]
+        return {generic_name(name) for name in names} in [{generic_name(name) for name in kind} for kind in self.kinds]
 
     def is_zero(self, name: str) -> bool:
         """Whether the tensor of this name is zero in a new block."""
@@ -114,14 +114,14 @@ class BlockRule:
         if name in known:
             return name in self.zero
         alike = {
-            other in self.zero for other in known if generic(other) == generic(name)
+            other in self.zero for other in known if generic_name(other) == generic_name(name)
         }  # more experts than a sibling has
         if len(alike) != 1:
             raise ExpansionError(f"it is not known whether {name} must be zero in a new block.")
         return alike.pop()
 
 
-def generic(name: str) -> str:
+def generic_name(name: str) -> str:
     """The name of a tensor in a block with ``*`` for every number in it."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
@@ -159,11 +159,11 @@ def _rule_of(model: Any, path: str, sites: list[Site]) -> BlockRule:
     changed: dict[str, Any] = {}
     prefix = ""
     with tempfile.TemporaryDirectory() as folder:
-        before = save(model, Path(folder) / "before")
+        before = save_sibling(model, Path(folder) / "before")
         for number, site in enumerate(sites):
             grown = copy.deepcopy(model)
             growth = grow(grown, site.in_model(grown))
-            after = save(grown, Path(folder) / f"after{number}")
+            after = save_sibling(grown, Path(folder) / f"after{number}")
             prefix = prefix or _prefix(before, after)
             start = f"{prefix}{growth.name.rpartition('.')[2]}."
             own = {name.removeprefix(start): each for name, each in after.items() if name.startswith(start)}
@@ -202,7 +202,7 @@ def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any], inside: 
             yield f"{inside}{name}", value
 
 
-def save(model: Any, folder: Path) -> dict[str, Stored]:
+def save_sibling(model: Any, folder: Path) -> dict[str, Stored]:
     """Write a small model; returns its tensors."""
     model.save_pretrained(folder)
     return read_weights(folder)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from sensli.errors import ExpansionError, SensliError
-from sensli.expanding.sibling import Described, changed_fields, generic, save
-from sensli.expanding.weights import Content, Drawn, Longer, Shorter, Stored, Zeros, load, seed_of
+from sensli.expanding.sibling import Described, changed_fields, generic_name, save_sibling
+from sensli.expanding.weights import Content, Drawn, Longer, Shorter, Stored, Zeros, load_tensor, seed_of
 from sensli.modules.siblings import Sibling
 from sensli.moves.finding import find_sites
 from sensli.moves.width.width import Width
@@ -68,12 +68,12 @@ def find_unit_rules(described: Described, sibling: Sibling) -> list[UnitRule]:
         raise ExpansionError(f"no units can be added to a {name}: {error}") from error
     rules = []
     with tempfile.TemporaryDirectory() as folder:
-        before = save(model, Path(folder) / "before")
+        before = save_sibling(model, Path(folder) / "before")
         for number, site in enumerate(sites):
             if isinstance(site.move, Width) and site.move.blocks and not site.move.heads:
                 grown = copy.deepcopy(model)
                 grow(grown, site.in_model(grown))
-                after = save(grown, Path(folder) / f"after{number}")
+                after = save_sibling(grown, Path(folder) / f"after{number}")
                 changed = dict(changed_fields(model.config.to_dict(), grown.config.to_dict()))
                 rules.append(UnitRule(dict(_lengthenings(before, after)), tuple(changed)))
     if not rules:
@@ -91,11 +91,13 @@ def _lengthenings(before: Mapping[str, Stored], after: Mapping[str, Stored]) -> 
         if not axes:
             continue
         parts = (longer.shape[axes[0]] - tensor.shape[axes[0]]) // _MORE
-        old, new = load(tensor), load(longer)
+        old, new = load_tensor(tensor), load_tensor(longer)
         pieces = [piece.split((piece.shape[axes[0]] - _MORE, _MORE), axes[0]) for piece in new.chunk(parts, axes[0])]
         if len(axes) > 1 or not torch.equal(torch.cat([piece[0] for piece in pieces], axes[0]), old):
-            raise ExpansionError(f"{generic(name)} gets its new units at places that are not known for other widths.")
-        yield generic(name), Lengthening(axes[0], parts, not any(bool(piece[1].any()) for piece in pieces))
+            raise ExpansionError(
+                f"{generic_name(name)} gets its new units at places that are not known for other widths."
+            )
+        yield generic_name(name), Lengthening(axes[0], parts, not any(bool(piece[1].any()) for piece in pieces))
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,13 @@ def plan_units(
     """Bind what was found on a sibling to the tensors of the folder. ``units``: a number, or a share of those that are there."""
     longer: dict[str, Lengthening] = {}
     fields: dict[str, int] = {}
-    named = {generic(name): name for name in tensors}
+    named = {generic_name(name): name for name in tensors}
     for rule in rules:
         # A model and its base are saved with and without the name of the base.
         short = {name.partition(".")[2]: each for name, each in rule.longer.items()}
         known = rule.longer if any(name in named for name in rule.longer) else short
-        own = {name: known[generic(name)] for name in tensors if generic(name) in known}
-        if {generic(name) for name in own} != set(known):
+        own = {name: known[generic_name(name)] for name in tensors if generic_name(name) in known}
+        if {generic_name(name) for name in own} != set(known):
             raise ExpansionError(
                 f"the tensors of {described.folder} are called differently than those of a {described.model_class.__name__}. Load the "
                 "model with from_pretrained and save_pretrained it again."

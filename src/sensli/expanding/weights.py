@@ -175,7 +175,7 @@ def as_bytes(tensor: Tensor) -> bytes:
     return found
 
 
-def load(tensor: Stored) -> Tensor:
+def load_tensor(tensor: Stored) -> Tensor:
     """A tensor of numbers, in memory."""
     values = bytearray(b"".join(tensor.pieces()))
     return torch.frombuffer(values, dtype=_FLOATS[tensor.dtype]).view(tensor.shape)

@@ -12,16 +12,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sensli.errors import MeasurementError
-from sensli.growing.looking import RememberedSites, trained
+from sensli.growing.looking import RememberedSites, trainable_sites
 from sensli.growing.options import Options
-from sensli.growing.uniform import after, parts_of
+from sensli.growing.uniform import parts_of, site_after
 from sensli.merits.catching import LossFunction, scalar_loss, split
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit
 from sensli.modules import random_state
 from sensli.modules.engines.all_or_nothing import AllOrNothing, Kept
 from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.grown import grown
+from sensli.modules.grown import grown_modules
 from sensli.modules.running import count_samples, device_of, first_samples, run, to_device, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.dead import Recycle
@@ -76,7 +76,7 @@ class Followers:
         with AllOrNothing() as change:
             self.keep(change, model, history)
             for part in parts_of(merit):
-                site = after(part.site, [growth.site for growth in grown]) if grown else part.site
+                site = site_after(part.site, [growth.site for growth in grown]) if grown else part.site
                 growth = grow(
                     model, site, optimizer=self.optimizer, scheduler=self.scheduler,
                     lr_factor=rates.lr_factor if first and not grown else 1.0,
@@ -137,7 +137,7 @@ class Recycling:
     ) -> int:
         """Recycle the units that are zero on all batches; how many they were. ``inside``: only in the layers of these growths."""
         network = bare(model)
-        widths = trained(network, self._search.sites(model, example), self._followers.optimizer, None)
+        widths = trainable_sites(network, self._search.sites(model, example), self._followers.optimizer, None)
         kept = list(widths) if inside is None else _made_by(network, widths, inside)
         together.agree_on(numbered("width", kept), last=False)
         if not kept:
@@ -148,7 +148,7 @@ class Recycling:
         return sum(len(site.move.which) for site in found.sites if isinstance(site.move, Recycle))
 
 
-def reusable(batches: Iterable[Any]) -> Iterable[Any]:
+def reusable_batches(batches: Iterable[Any]) -> Iterable[Any]:
     """Batches that can be taken more than once."""
     return list(batches) if hasattr(batches, "__next__") else batches
 
@@ -170,7 +170,7 @@ def first_input(model: nn.Module, batches: Iterable[Any]) -> tuple[Any, Iterable
 
 def _made_by(network: nn.Module, widths: Iterable[Site], numbers: Collection[int]) -> list[Site]:
     """The widths whose units a layer of these growths makes."""
-    layers = [path for number, path, _ in grown(network) if number in numbers]
+    layers = [path for number, path, _ in grown_modules(network) if number in numbers]
     return [
         site
         for site in widths

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sensli.errors import BadExample, HistoryError, MeasurementError, MovedSite, SensliError, ZeroMerits
-from sensli.growing.following import Followers, Recycling, first_input, loss_of_some, reusable
+from sensli.growing.following import Followers, Recycling, first_input, loss_of_some, reusable_batches
 from sensli.growing.looking import Room, Sizes, proposed
 from sensli.growing.options import ON_BLOCKS, Log, Options, Rates, StrategyOptions, Trial, leaves_open, tell
 from sensli.growing.price import CheckPrice
@@ -32,18 +32,18 @@ from sensli.merits.probe import check_scaler
 from sensli.modules import checks
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.grown import grown
+from sensli.modules.grown import grown_modules
 from sensli.modules.running import without_inference_mode
 from sensli.modules.wrappers import bare, is_sharded, own_parameters
 from sensli.moves.sites import Site, Sites, check_where
 from sensli.moves.stacking import find_stacks
 from sensli.surgery.averaging import Averaged
-from sensli.surgery.history import Growth, History, names_of_today
+from sensli.surgery.history import Growth, History, current_names
 from sensli.surgery.optimizers import Optimizers
 from sensli.surgery.outline import outline
 from sensli.surgery.rates import Schedulers
 from sensli.surgery.record import Decision, Record, Tried
-from sensli.surgery.warmup import watch, watch_loaded
+from sensli.surgery.warmup import watch_loaded, watch_steps
 from sensli.text.commands import UNMEASURED
 from sensli.text.tables import short_number
 
@@ -101,7 +101,7 @@ def keep(
     if look is not None:
         record.decisions.append(look)
         if look.growths or look.parameters != record.drawn_parameters:  # or whoever undid a growth meanwhile
-            draw(record, call, network)
+            keep_drawing(record, call, network)
         tell(options.log, look)
         if hint := hint_of(record.decisions, options):
             warnings.warn(hint, stacklevel=4)  # at the call of `step`
@@ -136,7 +136,7 @@ def hint_of(looks: Sequence[Decision], options: Options) -> str:
     return f"{options.step_name} {last.call}: {MANY} checks in a row have grown nothing. The last: {last.reason}. {advice}."
 
 
-def draw(record: Record, call: int, network: nn.Module) -> None:
+def keep_drawing(record: Record, call: int, network: nn.Module) -> None:
     """Keep a drawing of the model for the page. One that fails warns: nothing depends on it but the page."""
     try:
         record.draw(call, outline(network))
@@ -190,7 +190,7 @@ class Call:
     def run(self, batches: Batches, loss_fn: LossFunction | None) -> Looked | None:
         """What the look came to, or None if the trigger did not fire; recorded either way."""
         if not self.history.record:
-            draw(self.history.record, 0, bare(self.model))
+            keep_drawing(self.history.record, 0, bare(self.model))
         fires = bool(self.options.trigger.fires(self._context))
         self.together.agree_on({"whether the trigger fires": fires}, last=not fires)
         waited, most = self.price.skipped, self._affordable(batches) if fires else None
@@ -233,7 +233,7 @@ class Call:
         self.options.trigger.looked()
         several = self.options.recycle or self.options.trial is not None or self.options.select == LEAST  # passes
         if several and not isinstance(batches, Watching):
-            batches = reusable(batches)
+            batches = reusable_batches(batches)
         recycled = self._recycle(batches)
         looked = self._look(batches, loss_fn)
         if looked.merits is not None:
@@ -365,7 +365,7 @@ class Call:
 _NEWER = {"largest_loss", "price"}  # states that were saved earlier lack it
 
 
-def remember(history: History, strategy: Strategy, trigger: Trigger, price: CheckPrice) -> Callable[[], None]:
+def remember_state(history: History, strategy: Strategy, trigger: Trigger, price: CheckPrice) -> Callable[[], None]:
     """How to put back what a step changes of a Grower itself."""
     record = history.record.copied()
     chosen, fired = strategy.state_dict(), trigger.state_dict()
@@ -382,7 +382,7 @@ def remember(history: History, strategy: Strategy, trigger: Trigger, price: Chec
     return put_back
 
 
-def read(state: Mapping[str, Any], network: nn.Module, wanted: Collection[str]) -> tuple[int, History]:
+def read_state(state: Mapping[str, Any], network: nn.Module, wanted: Collection[str]) -> tuple[int, History]:
     """Calls and history of a state that has the keys in ``wanted`` and belongs to this network."""
     checks.instance("state", state, Mapping, "what Grower.state_dict() returned", error=HistoryError)
     missing = set(wanted) - _NEWER - set(state)
@@ -396,7 +396,7 @@ def read(state: Mapping[str, Any], network: nn.Module, wanted: Collection[str]) 
         return calls, history
 
 
-def load(state: Mapping[str, Any], strategy: Strategy, trigger: Trigger, price: CheckPrice) -> None:
+def load_states(state: Mapping[str, Any], strategy: Strategy, trigger: Trigger, price: CheckPrice) -> None:
     """Give strategy, trigger and price their states, or raise and leave them as they were."""
     before, paid = strategy.state_dict(), price.state_dict()
     with _reading():
@@ -431,8 +431,8 @@ def _reading() -> Iterator[None]:
 
 def _check_grown(network: nn.Module, history: History) -> None:
     names = [name for name, _ in network.named_parameters()]
-    numbers = [number for number, _, _ in grown(network)]
-    lacking = [str(name) for name in names_of_today(history) if name not in names]
+    numbers = [number for number, _, _ in grown_modules(network)]
+    lacking = [str(name) for name in current_names(history) if name not in names]
     lacking += [f"growth {growth.number}" for growth in history if growth.number not in numbers]
     if lacking:
         raise HistoryError(
@@ -539,7 +539,7 @@ class Grower:
         self._said_no_optimizer = bool(self.optimizers)
         if self.options.rates.warmup is not None:
             watch_loaded(self.optimizers)
-            watch(self.optimizers)
+            watch_steps(self.optimizers)
 
     def __repr__(self) -> str:
         network, grown = bare(self.model), len(self.history)
@@ -592,7 +592,7 @@ class Grower:
 
     @property
     def has_watched(self) -> bool:
-        """Whether `watch` was called since the last call of `step`, which then decides by what was watched."""
+        """Whether `watch_steps` was called since the last call of `step`, which then decides by what was watched."""
         return self._watching.asked
 
     def _may_fire(self) -> bool:
@@ -610,7 +610,7 @@ class Grower:
 
         Args:
             batches: The data to measure on: yields ``(input, target)`` pairs or dicts of keyword arguments. None decides by the steps that
-                `watch` has watched since the last call.
+                `watch_steps` has watched since the last call.
             loss_fn: The mean loss of a batch, as in `measure`. None uses ``output.loss``.
             metric: The number that triggers watch: the mean training loss of the epoch, or a validation loss. Without it the trigger of
                 the preset goes by the losses of its own checks.
@@ -626,11 +626,11 @@ class Grower:
             change.on_failure(partial(self._count_again, self.calls, self.last_merits, self._said_too_large))
             source = self._source(batches)
             checks.loss("loss_fn", loss_fn)
-            change.on_failure(remember(self.history, self._strategy, self.options.trigger, self._price))
+            change.on_failure(remember_state(self.history, self._strategy, self.options.trigger, self._price))
             source = self._take_example(together, source)
             self._settle(change)
             if metric is None and self._metric_optional and self._on_blocks and not isinstance(source, Watching):
-                source = reusable(source)
+                source = reusable_batches(source)
                 few = self._price.affordable_losses(FEW)
                 metric = loss_of_some(self.model, source, loss_fn, few) if few else None
             call = self._call(together, metric, change)
@@ -774,8 +774,8 @@ class Grower:
         try:
             if self._open and isinstance(state, Mapping) and state.get("on_blocks") is True:
                 self._take_blocks()
-            calls, history = read(state, bare(self.model), self.state_dict())
-            load(state, self._strategy, self.options.trigger, self._price)
+            calls, history = read_state(state, bare(self.model), self.state_dict())
+            load_states(state, self._strategy, self.options.trigger, self._price)
         except BaseException:
             self._become(*before)
             raise
@@ -783,4 +783,4 @@ class Grower:
         self.calls, self.history = calls, history
         self._watching.forget()
         self._strategy.attend(bare(self.model), self.optimizers, history)
-        watch(self.optimizers)
+        watch_steps(self.optimizers)

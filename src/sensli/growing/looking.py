@@ -100,7 +100,7 @@ def fingerprint(model: nn.Module) -> list[Any]:
 @without_autocast()
 def proposed(strategy: Strategy, model: nn.Module, example: Any, optimizer: Optimizers, options: Options) -> Sites:
     """The sites that a strategy proposes and that something would train; an error with the reasons if there are none."""
-    sites = trained(bare(model), strategy.propose(model, example), optimizer, options.rates.group)
+    sites = trainable_sites(bare(model), strategy.propose(model, example), optimizer, options.rates.group)
     if not sites:
         asked = "" if options.where is None else f" for where={options.where!r}"
         other = {"units": "what='both', which adds layers too", "layers": "what='both', which adds units too"}
@@ -109,7 +109,9 @@ def proposed(strategy: Strategy, model: nn.Module, example: Any, optimizer: Opti
     return sites
 
 
-def trained(network: nn.Module, sites: Sites, optimizer: Optimizers, group: int | dict[str, Any] | None) -> Sites:
+def trainable_sites(
+    network: nn.Module, sites: Sites, optimizer: Optimizers, group: int | dict[str, Any] | None
+) -> Sites:
     """The sites that the optimizer could follow to; the others are skipped with the reason."""
     kept, skipped = [], list(sites.skipped)
     for site in (part.site for each in sites for part in parts_of(Merit(each, 0.0))):

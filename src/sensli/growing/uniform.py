@@ -100,7 +100,7 @@ def add_up(network: nn.Module, merits: Merits) -> Merits:
     )  # fmt: skip
 
 
-def after(site: Site, before: Sequence[Site]) -> Site:
+def site_after(site: Site, before: Sequence[Site]) -> Site:
     """A width after others of its decision have grown: where several lie along one axis of a tensor, the later ones have moved."""
     axes, width = [], width_of(site)
     for axis in width.axes:

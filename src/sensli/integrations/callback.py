@@ -127,7 +127,7 @@ def check_trial(trial: Trial) -> None:
             )
 
 
-def refused(reason: str) -> UnsupportedModel:
+def refuse_trial(reason: str) -> UnsupportedModel:
     """For a training whose steps cannot be taken outside of the trainer's loop."""
     return UnsupportedModel(
         f"trial= cannot be used in this training: {reason}, which the steps of a trial would not follow. Leave trial= out, or use "
@@ -135,7 +135,9 @@ def refused(reason: str) -> UnsupportedModel:
     )
 
 
-def made(trial: Trial, module: nn.Module, batches: Iterable[Any], step: Callable[[Any, Any, Any], float]) -> Trial:
+def complete_trial(
+    trial: Trial, module: nn.Module, batches: Iterable[Any], step: Callable[[Any, Any, Any], float]
+) -> Trial:
     """The trial with the trainer's step and batches; its metric is given the module with its own forward."""
     metric = trial.metric
 

@@ -30,7 +30,7 @@ from sensli.modules.wrappers import bare
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history import History
 from sensli.surgery.rewinding import carried_history, rewind
-from sensli.surgery.warmup import watch
+from sensli.surgery.warmup import watch_steps
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -179,7 +179,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
             freeze(pl_module, state.get("frozen", ()))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        watch(trainer.optimizers)  # after Lightning has loaded their states
+        watch_steps(trainer.optimizers)  # after Lightning has loaded their states
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Once after a resume. Each process draws its own numbers, and a checkpoint has those of the first one only.
@@ -260,7 +260,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
     def _made(self, trainer: Trainer, pl_module: LightningModule) -> Grower:
         if self.grower is None:
             model: Any = trainer.strategy.model  # the wrapper, where there is one
-            trial = self.options.trial and made(self.options.trial, trainer, pl_module)
+            trial = self.options.trial and make_trial(self.options.trial, trainer, pl_module)
             self.grower = self._make_grower(model, trainer.optimizers, self._schedulers, (self._example, 0), trial)
             if self._resumed is not None:
                 self.grower.load_state_dict(self._resumed["grower"])
@@ -378,7 +378,7 @@ class LightningUpdates:
                 yield Update(moved).counted(sum(count_samples(batch) for batch, _ in moved))
 
 
-def made(trial: Trial, trainer: Trainer, module: LightningModule) -> Trial:
+def make_trial(trial: Trial, trainer: Trainer, module: LightningModule) -> Trial:
     """The trial with the Trainer's step and batches."""
 
     def step(model: Any, optimizer: Any, batch: tuple[Tensor, Update]) -> float:
@@ -400,7 +400,7 @@ def made(trial: Trial, trainer: Trainer, module: LightningModule) -> Trial:
                 scheduler.step()
         return sum(losses) / len(losses)
 
-    return callback.made(trial, module, LightningUpdates(trainer), step)
+    return callback.complete_trial(trial, module, LightningUpdates(trainer), step)
 
 
 def check_fit(trainer: Trainer, module: LightningModule) -> None:
@@ -415,7 +415,7 @@ def check_fit(trainer: Trainer, module: LightningModule) -> None:
         reason = "a scheduler that follows a metric, or steps less often, steps within epochs"
     else:
         return
-    raise callback.refused(reason)
+    raise callback.refuse_trial(reason)
 
 
 def _watching(config: Any) -> bool:

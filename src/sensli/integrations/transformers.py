@@ -35,7 +35,7 @@ from sensli.modules.wrappers import bare, eager, is_sharded
 from sensli.surgery.history import History
 from sensli.surgery.optimizers import as_optimizers
 from sensli.surgery.rewinding import rewind
-from sensli.surgery.warmup import watch
+from sensli.surgery.warmup import watch_steps
 from sensli.text.commands import TRAINER_FILE
 from sensli.text.files import write_bytes
 from sensli.text.records import dumps as strict_json
@@ -128,7 +128,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             trainer.add_callback(self)
 
     def _check(self, trainer: Trainer) -> None:
-        check(trainer, self._monitor)
+        check_trainer(trainer, self._monitor)
         if self.options.trial is not None:
             check_trial_loop(trainer)
 
@@ -155,7 +155,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         self.options.trigger.load_state_dict(self._fresh)
         own = "example" in self._given
         self._example = self._given["example"] if own else example_of(trainer, train_dataloader)
-        trial = self.options.trial and made_trial(self.options.trial, trainer)
+        trial = self.options.trial and make_updates_trial(self.options.trial, trainer)
         self.grower = self._make_grower(
             trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, self._example, trial
         )
@@ -205,7 +205,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
         self._close_watch()
         # Here and not in on_epoch_end: a checkpoint of the last step is written in between, and must hold the growth.
         if _is_whole(state.epoch):
-            late = self._monitor is not None and monitored(args, self._monitor) == "epoch"
+            late = self._monitor is not None and monitoring_time(args, self._monitor) == "epoch"
             if not late:
                 self._epoch_over(state, control, kwargs["train_dataloader"])
 
@@ -292,8 +292,8 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
     def _save(self, given: Any, output_dir: str | None = None, state_dict: Any = None) -> Any:
         folder = Path(output_dir or str(self._trainer.args.output_dir))
         # Before the weights: a run that is killed in between leaves no grown weights without their history.
-        write_folder(folder, self._state())
-        with names_of_today(bare(self._trainer.model_wrapped), folder.name):
+        write_growth_file(folder, self._state())
+        with under_current_names(bare(self._trainer.model_wrapped), folder.name):
             return given(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, given: Any, output_dir: str) -> Any:
@@ -302,20 +302,20 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             # Shards are written here, and where nothing else is written `_save` is not called.
             reshard(network)
             if self._trainer.args.should_save:
-                write_folder(Path(output_dir), self._state())
+                write_growth_file(Path(output_dir), self._state())
         return given(output_dir)
 
     def _load_from_checkpoint(self, given: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
         if not Path(resume_from_checkpoint).is_dir():
             return given(resume_from_checkpoint, model)  # which reports it
-        state = read_folder(Path(resume_from_checkpoint))
+        state = read_growth_file(Path(resume_from_checkpoint))
         self._rewind(state)
         result = given(resume_from_checkpoint, model)
         self._loaded = state
         return result
 
     def _load_best_model(self, given: Any) -> Any:
-        self._rewind(read_folder(Path(str(self._trainer.state.best_model_checkpoint))))
+        self._rewind(read_growth_file(Path(str(self._trainer.state.best_model_checkpoint))))
         return given()
 
     def _load_optimizer_and_scheduler(self, given: Any, checkpoint: str | None) -> Any:
@@ -331,7 +331,7 @@ class GrowthCallback(GrowingCallback, TrainerCallback):  # type: ignore[misc, un
             for each, names in zip(as_optimizers(optimizer), self._loaded["names"], strict=True):
                 arrange(each, names, network)
         result = given(checkpoint)
-        watch(self._trainer.optimizer)
+        watch_steps(self._trainer.optimizer)
         return result
 
     def _issue_warnings_after_load(self, given: Any, load_result: Any) -> Any:
@@ -407,7 +407,7 @@ def calling_trainer(callback: object) -> Trainer | None:
     return None
 
 
-def check(trainer: Trainer, monitor: str | None) -> None:
+def check_trainer(trainer: Trainer, monitor: str | None) -> None:
     """Refuse what the Trainer's design does not allow, before training begins."""
     args: Any = trainer.args
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -460,14 +460,14 @@ def is_sharded_otherwise(trainer: Trainer) -> bool:
     return bool(getattr(plugin, "fsdp_version", given.get("fsdp_version", 1)) != 2)
 
 
-def monitored(args: Any, monitor: str) -> str:
+def monitoring_time(args: Any, monitor: str) -> str:
     """When the monitored number comes: "no", "steps" or "epoch"."""
     strategy = args.eval_strategy if monitor.startswith("eval_") else args.logging_strategy
     return str(getattr(strategy, "value", strategy))
 
 
 def _check_monitor(args: Any, monitor: str) -> None:
-    comes = monitored(args, monitor)
+    comes = monitoring_time(args, monitor)
     name = "eval_strategy" if monitor.startswith("eval_") else "logging_strategy"
     if comes == "no":
         raise SensliError(f"monitor={monitor!r} is never computed, because {name}='no'. Set {name}='epoch'.")
@@ -499,7 +499,7 @@ def without_gradients(network: nn.Module, names: Collection[str]) -> Iterator[No
 
 
 @contextmanager
-def names_of_today(network: nn.Module, folder: str) -> Iterator[None]:
+def under_current_names(network: nn.Module, folder: str) -> Iterator[None]:
     """Checkpoints are saved under the names that the parameters have.
 
     The library saves some models (ViT, Mixtral) under older names, which its Trainer passes over when it loads them again.
@@ -626,9 +626,9 @@ def check_trial_loop(trainer: Trainer) -> None:
     optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     for name in _LOOP:
         if getattr(type(trainer), name, None) is not getattr(Trainer, name, None):
-            raise callback.refused(f"{type(trainer).__name__} has its own {name}")
+            raise callback.refuse_trial(f"{type(trainer).__name__} has its own {name}")
     if any(kind in optimizer for kind in _INSIDE_OF_BACKWARD):
-        raise callback.refused(f"the optimizer (optim={optimizer!r}) steps inside of the backward pass")
+        raise callback.refuse_trial(f"the optimizer (optim={optimizer!r}) steps inside of the backward pass")
 
 
 class TrainerUpdates:
@@ -653,7 +653,7 @@ class TrainerUpdates:
                 yield Update(samples, items).counted(sum(count_samples(dict(inputs)) for inputs in samples))
 
 
-def made_trial(trial: Trial, given: Trainer) -> Trial:
+def make_updates_trial(trial: Trial, given: Trainer) -> Trial:
     """The trial with the Trainer's updates: accumulation, precision and clipping are its own.
 
     The schedule stays where it is: it is made for the updates of the Trainer's own loop, and would end before them.
@@ -688,7 +688,7 @@ def made_trial(trial: Trial, given: Trainer) -> Trial:
             model.zero_grad()
         return total
 
-    return callback.made(trial, network, TrainerUpdates(trainer, as_trained), step)
+    return callback.complete_trial(trial, network, TrainerUpdates(trainer, as_trained), step)
 
 
 # ---- The file beside the weights in every folder that a growing Trainer saves: what `GrowthCallback` needs to resume.
@@ -696,12 +696,12 @@ def made_trial(trial: Trial, given: Trainer) -> Trial:
 FORMAT = 1
 
 
-def write_folder(folder: Path, state: dict[str, Any]) -> None:
+def write_growth_file(folder: Path, state: dict[str, Any]) -> None:
     """Write plain data; an earlier file is replaced only when the new one is complete."""
     write_bytes(folder / TRAINER_FILE, strict_json({"format": FORMAT, **state}).encode(), CheckpointError)
 
 
-def read_folder(folder: Path) -> dict[str, Any] | None:
+def read_growth_file(folder: Path) -> dict[str, Any] | None:
     """What `write` wrote; None if the file is missing, or the model had not begun to grow."""
     file = folder / TRAINER_FILE
     if not file.is_file():

@@ -31,7 +31,7 @@ def mark(module: nn.Module, number: int, *, new: bool) -> None:
 
 
 def unmark(module: nn.Module, number: int) -> None:
-    """The inverse of `mark` and `tell`."""
+    """The inverse of `mark` and `attach_record`."""
     _set(module, RECORDS, {key: value for key, value in module.__dict__.get(RECORDS, {}).items() if key != number})
     if module.__dict__.get(NEW) == number:
         del module.__dict__[NEW]
@@ -39,13 +39,13 @@ def unmark(module: nn.Module, number: int) -> None:
     _set(module, CHANGED, tuple(each for each in module.__dict__.get(CHANGED, ()) if each != number))
 
 
-def tell(module: nn.Module, number: int, record: Any) -> None:
+def attach_record(module: nn.Module, number: int, record: Any) -> None:
     """The record of a growth that the module is marked with: what takes it back."""
     module.__dict__[RECORDS] = {**module.__dict__.get(RECORDS, {}), number: record}
 
 
-def told(module: nn.Module, number: int) -> Any:
-    """What `tell` was given for this growth, or None."""
+def attached_record(module: nn.Module, number: int) -> Any:
+    """What `attach_record` was given for this growth, or None."""
     return module.__dict__.get(RECORDS, {}).get(number)
 
 
@@ -62,7 +62,7 @@ def new_in(module: nn.Module) -> int | None:
     return number
 
 
-def grown(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
+def grown_modules(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
     """All growths of a model: the number, and the path and the module that bear it. Averages in the model have the same once more."""
     for path, module in own_modules(model):
         number = new_in(module)
@@ -74,7 +74,7 @@ def grown(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
 
 def count_growths(model: nn.Module) -> int:
     """How often the model has grown: one growth may have made several modules."""
-    return len({number for number, _, _ in grown(model)})
+    return len({number for number, _, _ in grown_modules(model)})
 
 
 # ---- A stand-in for a module whose container does not run its children itself.
@@ -260,7 +260,7 @@ _UNDRAWN = {
 }
 
 
-def undrawn(kind: type[nn.Module], *arguments: Any, **options: Any) -> nn.Module:
+def empty_module(kind: type[nn.Module], *arguments: Any, **options: Any) -> nn.Module:
     """A module with empty parameters: their default initialisation would move the global random state."""
     module: nn.Module = _UNDRAWN[kind](*arguments, **options)
     module.__class__ = kind

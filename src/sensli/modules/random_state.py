@@ -37,7 +37,7 @@ def restore(state: dict[str, Any]) -> None:
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))  # noqa: NPY002  (the user's global one)
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two captured states are equal, so that the same numbers would be drawn."""
     return one.keys() == other.keys() and all(_same(state, other[name]) for name, state in one.items())
 

@@ -37,7 +37,7 @@ from sensli.modules.running import (
 from sensli.modules.siblings import Sibling
 from sensli.modules.wrappers import class_of, eager, is_sharded
 from sensli.moves.inserting import join
-from sensli.moves.layers import Layer, fitted, windows_like
+from sensli.moves.layers import Layer, fit_activation, windows_like
 from sensli.moves.point import ListPlace, Ref, attribute
 from sensli.moves.roles import units_made
 from sensli.moves.search import Refused, Request
@@ -434,10 +434,10 @@ class Carrying:
         if isinstance(move, Layer):
             if move.kind == "linear":
                 width = shape[-1] if len(shape) == 2 else 1
-                return replace(move, width=shape[-1], activation=fitted(move.activation, width))
+                return replace(move, width=shape[-1], activation=fit_activation(move.activation, width))
             kernel, groups = windows_like(modules, shape, self._request.kernel_size)
             return replace(
-                move, width=shape[1], kernel=kernel, groups=groups, activation=fitted(move.activation, shape[1])
+                move, width=shape[1], kernel=kernel, groups=groups, activation=fit_activation(move.activation, shape[1])
             )
         if isinstance(move, Width):
             return self._width(self._bound(move, to))

@@ -123,7 +123,7 @@ def renames_of(model: nn.Module, cut: Cut) -> dict[str, str]:
     return {join(path, name): join(path, f"anchor.{name}") for name in names}
 
 
-def nested(path: str) -> bool:
+def is_nested(path: str) -> bool:
     """Whether a module was inserted into one that was inserted too."""
     return sum(1 for name in path.split(".") if _GROWN_NAME.fullmatch(name)) > 1
 

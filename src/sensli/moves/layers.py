@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import one_of
-from sensli.modules.grown import CONVS, Chain, ParametricLayer, ResidualLayer, undrawn
+from sensli.modules.grown import CONVS, Chain, ParametricLayer, ResidualLayer, empty_module
 from sensli.modules.running import upcast
 from sensli.moves.factors import Outer, Windows, of_convolution, of_features, parts_of
 from sensli.moves.inserting import Inserts, example_parameter
@@ -248,9 +248,9 @@ class Layer(Inserts):
         if self.kind == "conv":
             size = (self.width, self.width, self.kernel)
             options.update(padding=tuple(self.windows.padding), groups=self.groups)
-            module: nn.Module = undrawn(CONVS[len(self.kernel)], *size, bias=bias, **options)
+            module: nn.Module = empty_module(CONVS[len(self.kernel)], *size, bias=bias, **options)
         else:
-            module = undrawn(nn.Linear, self.width, self.width, bias=bias, **options)
+            module = empty_module(nn.Linear, self.width, self.width, bias=bias, **options)
         with torch.no_grad():
             weight = module.get_parameter("weight").zero_()
             units = torch.arange(self.width, device=weight.device)
@@ -391,12 +391,12 @@ class Placing:
                 )
             # torch's slopes per channel lie along the second dimension, which are the features only in a matrix
             norm = int(form == "residual" and len(shape) == 2 and after_batch_norm(seen.node))
-            s = fitted(s, shape[-1] if len(shape) == 2 else 1)
+            s = fit_activation(s, shape[-1] if len(shape) == 2 else 1)
             return Layer(form, "linear", shape[-1], activation=s, norm=norm)
         near = [self.search.model.get_submodule(name) for name in neighbours]
         kernel, groups = windows_like(near, shape, self.kernel_size)
         norm = len(kernel) if form == "residual" and after_batch_norm(seen.node) else 0
-        return Layer(form, "conv", shape[1], kernel, groups, fitted(s, shape[1]), norm=norm)
+        return Layer(form, "conv", shape[1], kernel, groups, fit_activation(s, shape[1]), norm=norm)
 
     def _activation_in(self, call: ModuleCall) -> Activation | None:
         """The first activation inside a block, module or functional: what the block's author would use."""
@@ -438,7 +438,7 @@ def windows_like(
     return kernel if kernel_size is None else (kernel_size,) * len(kernel), groups
 
 
-def fitted(activation: Activation, width: int) -> Activation:
+def fit_activation(activation: Activation, width: int) -> Activation:
     """The same activation for another width: a PReLU with one slope per channel has to fit."""
     if activation.name == "PReLU" and dict(activation.arguments)["num_parameters"] > 1:
         return replace(activation, arguments=(("num_parameters", width),))

@@ -499,7 +499,7 @@ def remember(model: nn.Module, sites: Iterable[Site]) -> None:
     _found[model] = tuple(sites)
 
 
-def named(model: nn.Module, name: str) -> Site:
+def site_named(model: nn.Module, name: str) -> Site:
     """The site with this line, this place (``"after features.1"``) or this path; the most exact of the three decides."""
     own = type(model).__name__
     if model not in _found:

@@ -19,7 +19,7 @@ from torch import nn
 from sensli.errors import SensliError, UnknownSite, UnsupportedSite, one_of
 from sensli.modules import checks, random_state
 from sensli.modules.engines.distributed import readable_part
-from sensli.modules.grown import grown, new_in
+from sensli.modules.grown import grown_modules, new_in
 from sensli.modules.running import device_of, note, run, tensors, to_device
 from sensli.modules.wrappers import bare, compile_like, inside
 from sensli.moves.inserting import (
@@ -151,7 +151,7 @@ class Stacking(Edit):
         self.site, self.renames, self.beside = site, {}, {}
         self.name, self.module = made
         number = new_in(self.module)
-        found = [(path, module) for its, path, module in grown(model) if its == number]
+        found = [(path, module) for its, path, module in grown_modules(model) if its == number]
         self._paths, self.added = [path for path, _ in found], [module for _, module in found]
 
     def _plan(self, model: nn.Module, site: Site, stack: StackCopy) -> None:

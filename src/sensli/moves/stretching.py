@@ -291,7 +291,7 @@ def is_copied(resize: Resize) -> bool:
     return any(isinstance(stretch, Copied) for stretch in resize.stretches)
 
 
-def copied(resize: Resize, tensor: Tensor) -> Tensor:
+def with_copies(resize: Resize, tensor: Tensor) -> Tensor:
     """A tensor of values, such as the parameter itself, with its copies."""
     for stretch in resize.stretches:
         assert isinstance(stretch, Copied)
@@ -308,7 +308,7 @@ def is_own(resize: Resize) -> Tensor:
 
 
 def given_back(resize: Resize, tensor: Tensor) -> Tensor:
-    """The inverse of `copied`, up to rounding; what has changed since is added up."""
+    """The inverse of `with_copies`, up to rounding; what has changed since is added up."""
     for stretch in reversed(resize.stretches):
         assert isinstance(stretch, Copied)
         tensor = stretch.given_back(tensor)

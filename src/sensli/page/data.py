@@ -131,7 +131,7 @@ def _stacks(rows: list[dict[str, Any]], units: Sequence[Unit]) -> list[list[dict
     return [sorted(own, key=order) for own in stacks.values() if len(own) > 1]
 
 
-def spent(record: Record) -> Callable[[int], int] | None:
+def spent_flops(record: Record) -> Callable[[int], int] | None:
     """The training FLOPs per sample up to a call, without those of the checks; None where the record does not say them.
 
     A backward pass counts as two forward passes. What grows at a call counts from the next one on.
@@ -385,7 +385,7 @@ def _curves(history: History, measure: str, baseline: History | None) -> list[Cu
     if not history.record.metrics:
         return []
     calls, values = zip(*history.record.metrics, strict=True)
-    numbers, cost = {growth.number for growth in history}, spent(history.record)
+    numbers, cost = {growth.number for growth in history}, spent_flops(history.record)
     if not {number for look in history.record.decisions for number in look.growths} <= numbers:
         cost = None  # from when on a growth was undone is not known
     flops = None if cost is None else [cost(call) for call in calls]
@@ -393,7 +393,7 @@ def _curves(history: History, measure: str, baseline: History | None) -> list[Cu
     if other is None or not other.metrics:
         return [Curve(measure, calls, values, flops=flops)]
     others, other_values = zip(*other.metrics, strict=True)
-    other_cost = spent(other)
+    other_cost = spent_flops(other)
     per_call = cost(1) if cost is not None and other_cost is None and _start(other) == _start(history.record) else None
     other_flops = [call * per_call for call in others] if per_call else None
     if other_cost is not None:

@@ -20,7 +20,7 @@ from sensli.page.data import words
 from sensli.surgery.history import History
 from sensli.text.commands import TRAINER_FILE
 from sensli.text.files import write_bytes
-from sensli.text.records import strict
+from sensli.text.records import strict_data
 
 # ---- The plain data in a file that `torch.save` wrote, whatever else is in it: no tensor is read, and no class of the
 # file is made.
@@ -91,7 +91,7 @@ def read_history(path: str | os.PathLike[str]) -> History:
         elif start.startswith(_ZIP):
             data = read_plain(path)
         elif start.startswith(storage.MAGIC):
-            data = storage.read(path)
+            data = storage.read_checkpoint(path)
         else:
             raise HistoryError(
                 f"'{path}' is neither JSON nor a file that torch.save wrote. Give what History.save(path) wrote."
@@ -174,7 +174,7 @@ def render(data: dict[str, Any]) -> str:
     )
     heading, text = words(data)
     # Inside a script element only "</" and "<!--" could end or confuse it; a backslash before "<" is the same JSON string.
-    payload = json.dumps(strict(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    payload = json.dumps(strict_data(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"style": style, "script": "".join(scripts), "heading": heading, "words": text, "data": payload}
     # in one pass: a name given by the user must not be taken for a placeholder of the template
     return re.sub(r"<!--(\w+)-->", lambda place: parts[place.group(1)], template)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sensli.errors import UnsupportedModel
 from sensli.modules.copies import copied_model
 from sensli.modules.engines.distributed import Together
-from sensli.modules.grown import Chain, grown
+from sensli.modules.grown import Chain, grown_modules
 from sensli.modules.running import sharded_like, whole
 from sensli.modules.wrappers import averages_in, bare, is_sharded, own_modules
 from sensli.moves.point import Ref
@@ -186,7 +186,7 @@ def _has_made(average: nn.Module, growth: Growth, own: nn.Module) -> bool:
         if not name.startswith(f"{source[0]}."):
             return True  # elsewhere: there is no more to make
         name = name.removeprefix(f"{source[0]}.")
-    return any(number == growth.number and path == name for number, path, _ in grown(network))
+    return any(number == growth.number and path == name for number, path, _ in grown_modules(network))
 
 
 def _grow(average: nn.Module, growth: Growth, own: nn.Module) -> tuple[nn.Module, Growth, bool]:

@@ -25,7 +25,7 @@ from sensli.modules import checks, random_state
 from sensli.modules.copies import NoDropout
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Changing
-from sensli.modules.grown import grown, mark, tell, told, unmark
+from sensli.modules.grown import attach_record, attached_record, grown_modules, mark, unmark
 from sensli.modules.running import (
     describe,
     device_of,
@@ -42,16 +42,16 @@ from sensli.modules.running import (
     without_inference_mode,
 )
 from sensli.modules.wrappers import averages_in, bare, own_parameters
-from sensli.moves.inserting import nested
-from sensli.moves.sites import Edit, Site, named
+from sensli.moves.inserting import is_nested
+from sensli.moves.sites import Edit, Site, site_named
 from sensli.moves.width.width import Width
-from sensli.surgery.history import Growth, History, Resized, as_growths, names_of_today
+from sensli.surgery.history import Growth, History, Resized, as_growths, current_names
 from sensli.surgery.optimizers import (
     Optimizers,
     as_optimizers,
     check_needed,
     check_own,
-    leave,
+    leave_groups,
     plan_joining,
     plan_resizing,
     plan_shrinking,
@@ -67,7 +67,7 @@ from sensli.surgery.rates import (
     plan_own_rate,
     plan_rate_scaling,
 )
-from sensli.surgery.warmup import check_warmup, forget_growth, plan_warmup, watch
+from sensli.surgery.warmup import check_warmup, forget_growth, plan_warmup, watch_steps
 
 # ---- The output of a model must not move when a layer goes in: compared on a batch of the user's, with the same random
 # numbers.
@@ -102,7 +102,7 @@ class Outputs:
         start = random_state.capture()
         try:
             plain = _run(model, given)
-            random = not random_state.same(plain.drawn, start)
+            random = not random_state.equal_states(plain.drawn, start)
             return cls(given, plain, _run(model, given, dropout=False) if random else None)
         except Exception as error:
             let_memory_through(error)
@@ -120,7 +120,7 @@ class Outputs:
             distance = _distance(self.plain, now, allowed)
             # A model that draws in a loop over its blocks (LayerDrop) draws once more now, and every later mask is another one. Only where
             # the numbers drawn were the same is a difference the layer's doing.
-            other_masks = not random_state.same(self.plain.drawn, now.drawn)
+            other_masks = not random_state.equal_states(self.plain.drawn, now.drawn)
             if distance and other_masks and self.without_dropout is not None:
                 distance = _distance(self.without_dropout, _run(model, self.given, layers, dropout=False), allowed)
         except Exception as error:
@@ -217,7 +217,7 @@ def grow(
 
     with AllOrNothing() as change, Changing(model, f"insert {site}") as together:
         network = bare(model)
-        site = named(network, site) if isinstance(site, str) else as_site("site", site)
+        site = site_named(network, site) if isinstance(site, str) else as_site("site", site)
         checks.flag("freeze_rest", freeze_rest)
         lr_factor, warmup, depth_power = check_factor(lr_factor), check_warmup(warmup), check_power(depth_power)
         check_needed(
@@ -229,7 +229,7 @@ def grow(
         )
         if check is not None:
             checks.batch("check", check)
-        watch(optimizer)
+        watch_steps(optimizer)
         change.keep(model, *as_optimizers(optimizer), *as_schedulers(scheduler))
 
         # Plan and check: everything that can be refused is refused here, and nothing changes.
@@ -256,7 +256,7 @@ def grow(
         resizing.build()
         if newborn is not None:
             newborn.build()
-        number = 1 + max((number for number, _, _ in grown(network)), default=0)
+        number = 1 + max((number for number, _, _ in grown_modules(network)), default=0)
         before = Outputs.of(network, check) if check is not None else None
 
         # Cut: the model changes, then everything that belongs to it follows.
@@ -287,7 +287,7 @@ def grow(
             frozen=_freeze(network, resting),
             freeze_rest=freeze_rest,
         )
-        tell(edit.module, number, growth)
+        attach_record(edit.module, number, growth)
         averaging.follow(list(averages_in(network).values()), growth, network)
         together.agree_on({"the growth": f"number {number}: {site}, as {edit.name}"})
         resizing.settle()
@@ -320,7 +320,11 @@ def _refuse_parts(edit: Edit, freeze_rest: bool, new_lr_factor: float | None) ->
 
 def carried_growths(model: nn.Module) -> list[Growth]:
     """The records of its growths that a model carries itself, oldest first. One growth may have made several modules."""
-    records = {number: told(module, number) for number, _, module in grown(model) if told(module, number)}
+    records = {
+        number: attached_record(module, number)
+        for number, _, module in grown_modules(model)
+        if attached_record(module, number)
+    }
     return [records[number] for number in sorted(records)]
 
 
@@ -331,7 +335,7 @@ def _to_freeze(model: nn.Module) -> list[nn.Parameter]:
     """
     growths = carried_growths(model)
     named = dict(model.named_parameters())
-    of = {id(named[name]): growth.number for name, growth in names_of_today(growths).items() if name in named}
+    of = {id(named[name]): growth.number for name, growth in current_names(growths).items() if name in named}
     training = [parameter for parameter in own_parameters(model) if parameter.requires_grad]
     kept = {growth.number for growth in growths if growth.freeze_rest}
     kept |= {of[id(each)] for each in training if id(each) in of and not whole(each).any()}
@@ -419,16 +423,16 @@ def undo(
         check_own(network, known)
         if known:
             check_driven(known, drivers)
-        watch(known)
+        watch_steps(known)
         change.keep(model, *known, *drivers)
 
-        last = max(grown(network), key=lambda entry: entry[0], default=None)
+        last = max(grown_modules(network), key=lambda entry: entry[0], default=None)
         if last is None:
             raise HistoryError(
                 f"nothing to undo: this {type(network).__name__} has not grown. Give the model that was grown."
             )
         number, path, module = last
-        growth = told(module, number) if growth is None else growth
+        growth = attached_record(module, number) if growth is None else growth
         if not isinstance(growth, Growth):
             raise HistoryError(
                 f"growth is missing, and this {type(network).__name__} carries no record of its last growth (number {number}). Give the "
@@ -460,7 +464,7 @@ def undo(
         shrinking.apply()
         for parameter in trained:
             parameter.requires_grad_(True)
-        leave(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
+        leave_groups(optimizer, gone, renames={new: old for old, new in growth.renames.items()})
         if own is not None:
             own.remove(optimizer, scheduler)
         forget_growth(optimizer, number)
@@ -486,7 +490,7 @@ def replay(model: nn.Module, history: History) -> nn.Module:
         network, growths = bare(model), as_growths("history", history)
         change.keep(model)
         together.agree_on({"the number of growths": len(growths)})
-        if any(True for _ in grown(network)):
+        if any(True for _ in grown_modules(network)):
             raise HistoryError(f"this {type(network).__name__} has grown already; replay needs a fresh model.")
         for growth in growths:
             repeat(network, growth)
@@ -506,7 +510,7 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
             raise _misfit(model, growth, str(error)) from error
         _check_same_growth(model, growth, again)
         # What followed the growth the first time (rates, groups, frozen parameters) is known to the record of then alone.
-        tell(bare(model).get_submodule(again.name), again.number, growth)
+        attach_record(bare(model).get_submodule(again.name), again.number, growth)
     return again
 
 
@@ -514,7 +518,7 @@ def _check_same_growth(model: nn.Module, growth: Growth, again: Growth) -> None:
     if again.resized != growth.resized:
         then, now = (", ".join(map(str, each.resized)) or "nothing" for each in (growth, again))
         raise _misfit(model, growth, f"it resized {then}, here {now}.")
-    if again.name != growth.name and nested(growth.name) and not nested(again.name):
+    if again.name != growth.name and is_nested(growth.name) and not is_nested(again.name):
         raise HistoryError(
             f"growth {growth.number} is called {growth.name} in this history, and {again.name} now: an earlier version of sensli wrote it, "
             "which put layers of one place into each other. Saved weights would not fit. Load it with the version that wrote it."

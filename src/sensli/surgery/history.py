@@ -16,7 +16,7 @@ from sensli.surgery.rates import OwnRate, RateScaling
 from sensli.surgery.record import STEP_NAMES, Record
 from sensli.text.commands import PER
 from sensli.text.files import write_bytes
-from sensli.text.records import Plain, check_types, lenient, strict
+from sensli.text.records import Plain, check_types, lenient_data, strict_data
 from sensli.text.records import dumps as strict_json
 from sensli.text.tables import html_table
 
@@ -104,7 +104,7 @@ class Growth(Plain):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        data: dict[str, Any] = strict(super().to_dict())
+        data: dict[str, Any] = strict_data(super().to_dict())
         return data
 
     @classmethod
@@ -122,7 +122,7 @@ class Growth(Plain):
     def _read(cls, data: Mapping[str, Any], place: str) -> Self:
         if not isinstance(data, Mapping):
             raise TypeError(f"{place} must be a mapping, got a {type(data).__name__}")
-        growth = super().from_dict(lenient(data))
+        growth = super().from_dict(lenient_data(data))
         check_types(growth, place)
         check_growth(growth)
         return growth
@@ -176,7 +176,7 @@ class _Shown:
     group: int = 0
 
 
-def names_of_today(growths: Iterable[Growth]) -> dict[str, Growth]:
+def current_names(growths: Iterable[Growth]) -> dict[str, Growth]:
     """What the parameters that came with these growths, all of a model, are called now: later ones may have renamed them."""
     names: dict[str, Growth] = {}
     for growth in growths:
@@ -260,7 +260,7 @@ class History(Sequence[Growth]):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        record = {"record": strict(self.record.to_dict())} if self.record else {}
+        record = {"record": strict_data(self.record.to_dict())} if self.record else {}
         return {"format": FORMAT, "growths": [growth.to_dict() for growth in self], **record}
 
     @classmethod
@@ -285,7 +285,7 @@ class History(Sequence[Growth]):
                 "Update sensli, or use an intact copy."
             )
         with reading("the history"):
-            record = Record.from_dict(lenient(data["record"])) if "record" in data else None
+            record = Record.from_dict(lenient_data(data["record"])) if "record" in data else None
             if record is not None:
                 check_types(record, "record")
                 _check_record(record)

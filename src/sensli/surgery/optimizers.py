@@ -19,7 +19,7 @@ from sensli.errors import OptimizerError
 from sensli.modules import checks
 from sensli.modules.running import sharded_like, tensors, whole
 from sensli.moves.sites import New
-from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, copied, given_back, is_copied, like_layout
+from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, given_back, is_copied, like_layout, with_copies
 
 # ---- Which parts of an optimizer's state are copies or averages of the parameter itself: slow weights, a starting point,
 # a master copy.
@@ -138,7 +138,7 @@ def plan_joining(
     for optimizer, its, parameter in memberships(known):
         holders.setdefault(id(parameter), []).append((optimizer, its))
     places = tuple((newcomer, *_place(newcomer, pairs, holders, chosen)) for newcomer in newcomers) if known else ()
-    around = {id(unwrapped(given)): states_of(given)[:-1] for given in as_list(optimizers)}
+    around = {id(unwrap_optimizer(given)): states_of(given)[:-1] for given in as_list(optimizers)}
     return Joining(places, tuple(its for _, its in pairs), dict(renames or {}), around)
 
 
@@ -151,7 +151,7 @@ def check_able(optimizers: Iterable[Optimizer]) -> None:
                 reasons.append(f"it keeps tensors under {key!r}, which belongs to no parameter")
         if reasons:
             raise OptimizerError(
-                f"{called(optimizer)} cannot follow a growth: {reasons[0]}. Use another optimizer (AdamW, "
+                f"{class_name(optimizer)} cannot follow a growth: {reasons[0]}. Use another optimizer (AdamW, "
                 "SGD, ...), or grow without optimizer= and rebuild it for the grown model."
             )
 
@@ -167,14 +167,14 @@ def check_own(model: nn.Module, known: Sequence[Optimizer]) -> None:
     """Refuse optimizers of another model."""
     own = {id(parameter) for parameter in model.parameters()}
     if known and own.isdisjoint(id(parameter) for _, _, parameter in memberships(known)):
-        names = ", ".join(map(called, known))
+        names = ", ".join(map(class_name, known))
         raise OptimizerError(
-            f"optimizer={names} contains no parameter of this {called(model)}, so it belongs to another model, or was built before the "
+            f"optimizer={names} contains no parameter of this {class_name(model)}, so it belongs to another model, or was built before the "
             "parameters were replaced. Build it over the parameters of the model that is to grow."
         )
 
 
-def leave(
+def leave_groups(
     optimizers: Optimizers, parameters: Iterable[nn.Parameter], *, renames: Mapping[str, str] | None = None
 ) -> None:
     """Take the parameters, their names and their state out again, the inverse of `Joining.apply`.
@@ -197,7 +197,7 @@ def leave(
 
 def as_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
     """One optimizer, several, or none, as a tuple, each without a wrapper of Lightning or accelerate."""
-    return tuple(unwrapped(each) for each in as_list(given))
+    return tuple(unwrap_optimizer(each) for each in as_list(given))
 
 
 def memberships(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, Group, nn.Parameter]]:
@@ -221,11 +221,11 @@ def check_group(group: int | Group) -> int | Group:
     return checks.integer("group", group, _GROUP, lambda index: index >= 0, OptimizerError)
 
 
-def unwrapped(given: Any) -> Optimizer:
+def unwrap_optimizer(given: Any) -> Optimizer:
     # Look inside first: the wrappers pass for instances of Optimizer themselves.
     inner = _inside(given)
     if inner is not None:
-        return unwrapped(inner)
+        return unwrap_optimizer(inner)
     return checks.instance(
         "optimizer", given, Optimizer, "a torch.optim.Optimizer or a list of them", error=OptimizerError
     )
@@ -272,7 +272,7 @@ def tensors_in(value: Any, deep: int = 4) -> Iterator[Tensor]:
         yield from tensors(value)
 
 
-def called(thing: object) -> str:
+def class_name(thing: object) -> str:
     return type(thing).__name__
 
 
@@ -294,7 +294,7 @@ def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tupl
             if any(its is group for its in optimizer.param_groups):
                 return optimizer, group
         raise OptimizerError(
-            f"group must be {_GROUP}, got a dict that is not a group of {', '.join(map(called, known))}. "
+            f"group must be {_GROUP}, got a dict that is not a group of {', '.join(map(class_name, known))}. "
             "A copy of a group is a different group."
         )
     if len(known) > 1:
@@ -306,7 +306,7 @@ def _chosen_group(known: Sequence[Optimizer], group: int | Group | None) -> tupl
     if group >= len(groups):
         last = len(groups) - 1
         count = f"{last + 1} parameter groups (0 to {last})" if last else "1 parameter group (0)"
-        raise OptimizerError(f"group={group} is out of range: {called(known[0])} has {count}.")
+        raise OptimizerError(f"group={group} is out of range: {class_name(known[0])} has {count}.")
     return known[0], groups[group]
 
 
@@ -330,12 +330,12 @@ def _place(
             return optimizer, group
     if candidates:
         raise OptimizerError(
-            f"{newcomer.name} of shape {tuple(parameter.shape)} cannot join {called(candidates[0][0])}, which takes "
+            f"{newcomer.name} of shape {tuple(parameter.shape)} cannot join {class_name(candidates[0][0])}, which takes "
             f"matrices only, and there are {len(able)} other groups to choose from. Pass the one it should join as "
             "group=, as in group=adamw.param_groups[0], and its optimizer in optimizer=[...]."
         )
     beside = f" {newcomer.beside}" if newcomer.beside else ""
-    names = ", ".join(dict.fromkeys(called(optimizer) for optimizer, _ in pairs))
+    names = ", ".join(dict.fromkeys(class_name(optimizer) for optimizer, _ in pairs))
     raise OptimizerError(
         f"{newcomer.name} has no group to join: no parameter of its neighbour{beside} is in {names}, so its learning "
         "rate and decay are unknown. Pass group= (an index into optimizer.param_groups, or the group itself), or add "
@@ -414,7 +414,7 @@ class _Change:
     ) -> Tensor:
         """A tensor of the parameter's shape, or with some of its axes, after the change or on the way back."""
         if self.copy and is_copied(self.of):
-            return (given_back if self.back else copied)(self.of, tensor)
+            return (given_back if self.back else with_copies)(self.of, tensor)
         if self.back:
             return self.of.shrunk(tensor, along, fill)
         assert not isinstance(fill, Sequence)
@@ -494,7 +494,7 @@ def plan_resizing(optimizers: Optimizers, resized: Sequence[Resize]) -> Resizing
     if known and parameters and not any(id(parameter) in parameters for _, _, parameter in memberships(known)):
         names = ", ".join(each.name for each in list(parameters.values())[:2])
         raise OptimizerError(
-            f"none of the parameters that would get new entries ({names}, ...) is in {', '.join(map(called, known))}, so nothing "
+            f"none of the parameters that would get new entries ({names}, ...) is in {', '.join(map(class_name, known))}, so nothing "
             "would train them. Add them to the optimizer, or grow without optimizer=."
         )
     return _plan(optimizers, resized, back=False)
@@ -538,7 +538,7 @@ def _along(optimizer: Optimizer, each: Resize, key: str, value: Any, *, back: bo
     shape, other = (each.new_shape, each.old_shape) if back else (each.old_shape, each.new_shape)
     if not isinstance(value, Tensor):
         if any(each.numel() > 1 for each in tensors_in(value)):
-            _refuse(optimizer, each, f"{key!r} is a {called(value)} of tensors")
+            _refuse(optimizer, each, f"{key!r} is a {class_name(value)} of tensors")
         return ()  # a number of steps, or nothing yet
     along = _axes(key, value, shape)
     if along is None:
@@ -619,7 +619,7 @@ def _check_gradient(parameter: Tensor, gradients: tuple[Tensor | None, ...]) -> 
 
 def _refuse(optimizer: Optimizer, each: Resize, what: str) -> NoReturn:
     raise OptimizerError(
-        f"{called(optimizer)} cannot follow {each.name} from {each.old_shape} to {each.new_shape}: in its state {what}, which is neither "
-        "one value per entry, row or column nor a single number, so what belongs to the new entries is unknown. Use an optimizer of "
-        "torch (AdamW, SGD, ...), or grow without optimizer= and rebuild it for the grown model."
+        f"{class_name(optimizer)} cannot follow {each.name} from {each.old_shape} to {each.new_shape}: in its state {what}, which is "
+        "neither one value per entry, row or column nor a single number, so what belongs to the new entries is unknown. Use an optimizer "
+        "of torch (AdamW, SGD, ...), or grow without optimizer= and rebuild it for the grown model."
     )

@@ -11,7 +11,7 @@ from itertools import groupby
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sensli.modules.grown import CHANGED, Chain, ParametricLayer, ResidualLayer, grown, new_in
+from sensli.modules.grown import CHANGED, Chain, ParametricLayer, ResidualLayer, grown_modules, new_in
 from sensli.text.records import Plain
 
 # ---- Which modules of a model are boxes of a drawing: one level of detail for all of it, so that equal blocks look equal.
@@ -48,14 +48,14 @@ def boxes_of(model: nn.Module, room: int = ROOM) -> list[Box]:
     return [box for box in boxes if not _is_empty(box.module)] or [Box("", model)]
 
 
-def inner(module: nn.Module) -> nn.Module:
+def inner_module(module: nn.Module) -> nn.Module:
     """The module itself, without the layers that were inserted around it."""
     while isinstance(module, Chain):
         module = module._modules["anchor"] or module
     return module
 
 
-def join(path: str, name: str) -> str:
+def path_of_part(path: str, name: str) -> str:
     """The path of a part."""
     return f"{path}.{name}" if path and name else path or name
 
@@ -77,12 +77,12 @@ def _must_open(box: Box) -> bool:
 def _parts(box: Box) -> Iterator[Box]:
     own = _own(box.module)
     if own:
-        yield Box(join(box.path, own[0]), box.module, bare=True)
+        yield Box(path_of_part(box.path, own[0]), box.module, bare=True)
     equal = _equal(box.module, alone=isinstance(box.module, nn.ModuleList))
     for name, part in box.module.named_children():
         alike = box.alike and name == "anchor" if isinstance(box.module, Chain) else id(part) in equal
-        closed = new_in(part) is not None or (alike and not _is_group(inner(part)))
-        yield Box(join(box.path, name), part, alike, closed)
+        closed = new_in(part) is not None or (alike and not _is_group(inner_module(part)))
+        yield Box(path_of_part(box.path, name), part, alike, closed)
 
 
 def _old_parts(box: Box) -> int:
@@ -96,14 +96,14 @@ def _old_parts(box: Box) -> int:
 
 def _equal(parent: nn.Module, *, alone: bool = False) -> set[int]:
     """Those of a module's parts that are equal blocks; ``alone``: also a block that has no equal."""
-    kinds = [(id(part), _kind(inner(part), isinstance(parent, _RUNS))) for part in parent.children()]
+    kinds = [(id(part), _kind(inner_module(part), isinstance(parent, _RUNS))) for part in parent.children()]
     counts = Counter(kind for _, kind in kinds)
     return {part for part, kind in kinds if kind is not None and (alone or counts[kind] > 1)}
 
 
 def _kind(module: nn.Module, in_a_row: bool) -> tuple[type, ...] | None:
     """What equal blocks have in common, or None if the module is not a block."""
-    parts = [type(inner(part)) for part in module.children() if new_in(part) is None]
+    parts = [type(inner_module(part)) for part in module.children() if new_in(part) is None]
     if isinstance(module, nn.Sequential):
         return (type(module), *parts) if in_a_row and len(parts) > 1 else None
     return (type(module),) if parts and not isinstance(module, _CONTAINERS) else None
@@ -183,14 +183,14 @@ def _grown_inside(box: Box) -> Iterator[Box]:
     if box.bare:
         return
     known, new = {id(box.module)}, set[int]()  # modules that have a box; parts of new layers
-    for _, path, module in grown(box.module):
+    for _, path, module in grown_modules(box.module):
         if new_in(module) is not None:
             new.update(map(id, module.modules()))
         elif id(module) in new:
             continue
         if id(module) not in known:
             known.add(id(module))
-            yield Box(join(box.path, path), module)
+            yield Box(path_of_part(box.path, path), module)
 
 
 def _unit(box: Box, own: Sequence[nn.Module], counted: set[int]) -> Unit:
@@ -202,7 +202,7 @@ def _unit(box: Box, own: Sequence[nn.Module], counted: set[int]) -> Unit:
         more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
         return Unit(box.path, f"Parameter{more}", parameters)
     new = new_in(box.module)
-    makers = own if new is not None else [inner(box.module)]
+    makers = own if new is not None else [inner_module(box.module)]
     changes = sorted(number for part in own for number in part.__dict__.get(CHANGED, ()))
     return Unit(box.path, _label(box.module), parameters, new, _units(makers), tuple(changes))
 
@@ -236,7 +236,7 @@ def _units(makers: Sequence[nn.Module]) -> int | None:
 def _label(module: nn.Module) -> str:
     name = type(module).__name__
     if isinstance(module, Chain):
-        return _label(inner(module))
+        return _label(inner_module(module))
     if isinstance(module, nn.Linear):
         return f"{name}({module.in_features}, {module.out_features})"
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):

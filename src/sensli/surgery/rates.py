@@ -15,7 +15,7 @@ from sensli.errors import OptimizerError
 from sensli.modules import checks
 from sensli.modules.wrappers import own_modules
 from sensli.moves.sites import Edit
-from sensli.surgery.optimizers import Group, Joining, Optimizers, as_list, as_optimizers, called, unwrapped
+from sensli.surgery.optimizers import Group, Joining, Optimizers, as_list, as_optimizers, class_name, unwrap_optimizer
 from sensli.text.records import Plain
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: fl
         return RateScaling(1.0)
     for optimizer in _undriven(known, drivers):
         raise OptimizerError(
-            f"the rates of {called(optimizer)} cannot be scaled by {factor} without its scheduler: its groups "
+            f"the rates of {class_name(optimizer)} cannot be scaled by {factor} without its scheduler: its groups "
             "carry initial_lr, so a scheduler drives them, and many recompute each rate from their own base "
             "rates and would silently drop the factor. Pass scheduler=; if it is no longer used, delete "
             "initial_lr from the groups."
@@ -134,17 +134,17 @@ def plan_rate_scaling(optimizers: Optimizers, schedulers: Schedulers, factor: fl
 def check_driven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> None:
     """Refuse schedulers that drive other optimizers than those given."""
     for scheduler in schedulers:
-        optimizer = unwrapped(scheduler.optimizer)
+        optimizer = unwrap_optimizer(scheduler.optimizer)
         if not any(optimizer is each for each in optimizers):
             raise OptimizerError(
-                f"the {called(scheduler)} drives an optimizer ({called(optimizer)}) other than those given, so it "
+                f"the {class_name(scheduler)} drives an optimizer ({class_name(optimizer)}) other than those given, so it "
                 "could not follow. Pass the optimizer that the scheduler was made for."
             )
 
 
 def _undriven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> list[Optimizer]:
     """The optimizers that a scheduler drives which was not given: their groups carry initial_lr."""
-    driven = {id(unwrapped(scheduler.optimizer)) for scheduler in schedulers}
+    driven = {id(unwrap_optimizer(scheduler.optimizer)) for scheduler in schedulers}
     scheduled = [each for each in optimizers if any("initial_lr" in group for group in each.param_groups)]
     return [each for each in scheduled if id(each) not in driven]
 
@@ -303,12 +303,12 @@ def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joini
     known, drivers = as_optimizers(optimizers), as_schedulers(schedulers)
     _refuse_undriven(known, drivers, "the new layer cannot have a separate learning rate")
     for scheduler in drivers:
-        groups = len(unwrapped(scheduler.optimizer).param_groups)
+        groups = len(unwrap_optimizer(scheduler.optimizer).param_groups)
         for name, value in vars(scheduler).items():
             ours = type(scheduler).__module__.startswith("torch.")
             if not ours and isinstance(value, list) and len(value) == groups and name not in (*_RATES, *_OTHERS):
                 raise OptimizerError(
-                    f"{called(scheduler)}.{name} is as long a list as the optimizer has groups ({groups}); if it holds one entry each, "
+                    f"{class_name(scheduler)}.{name} is as long a list as the optimizer has groups ({groups}); if it holds one entry each, "
                     "a new group would break it, and what the new entry should be is not known here. Leave out new_lr_factor=, so that the "
                     "layer joins its neighbour's group, or use a scheduler of torch."
                 )
@@ -324,7 +324,7 @@ def plan_own_rate(optimizers: Optimizers, schedulers: Schedulers, joining: Joini
 def _refuse_undriven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], what: str) -> None:
     for optimizer in _undriven(optimizers, schedulers):
         raise OptimizerError(
-            f"{what} without the scheduler of {called(optimizer)}: its groups carry initial_lr, so a scheduler drives them, and it "
+            f"{what} without the scheduler of {class_name(optimizer)}: its groups carry initial_lr, so a scheduler drives them, and it "
             "keeps one entry per group. Pass scheduler=; if it is no longer used, delete initial_lr from the groups."
         )
 
@@ -354,7 +354,7 @@ def _kept_per_group(
     Whoever changes one makes a new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.
     """
     for scheduler in schedulers:
-        if unwrapped(scheduler.optimizer) is optimizer:
+        if unwrap_optimizer(scheduler.optimizer) is optimizer:
             for name in (*_RATES, *_OTHERS):
                 values = getattr(scheduler, name, None)
                 if isinstance(values, list):

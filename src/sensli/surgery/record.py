@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sensli.merits.merits import BY_MERIT, Merit, Merits, ordered, spread, worth_of
 from sensli.surgery.outline import Unit
 from sensli.text.commands import PER, UNMEASURED
-from sensli.text.records import Plain, plain
+from sensli.text.records import Plain, to_plain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -315,7 +315,7 @@ class Record(Plain):
         """Plain data for JSON."""
         return {
             **super().to_dict(),
-            "outlines": [{"call": call, "units": plain(units)} for call, units in self.outlines],
+            "outlines": [{"call": call, "units": to_plain(units)} for call, units in self.outlines],
         }
 
     @classmethod

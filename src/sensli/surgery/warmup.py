@@ -22,7 +22,7 @@ from sensli.errors import CheckpointError, OptimizerError
 from sensli.modules import checks
 from sensli.modules.running import distributed_like, sharded_like
 from sensli.moves.stretching import Resize
-from sensli.surgery.optimizers import WARMING, Joining, Optimizers, as_optimizers, called, is_copy, memberships
+from sensli.surgery.optimizers import WARMING, Joining, Optimizers, as_optimizers, class_name, is_copy, memberships
 
 _GROWTH, _AGES = WARMING
 SAVED = "sensli_warmup"  # in the groups of a saved state: the same by the position of the parameter
@@ -41,8 +41,8 @@ def check_hooks(optimizers: Optimizers, warmup: int | None) -> None:
     for optimizer in as_optimizers(optimizers) if warmup is not None else ():
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise OptimizerError(
-                f"warmup must be None with {called(optimizer)}, got {warmup}: it has no hooks around its steps, because it does not call "
-                "the constructor of torch.optim.Optimizer. Leave it out, or use another optimizer (AdamW, SGD, ...)."
+                f"warmup must be None with {class_name(optimizer)}, got {warmup}: it has no hooks around its steps, because it does not "
+                "call the constructor of torch.optim.Optimizer. Leave it out, or use another optimizer (AdamW, SGD, ...)."
             )
 
 
@@ -68,7 +68,9 @@ class Newborn:
             self._note(optimizer, newcomer.parameter, torch.ones_like(newcomer.parameter, requires_grad=False), number)
         for (optimizer, each), new in zip(self.resized, self._new, strict=True):
             self._note(optimizer, each.tensor, new, number)
-        watch([optimizer for _, optimizer, _ in self.joining.places] + [optimizer for optimizer, _ in self.resized])
+        watch_steps(
+            [optimizer for _, optimizer, _ in self.joining.places] + [optimizer for optimizer, _ in self.resized]
+        )
 
     def _note(self, optimizer: Optimizer, parameter: Tensor, new: Tensor, number: int) -> None:
         state = optimizer.state.setdefault(parameter, {})
@@ -98,7 +100,7 @@ def forget_growth(optimizers: Optimizers, number: int) -> None:
                 del state[key]
             if not state:
                 del optimizer.state[parameter]
-    watch(optimizers)
+    watch_steps(optimizers)
 
 
 def _adds(each: Resize) -> bool:
@@ -129,7 +131,7 @@ def _fits(state: Any, parameter: Tensor) -> bool:
     return whole and all(0 < own <= _NUMBERS and 0 <= age < steps - 1 for own, age, steps in ages)
 
 
-def watch(optimizers: Optimizers) -> None:
+def watch_steps(optimizers: Optimizers) -> None:
     """Hang the hooks on optimizers that keep something of a warm-up, as after loading a state; take them from the others."""
     for optimizer in as_optimizers(optimizers):
         hooks = _hooks_of(optimizer)
@@ -150,7 +152,7 @@ def _note_loaded(optimizer: Optimizer) -> None:
             parameter = group["params"][index]
             if not _fits(noted, parameter):
                 raise CheckpointError(
-                    f"the saved state of {called(optimizer)} tells of a warm-up that does not fit its parameter of shape "
+                    f"the saved state of {class_name(optimizer)} tells of a warm-up that does not fit its parameter of shape "
                     f"{tuple(parameter.shape)}. Load the state that was saved with this model."
                 )
             growth = distributed_like(noted[_GROWTH], parameter).to(parameter.device)
@@ -160,7 +162,7 @@ def _note_loaded(optimizer: Optimizer) -> None:
 def watch_loaded(optimizers: Optimizers) -> None:
     """Whenever these optimizers load a state, hang the hooks that it needs."""
     for optimizer in as_optimizers(optimizers):
-        optimizer.register_load_state_dict_post_hook(watch)
+        optimizer.register_load_state_dict_post_hook(watch_steps)
 
 
 def _hooks_of(optimizer: Optimizer) -> _Hooks | None:

@@ -35,7 +35,7 @@ class Plain:
         kind: Any = type(self)
         values = [(each, getattr(self, each.name)) for each, _ in _schema(kind)]
         return {
-            each.metadata.get("key", each.name): plain(value)
+            each.metadata.get("key", each.name): to_plain(value)
             for each, value in values
             if not (each.metadata.get("sparse") and value == each.default)
         }
@@ -60,13 +60,13 @@ class Plain:
         """Refuse values, just read, that no such record has."""
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Plain data: records become dicts, and tuples lists."""
     if isinstance(value, Plain):
         return getattr(value, value._alone) if value._alone else value.to_dict()
     if isinstance(value, Mapping):
-        return {key: plain(part) for key, part in value.items()}
-    return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+        return {key: to_plain(part) for key, part in value.items()}
+    return [to_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _read(value: Any, annotation: Any) -> Any:
@@ -182,26 +182,26 @@ _TAG = "float"
 _NAMES = ("Infinity", "-Infinity", "NaN")  # as Python's float() and JavaScript's Number() both read them
 
 
-def strict(data: Any) -> Any:
+def strict_data(data: Any) -> Any:
     """Plain data without a number that JSON does not know."""
     if isinstance(data, float) and not math.isfinite(data):
         return {_TAG: "NaN" if math.isnan(data) else "Infinity" if data > 0 else "-Infinity"}
     if isinstance(data, Mapping):
-        return {key: strict(value) for key, value in data.items()}
+        return {key: strict_data(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [strict(value) for value in data]
+        return [strict_data(value) for value in data]
     return data
 
 
-def lenient(data: Any) -> Any:
-    """The inverse of `strict`."""
+def lenient_data(data: Any) -> Any:
+    """The inverse of `strict_data`."""
     if isinstance(data, Mapping):
         if len(data) == 1 and data.get(_TAG) in _NAMES:
             return float(data[_TAG])
-        return {key: lenient(value) for key, value in data.items()}
-    return [lenient(value) for value in data] if isinstance(data, list) else data
+        return {key: lenient_data(value) for key, value in data.items()}
+    return [lenient_data(value) for value in data] if isinstance(data, list) else data
 
 
 def dumps(data: Any, *, indent: int | None = None) -> str:
     """Plain data as JSON that every reader takes."""
-    return json.dumps(strict(data), indent=indent, allow_nan=False)
+    return json.dumps(strict_data(data), indent=indent, allow_nan=False)

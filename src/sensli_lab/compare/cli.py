@@ -9,7 +9,7 @@ from typing import Any
 
 from sensli.text.commands import TASKS
 from sensli_lab.errors import BadComparison
-from sensli_lab.paper.reading import unknown
+from sensli_lab.paper.reading import unknown_name
 from sensli_lab.work.cli import CommandGroup, add_data, add_place, add_preset
 
 RESULTS = "compare-results"
@@ -90,7 +90,7 @@ def size_of(
 ) -> CompareSize:
     """What a preset says of a task, or what holds without one; what is asked for expressly comes first."""
     if preset is not None and preset not in PRESETS:
-        raise BadComparison(f"--preset: {unknown('preset', preset, PRESETS)}")
+        raise BadComparison(f"--preset: {unknown_name('preset', preset, PRESETS)}")
     size = CompareSize() if preset is None else PRESETS[preset].get(task, CompareSize())
     return CompareSize(
         size.seeds if seeds is None else seeds,

@@ -8,13 +8,13 @@ import math
 from sensli.text.tables import short_number
 from sensli_lab.compare import report, work
 from sensli_lab.compare.cli import size_of
-from sensli_lab.compare.front import load, rows
+from sensli_lab.compare.front import load_runs, rows
 from sensli_lab.compare.jobs import Comparison, Job, RunStore
-from sensli_lab.compare.methods import choose_methods, describe, methods
-from sensli_lab.compare.tasks.registry import TASKS, find
+from sensli_lab.compare.methods import choose_methods, describe_method, methods
+from sensli_lab.compare.tasks.registry import TASKS, find_task
 from sensli_lab.errors import FAILED, BadComparison, NoResults, RunsFailed
 from sensli_lab.work.cli import place_of
-from sensli_lab.work.pages import Table, plain
+from sensli_lab.work.pages import Table, terminal_table
 
 
 def _comparisons(args: argparse.Namespace) -> list[Comparison]:
@@ -25,7 +25,7 @@ def _comparisons(args: argparse.Namespace) -> list[Comparison]:
         if not 0 < budget < math.inf:
             raise BadComparison(f"--budget must be a number above 0 (for example 0.5), got {budget:g}.")
     names = getattr(args, "tasks", ["all", "long"])
-    wanted = [find(name) for name in names if name not in ("all", "long")]
+    wanted = [find_task(name) for name in names if name not in ("all", "long")]
     asked = []
     for task in TASKS.values():
         if task in wanted or ("long" if task.long else "all") in names:
@@ -45,10 +45,10 @@ def _list(args: argparse.Namespace) -> None:
         computed = f"{stored} of {len(one.methods) * one.seeds} runs"
         lines.append((one.task.name, one.task.title, sizes, f"{minutes:.1f} min", computed))
     header = ("task", "what it is", "FLOPs of a sample", "all methods, one seed", "computed")
-    print(plain(Table(header, tuple(lines))))
+    print(terminal_table(Table(header, tuple(lines))))
     known = methods(next(iter(TASKS.values()))).values()
-    named = tuple((method.name, method.kind, describe(method)) for method in known)
-    print(f"\n{plain(Table(('method', 'kind', 'what it is'), named))}")
+    named = tuple((method.name, method.kind, describe_method(method)) for method in known)
+    print(f"\n{terminal_table(Table(('method', 'kind', 'what it is'), named))}")
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -57,7 +57,7 @@ def _run(args: argparse.Namespace) -> None:
     # seed by seed, not method by method: what is stopped early has pairs to compare
     seeds = range(max(one.seeds for one in asked))
     jobs: list[Job] = [job for seed in seeds for one in asked if seed < one.seeds for job in one.jobs(seed)]
-    left_out = work.compute(jobs, RunStore(args.out), args.data, place)
+    left_out = work.compute_runs(jobs, RunStore(args.out), args.data, place)
     failed = [line for line in left_out if f": {FAILED} " in line]
     if len(failed) < len(jobs):
         _show(args)
@@ -73,12 +73,12 @@ def _show(args: argparse.Namespace) -> None:
     missing: list[NoResults] = []
     for one in asked:
         try:
-            found = rows(one.methods, load(one, RunStore(args.out)))
+            found = rows(one.methods, load_runs(one, RunStore(args.out)))
         except NoResults as error:
             missing.append(error)
             continue
-        print(f"\n{one.task.title}\n\n{plain(report.table(found))}\n")
-        print("\n".join(report.verdict(found)).replace("`", ""))
+        print(f"\n{one.task.title}\n\n{terminal_table(report.table(found))}\n")
+        print("\n".join(report.verdict_lines(found)).replace("`", ""))
     if len(missing) == len(asked):
         raise missing[0]
     for reason in missing:
@@ -102,7 +102,7 @@ def _tune(args: argparse.Namespace) -> None:
         for method in one.methods
         for factor in sorted(set(args.factors))
     }
-    work.compute([job for some in jobs.values() for job in some], store, args.data, place)
+    work.compute_runs([job for some in jobs.values() for job in some], store, args.data, place)
     for one in asked:
         lines, best = [], {}
         for method in one.methods:
@@ -114,11 +114,11 @@ def _tune(args: argparse.Namespace) -> None:
             best[method.name] = min(means, key=lambda factor: (math.isnan(means[factor]), means[factor]))
             lines.append((method.name, *(f"{mean:.4f}" for mean in means.values()), f"{best[method.name]:g}"))
         header = ("method", *(f"rate x {factor:g}" for factor in sorted(set(args.factors))), "best")
-        print(f"\n{one.task.title}: validation loss at the end\n\n{plain(Table(header, tuple(lines)))}")
+        print(f"\n{one.task.title}: validation loss at the end\n\n{terminal_table(Table(header, tuple(lines)))}")
 
 
 def _report(args: argparse.Namespace) -> None:
-    for path in report.write(RunStore(args.out), args.to or args.out / "report", _comparisons(args)):
+    for path in report.write_comparison(RunStore(args.out), args.to or args.out / "report", _comparisons(args)):
         print(path)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sensli_lab.compare.front import BEGIN, LEVELS, Runs, fixed_curves, front, front_at
 from sensli_lab.compare.jobs import Run
 from sensli_lab.compare.methods import Method
-from sensli_lab.work.pages import COLOURS, check_available, new_figure, save
+from sensli_lab.work.pages import COLOURS, check_available, new_figure, save_figure
 from sensli_lab.work.statistics import band
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ KIND_COLOURS = {
 LEAST = 1e-12  # of a loss, for its logarithm
 
 
-def draw(title: str, methods: Sequence[Method], runs: Runs, path: Path, command: str) -> None:
+def draw_task(title: str, methods: Sequence[Method], runs: Runs, path: Path, command: str) -> None:
     """Geometric means over the seeds with 95 % bands; the command that computes them is below."""
     check_available()
     shown = [method for method in methods if method.name in runs]
     within = [method for method in shown if not method.full]
-    named = best(within, runs)
+    named = best_methods(within, runs)
     colours = dict(zip((method.name for method in within if method in named), CURVES, strict=False))
     figure = new_figure(10.4, max(6.4, 1.5 + 0.19 * len(shown)))
     axes = figure.subplot_mosaic(
@@ -54,10 +54,10 @@ def draw(title: str, methods: Sequence[Method], runs: Runs, path: Path, command:
     words = "one seed" if seeds == 1 else f"geometric mean of {seeds} seeds with 95 % bands"
     figure.suptitle(f"{title}: {words}", fontsize=9.5, x=0.01, ha="left")
     figure.supxlabel(_folded(command), fontsize=6, family="monospace", color="0.4", x=0.01, ha="left")
-    save(figure, path)
+    save_figure(figure, path)
 
 
-def best(methods: Sequence[Method], runs: Runs) -> list[Method]:
+def best_methods(methods: Sequence[Method], runs: Runs) -> list[Method]:
     """The growing methods with a colour: the best of each kind, then the best of all, by the validation loss at the end."""
     growing = [method for method in methods if method.grows]
     ranked = sorted(growing, key=lambda method: _order(_end(runs[method.name].values(), "validation")[0]))

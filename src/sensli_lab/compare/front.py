@@ -17,7 +17,7 @@ import torch
 from sensli_lab.compare.jobs import Comparison, Job, Run, RunStore
 from sensli_lab.compare.methods import Method
 from sensli_lab.errors import NoResults
-from sensli_lab.work.statistics import Interval, Paired, interval, paired
+from sensli_lab.work.statistics import Interval, Paired, compare_pairs, interval
 
 LEVELS = 40
 BEGIN = 0.05  # share of the FLOPs that count as the least: before it, curves fall through the first losses
@@ -192,7 +192,7 @@ class Row:
     parameters: float
 
 
-def load(asked: Comparison, store: RunStore) -> dict[str, dict[int, Run]]:
+def load_runs(asked: Comparison, store: RunStore) -> dict[str, dict[int, Run]]:
     """The stored runs of these methods; those that have none are left out."""
     found: dict[str, dict[int, Run]] = {}
     for method in asked.methods:
@@ -262,7 +262,9 @@ def _difference(own: Mapping[int, Run], other: Mapping[int, Run]) -> Paired | No
     both = sorted(own.keys() & other.keys())
     if not both:
         return None
-    return paired(*(torch.tensor([some[seed].test_loss for seed in both], device="cpu") for some in (own, other)))
+    return compare_pairs(
+        *(torch.tensor([some[seed].test_loss for seed in both], device="cpu") for some in (own, other))
+    )
 
 
 def _matches(own: Mapping[int, Run], large: Mapping[int, Run]) -> Matches | None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sensli.text.records import Plain, check_types, lenient, strict
+from sensli.text.records import Plain, check_types, lenient_data, strict_data
 from sensli_lab.compare.methods import Method, find_method
 from sensli_lab.compare.task import Task
-from sensli_lab.compare.tasks.registry import find
+from sensli_lab.compare.tasks.registry import find_task
 from sensli_lab.errors import PaperError
 from sensli_lab.work.store import Damaged, ResultsFolder, digest_of, provenance, read_json, write_json
 
@@ -92,7 +92,7 @@ class Job:
 
 
 def _arrived(task: str, method: str, seed: int, budget: float, lr_factor: float | None, digest: str) -> Job:
-    known = find(task)
+    known = find_task(task)
     job = Job(known, find_method(known, method), seed, budget, lr_factor)
     if job.digest != digest:
         raise PaperError(f"{task} is configured in another way there. Install the same version on every machine.")
@@ -145,13 +145,13 @@ class Run(Plain):
     step_seconds: float = 0.0  # of all steps of training, were each of them an ordinary one, without a replay
 
     def to_dict(self) -> dict[str, Any]:
-        return strict(super().to_dict())  # type: ignore[no-any-return]
+        return strict_data(super().to_dict())  # type: ignore[no-any-return]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
         """The inverse of `to_dict`; what is not such a record is Damaged."""
         try:
-            run = super().from_dict(lenient(data))
+            run = super().from_dict(lenient_data(data))
             check_types(run, "run")
             if not len(run.flops) == len(run.train) == len(run.validation):
                 raise ValueError("the curves are not equally long")

@@ -14,7 +14,7 @@ from typing import Any
 from sensli.growing.strategy import STRATEGIES, class_of
 from sensli_lab.compare.task import Task
 from sensli_lab.errors import BadComparison
-from sensli_lab.paper.reading import unknown
+from sensli_lab.paper.reading import unknown_name
 
 # ---- What each publication prescribes around its growths: when, how many, what the optimizer keeps, the learning rate
 # after a growth.
@@ -257,7 +257,7 @@ KINDS = ("fixed", "reference", "sensli", "control", "rival", "own", "long")
 # fifth of the FLOPs.
 
 
-def at(name: str, words: str, *percents: int, **options: Any) -> Method:
+def at_shares(name: str, words: str, *percents: int, **options: Any) -> Method:
     """Growths at these percents of the FLOPs, which are a part of the name."""
     shares = tuple(percent / 100 for percent in percents)
     schedule = MethodSchedule("", shares, "last fifth")
@@ -266,7 +266,7 @@ def at(name: str, words: str, *percents: int, **options: Any) -> Method:
     )
 
 
-def when(name: str, words: str, **options: Any) -> Method:
+def when_triggered(name: str, words: str, **options: Any) -> Method:
     """Growths when the trigger of this name says it."""
     return Method(
         f"{options.get('strategy', 'sensli')}-{name}", words, "long", options=options, waits=True, trigger=name
@@ -312,7 +312,7 @@ def find_method(task: Task, name: str) -> Method:
     return Method(name, "", "rival", options={"strategy": name}, source=source)
 
 
-def describe(method: Method) -> str:
+def describe_method(method: Method) -> str:
     """What a method is, in one line: of a strategy the first sentence of its docstring."""
     if method.what:
         return method.what
@@ -327,6 +327,6 @@ def choose_methods(task: Task, names: Sequence[str]) -> list[Method]:
     given = {name: find_method(task, name) for name in names if ":" in name}
     for name in names:
         if name not in known and name not in given and name not in (*KINDS, "all"):
-            raise BadComparison(f"--methods: {unknown('method', name, [*known, *KINDS, 'all'])}")
+            raise BadComparison(f"--methods: {unknown_name('method', name, [*known, *KINDS, 'all'])}")
     wanted = [one for one in known.values() if "all" in names or one.kind in names or one.name in names]
     return [*wanted, *given.values()]

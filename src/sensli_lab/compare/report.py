@@ -10,13 +10,13 @@ from typing import Any
 
 from sensli.text.tables import short_number
 from sensli_lab.compare import figure
-from sensli_lab.compare.front import Front, Row, Runs, best_fixed, end_costs, load, rows
+from sensli_lab.compare.front import Front, Row, Runs, best_fixed, end_costs, load_runs, rows
 from sensli_lab.compare.jobs import Comparison, Run, RunStore
 from sensli_lab.compare.methods import Method
 from sensli_lab.compare.task import Task
 from sensli_lab.errors import NoResults
 from sensli_lab.work.pages import Block, Bullets, Heading, Paragraph, Picture, Table, without_empty, write_report
-from sensli_lab.work.statistics import CONFIRMED, OPPOSITE, Paired, number
+from sensli_lab.work.statistics import CONFIRMED, OPPOSITE, Paired, format_number
 
 # ---- The table of a task, and what it says in words.
 
@@ -36,7 +36,7 @@ def _line(row: Row) -> tuple[str, ...]:
         row.method.name,
         str(row.seeds),
         short_number(round(row.parameters)),
-        *("" if value is None else number(value.mean) for value in (row.validation, row.test, row.error)),
+        *("" if value is None else format_number(value.mean) for value in (row.validation, row.test, row.error)),
         *("" if pair is None else str(pair.difference) for pair in (row.to_small, row.to_large)),
         "" if row.matches is None else str(row.matches),
         *([""] * 4 if front is None else map(str, (front.end, front.most, front.mean, front.worst))),
@@ -44,7 +44,7 @@ def _line(row: Row) -> tuple[str, ...]:
     )
 
 
-def verdict(rows: Sequence[Row]) -> list[str]:
+def verdict_lines(rows: Sequence[Row]) -> list[str]:
     """A sentence for each growing method, and one for the best fixed network; intervals decide the words."""
     fixed, growing = [row for row in rows if row.method.in_front], [row for row in rows if row.method.grows]
     lines = [_lowest("fixed sizes", fixed)] if fixed else []
@@ -62,7 +62,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 def _lowest(which: str, rows: Sequence[Row]) -> str:
     best = min(rows, key=lambda row: row.test.mean)
-    return f"Of the {which}, `{best.method.name}` ended with the lowest test loss ({number(best.test.mean)})."
+    return f"Of the {which}, `{best.method.name}` ended with the lowest test loss ({format_number(best.test.mean)})."
 
 
 def _compared(pair: Paired | None) -> str:
@@ -143,7 +143,7 @@ class DecisionCost:
     steps: float  # seconds of one divided by those of a mean step of training of the same runs
 
 
-def cost_of(runs: Sequence[Run]) -> DecisionCost | None:
+def cost_of_looks(runs: Sequence[Run]) -> DecisionCost | None:
     """What the looks of these runs cost; None if they have none, or are records of a version that did not time them."""
     looks = [look for run in runs for look in run.costs]
     if not looks:
@@ -162,7 +162,9 @@ def cost_of(runs: Sequence[Run]) -> DecisionCost | None:
 
 def costs(methods: Sequence[Method], runs: Runs) -> dict[str, DecisionCost]:
     """The cost of each growing method that has timed looks."""
-    found = {one.name: cost_of(list(runs[one.name].values())) for one in methods if one.grows and one.name in runs}
+    found = {
+        one.name: cost_of_looks(list(runs[one.name].values())) for one in methods if one.grows and one.name in runs
+    }
     return {name: cost for name, cost in found.items() if cost is not None}
 
 
@@ -176,7 +178,7 @@ def cost_table(methods: Sequence[Method], runs: Runs) -> Table:
     lines = tuple(
         (
             name, short_number(round(one.flops)), f"{one.share:.1%}", _rounded(one.passes), f"{one.seconds:.3f}",
-            _rounded(one.steps), published(known[name]),
+            _rounded(one.steps), published_cost(known[name]),
         )
         for name, one in costs(methods, runs).items()
     )  # fmt: skip
@@ -187,7 +189,7 @@ def _rounded(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:,.0f}"
 
 
-def published(method: Method) -> str:
+def published_cost(method: Method) -> str:
     """What is known of a decision's cost in the publication or its code; nothing for a strategy that is not listed."""
     strategy = method.options.get("strategy", "sensli")
     return PUBLISHED.get(strategy, "") if isinstance(strategy, str) else ""
@@ -240,12 +242,12 @@ class TaskReport:
         return f"sensli compare run {self.asked.task.name} --methods {' '.join(self.runs)} --seeds {seeds}{size}"
 
 
-def write(store: RunStore, folder: Path, asked: Sequence[Comparison]) -> list[Path]:
+def write_comparison(store: RunStore, folder: Path, asked: Sequence[Comparison]) -> list[Path]:
     """Write README.md with its figures, report.html and summary.json into `folder`."""
     stored = []
     for one in asked:
         with suppress(NoResults):
-            stored.append(TaskReport(one, load(one, store)))
+            stored.append(TaskReport(one, load_runs(one, store)))
     if not stored:
         budgets = " or ".join(f"x {budget:g}" for budget in sorted({one.budget for one in asked}))
         raise NoResults(
@@ -255,7 +257,7 @@ def write(store: RunStore, folder: Path, asked: Sequence[Comparison]) -> list[Pa
     records = []
     for each in stored:
         found, path = rows(each.asked.methods, each.runs), folder / "figures" / each.picture
-        figure.draw(each.title, each.asked.methods, each.runs, path, each.command)
+        figure.draw_task(each.title, each.asked.methods, each.runs, path, each.command)
         blocks += _section(each, found, path)
         records.append(_record(each, found))
     blocks += _end_costs(stored)
@@ -271,7 +273,7 @@ def _section(one: TaskReport, rows: Sequence[Row], path: Path) -> list[Block]:
             f"{short_number(spent)} FLOPs each, {task.recipe}, {task.batch or 'all'} samples a step; looks after "
             f"{', '.join(f'{share:.0%}' for share in task.looks)} of the FLOPs, each given {task.looked_at:,} samples."
         ),
-        Bullets(tuple(verdict(rows))),
+        Bullets(tuple(verdict_lines(rows))),
         Picture(path, f"{task.name}: validation loss over FLOPs. {one.command}"),
         table(rows),
         *_seen(one),

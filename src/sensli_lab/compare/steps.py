@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from sensli.surgery.warmup import watch
+from sensli.surgery.warmup import watch_steps
 from sensli_lab.compare.task import Loss
 
 # ---- A step's forward and backward pass, recorded once and replayed: the same operations on the same memory, without
@@ -81,7 +81,7 @@ class Recorded:
             call(*args, **named)
 
 
-def recorded(model: nn.Module, loss: Loss, batch: tuple[Tensor, Tensor], *, constant: bool) -> Recorded | None:
+def record_passes(model: nn.Module, loss: Loss, batch: tuple[Tensor, Tensor], *, constant: bool) -> Recorded | None:
     """The passes of this batch, or None if they cannot be replayed. ``constant``: all batches are this one."""
     if any(True for _ in model.buffers()) or any(_hooked(module) for module in model.modules()):
         return None
@@ -273,7 +273,7 @@ class ReplayedSteps:
         number, self._taken = self._taken, self._taken + 1
         if number == 0:
             self.model.train()
-            passes = recorded(self.model, self.loss, (x, y), constant=self.constant)
+            passes = record_passes(self.model, self.loss, (x, y), constant=self.constant)
             if passes is not None:
                 passes.replay(x, y)
             return self._ordinary(x, y, passes)
@@ -318,7 +318,7 @@ class ReplayedSteps:
         for key, content in states.items():  # a warm-up has counted the step
             self.optimizer.state[key].clear()
             self.optimizer.state[key].update(content)
-        watch(self.optimizer)
+        watch_steps(self.optimizer)
         for parameter, gradient in zip(passes.parameters, passes.gradients, strict=True):
             parameter.grad = gradient  # a hook may have put another one there
         self.optimizer.step()

@@ -107,7 +107,7 @@ class Task:
         return max(share / self.warmup, 0.02) if share < self.warmup else 1.0
 
 
-def plain(inputs: int, units: int, layers: int, outputs: int) -> nn.Sequential:
+def plain_network(inputs: int, units: int, layers: int, outputs: int) -> nn.Sequential:
     """So many hidden layers of so many units each."""
     hidden = pairwise((inputs, *(units for _ in range(layers))))
     layers_and_relus = (each for pair in hidden for each in (nn.Linear(*pair), nn.ReLU()))

@@ -150,7 +150,7 @@ class Counted(FlopCounter):
     products: ClassVar[Mapping[str, Rule]] = {**PRODUCTS, **FURTHER}
 
 
-def training_flops(model: nn.Module, batch: Batch, loss: Loss) -> int:
+def flops_of_step(model: nn.Module, batch: Batch, loss: Loss) -> int:
     """FLOPs of a forward and a backward pass of one batch; the model is left as it is."""
     twin = copy.deepcopy(model).train()
     x, y = batch
@@ -163,7 +163,7 @@ EVALUATED_AT_ONCE = 500
 SAVE_EVERY = 10.0  # seconds
 
 
-def train(
+def train_job(
     job: Job, data: TaskData, *, state: bytes | None = None, tell: Tell = ignore, save: Save | None = None,
     save_every: float | None = None,
 ) -> Run:  # fmt: skip
@@ -198,10 +198,10 @@ class JobTraining:
         self.batches = Sampling(self.task, data.train, job.seed)
         self._began = time.perf_counter()
         large, first = self.task.network("large", job.seed), self.batches.at(0)
-        step = training_flops(large, first, self.task.loss)
+        step = flops_of_step(large, first, self.task.loss)
         self.run.budget = job.budget * self.task.steps * step
         if job.method.full:  # as many steps as the small network takes with the FLOPs of the task
-            self.run.budget *= step / training_flops(self.task.network("small", job.seed), first, self.task.loss)
+            self.run.budget *= step / flops_of_step(self.task.network("small", job.seed), first, self.task.loss)
         self._trial = None if job.method.trial is None else Trial(1, candidates=2, batches=self.batches)
         self.limit = int(count_flops(large, self.task.sample()))
         self.model = self._model()
@@ -316,7 +316,7 @@ class JobTraining:
 
     def _cost_of_a_step(self) -> int:
         if self._step_flops is None:
-            self._step_flops = training_flops(self.model, self.batches.at(self.run.steps), self.task.loss)
+            self._step_flops = flops_of_step(self.model, self.batches.at(self.run.steps), self.task.loss)
         return self._step_flops
 
     def _look_is_due(self) -> bool:
@@ -366,7 +366,7 @@ class JobTraining:
         if self._trial is None or tried is None:
             return 0
         self.batches.taken += self._trial.steps  # no step takes them again
-        step = training_flops(self.model, self.batches.at(self.run.steps), self.task.loss)
+        step = flops_of_step(self.model, self.batches.at(self.run.steps), self.task.loss)
         return tried.arms[tried.winner].steps * step
 
     def _point(self) -> None:

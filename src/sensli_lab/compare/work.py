@@ -11,7 +11,7 @@ from sensli.cli.terminal import progress
 from sensli.errors import SensliError
 from sensli.text.files import write_bytes
 from sensli_lab.compare.jobs import Job, Run, RunStore
-from sensli_lab.compare.training import train
+from sensli_lab.compare.training import train_job
 from sensli_lab.errors import FAILED, StoreError, failure
 from sensli_lab.paper.stacked import one_thread
 from sensli_lab.work.workers import HERE, Place, Save, Tell, WorkCall
@@ -27,14 +27,14 @@ class Given:
     save_every: float | None = None
 
 
-def one(given: Given, tell: Tell, save: Save) -> Run | str:
+def compute_run(given: Given, tell: Tell, save: Save) -> Run | str:
     """What a worker does: the run, or why it cannot be done.
 
     A fault of one method must not cost the other runs of a night: it is returned too.
     """
     data = given.job.task.load(given.folder, given.job.seed)
     try:
-        return train(given.job, data, state=given.state, tell=tell, save=save, save_every=given.save_every)
+        return train_job(given.job, data, state=given.state, tell=tell, save=save, save_every=given.save_every)
     except (OSError, MemoryError, StoreError):  # of the machine, which the next run would meet too
         raise
     except SensliError as error:
@@ -57,7 +57,7 @@ class Runs:
     def call(self, job: Job) -> WorkCall:
         state = self.store.state(job)
         given = Given(job, state.read_bytes() if state.exists() else None, self.folder, self.save_every)
-        return WorkCall(one, given, self.cpus)
+        return WorkCall(compute_run, given, self.cpus)
 
     def save(self, job: Job, state: bytes) -> None:
         write_bytes(self.store.state(job), state, StoreError)
@@ -78,7 +78,7 @@ class Runs:
         self.left_out.append(f"{job}: {result}")
 
 
-def compute(jobs: Sequence[Job], store: RunStore, folder: Path | None = None, place: Place = HERE) -> list[str]:
+def compute_runs(jobs: Sequence[Job], store: RunStore, folder: Path | None = None, place: Place = HERE) -> list[str]:
     """Compute the runs that the store lacks; what a method refuses to do, or fails at, is said and left out, and is returned.
 
     Data that cannot be had stop everything, before the first run.

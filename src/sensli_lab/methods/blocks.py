@@ -19,13 +19,21 @@ from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks, random_state
-from sensli.modules.grown import count_growths, grown, told
+from sensli.modules.grown import attached_record, count_growths, grown_modules
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site, Sites
 from sensli.moves.stacking import StackCopy
 from sensli.moves.twin.twins import LASTS, Twin
 from sensli.text.commands import UNMEASURED
-from sensli_lab.methods.searching import PaperMethod, apply_growth, by_one, check_seed, mean_loss, turns_of, unmeasured
+from sensli_lab.methods.searching import (
+    PaperMethod,
+    apply_growth,
+    by_one,
+    check_seed,
+    equal_merits,
+    mean_loss,
+    turns_of,
+)
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -125,8 +133,8 @@ class GStack(StackBlocks):
 
 def _copied(network: nn.Module) -> set[str]:
     """The paths of the blocks that a stacking made; a stack that ends with one of them has had its turn."""
-    born = list(grown(network))
-    records = ((number, told(module, number)) for number, _, module in born)
+    born = list(grown_modules(network))
+    records = ((number, attached_record(module, number)) for number, _, module in born)
     stacked = {number for number, record in records if record is not None and isinstance(record.site.move, StackCopy)}
     return {path for number, path, _ in born if number in stacked}
 
@@ -197,7 +205,7 @@ class AutoGrow(PaperMethod):
     ) -> Merits:
         if self.start == "trained":
             return self._score_trained(model, sites, batches, loss_fn)
-        return unmeasured(sites)
+        return equal_merits(sites)
 
     @by_one
     def _score_trained(
@@ -208,7 +216,7 @@ class AutoGrow(PaperMethod):
         found = [
             adam_init(bare(model), site, every, loss_fn) if index == due else site for index, site in enumerate(sites)
         ]
-        return unmeasured(found, len(every))
+        return equal_merits(found, len(every))
 
     def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         if self.last is not None and self.last not in self.closed and self._stalled(context.metric):

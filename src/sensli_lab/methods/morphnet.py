@@ -31,11 +31,11 @@ from sensli.modules.flops import count_flops
 from sensli.modules.wrappers import bare
 from sensli.moves.dead import Narrow
 from sensli.moves.sites import Site, Sites
-from sensli.moves.width.confirming import in_order
+from sensli.moves.width.confirming import in_order, width_of
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, filled
 from sensli.surgery.history import History
-from sensli_lab.methods.pairs import width_of, with_more
-from sensli_lab.methods.searching import UnitMethod, refuse_sharded, unmeasured
+from sensli_lab.methods.pairs import with_more
+from sensli_lab.methods.searching import UnitMethod, equal_merits, refuse_sharded
 
 # ---- Units made sparse while a model trains: MorphNet's regulariser, whose gradient is added before each step of an
 # optimizer.
@@ -160,7 +160,9 @@ def _entries(width: Width, axis: Axis) -> Tensor:
 # Each weight is drawn by one width alone, and rows that are new do not read columns that are new at the same look.
 
 
-def redrawn(site: Site, network: nn.Module, share: float, made: set[tuple[str, str]], source: torch.Generator) -> Site:
+def redraw_width(
+    site: Site, network: nn.Module, share: float, made: set[tuple[str, str]], source: torch.Generator
+) -> Site:
     """The site with a share of units more; ``made`` are the weights whose rows belong to a width, as path and name."""
     width = width_of(site).in_model(network)
     more = max(1, round(share * width.units))
@@ -239,10 +241,10 @@ class MorphNet(UnitMethod):
             there = sum(width.units for width in widths)
             share = self.units if isinstance(self.units, float) or not there else self.units * len(widths) / there
             sites = [
-                redrawn(site, network, share, made, self.generator) if isinstance(site.move, Width) else site
+                redraw_width(site, network, share, made, self.generator) if isinstance(site.move, Width) else site
                 for site in sites
             ]
-        return unmeasured(sites)
+        return equal_merits(sites)
 
     def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         if self.phase == REST:

@@ -24,7 +24,7 @@ from sensli.moves.layers import Layer
 from sensli.moves.point import tap
 from sensli.moves.sites import Site, Sites
 from sensli_lab.methods.pairs import Pair, Rival
-from sensli_lab.methods.searching import PaperMethod, UnitMethod, by_one, run_batch, turns_of, unmeasured
+from sensli_lab.methods.searching import PaperMethod, UnitMethod, by_one, equal_merits, run_batch, turns_of
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -120,7 +120,7 @@ class Net2NetDeeper(InTurn):
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
         self._keeps = not any(_norm_beside(bare(model), site) for site in sites)
-        return unmeasured(sites) if self._keeps else self._with_norms(model, sites, batches, loss_fn)
+        return equal_merits(sites) if self._keeps else self._with_norms(model, sites, batches, loss_fn)
 
     @by_one
     def _with_norms(
@@ -129,7 +129,7 @@ class Net2NetDeeper(InTurn):
         network = bare(model)
         normed = [site for site in sites if _norm_beside(network, site)]
         found, count = _statistics(network, normed, batches, loss_fn)
-        return unmeasured([found.get(site, site) for site in sites], count)
+        return equal_merits([found.get(site, site) for site in sites], count)
 
     def keeps_function(self) -> bool:
         return self._keeps

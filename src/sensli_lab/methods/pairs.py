@@ -27,6 +27,7 @@ from sensli.modules.running import first_tensor, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.roles import map_of
 from sensli.moves.sites import Site, Sites, Skipped
+from sensli.moves.width.confirming import width_of
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, laid_out
 from sensli_lab.methods.searching import UnitMethod, batch_loss, by_one, loss_after
 
@@ -182,12 +183,6 @@ class Pair:
         """[units, columns of one]."""
         own = existing(self.width, self.column)
         return by_unit(own.movedim(self.column.dim, 0).flatten(1), self.column).cpu().double()
-
-
-def width_of(site: Site) -> Width:
-    """The move of a site where units come."""
-    assert isinstance(site.move, Width)
-    return site.move
 
 
 def with_more(width: Width, more: int, **changes: Any) -> Width:

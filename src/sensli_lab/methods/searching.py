@@ -45,7 +45,7 @@ class PaperMethod(Strategy):
     def score(
         self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
     ) -> Merits:
-        return unmeasured(sites)
+        return equal_merits(sites)
 
 
 class UnitMethod(PaperMethod):
@@ -98,7 +98,7 @@ class UnitMethod(PaperMethod):
         self.turn = turn
 
 
-def unmeasured(sites: Iterable[Site], batches: int = 0) -> Merits:
+def equal_merits(sites: Iterable[Site], batches: int = 0) -> Merits:
     """Sites of which none is worth more than another."""
     return Merits([Merit(site, 1.0) for site in sites], norm=UNMEASURED, batches=batches)
 

@@ -21,9 +21,10 @@ from sensli.modules.running import count_samples, device_of, to_device, untouche
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
 from sensli.moves.stretching import FRESH, Stretch
+from sensli.moves.width.confirming import width_of
 from sensli.moves.width.widening import Widening, carried, grown_value
 from sensli.moves.width.width import Entries, Width, existing, laid_out
-from sensli_lab.methods.pairs import Pair, Rival, as_double, features, pairs_of, width_of, with_more
+from sensli_lab.methods.pairs import Pair, Rival, as_double, features, pairs_of, with_more
 from sensli_lab.methods.searching import batch_loss, by_one
 
 # ---- What methods have in common that split units: a unit becomes two, which share what read the one, and all layers
@@ -126,7 +127,7 @@ class Splitting(Competing):
     ) -> list[Candidates]:
         found = []
         for pair, curvature in curvatures(model, sites, batches, loss_fn):
-            values, vectors = smallest(pair.h, curvature, pair.samples, self.generator)
+            values, vectors = smallest_eigenvalues(pair.h, curvature, pair.samples, self.generator)
             none = (part.new_zeros(0, part.shape[1], dtype=torch.float64) for part in (pair.h, pair.existing_columns))
             found.append(Candidates(pair, -(EPS**2) / 2 * values, EPS * vectors, *none))
         return found
@@ -161,7 +162,9 @@ def curvatures(
     return [(pair, torch.cat(parts)) for pair, parts in zip(pairs, found, strict=True)]
 
 
-def smallest(h: Tensor, curvature: Tensor, samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def smallest_eigenvalues(
+    h: Tensor, curvature: Tensor, samples: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """The smallest eigenvalue of sum(c h h') / samples for each column c of the curvature, and its vector: [units], [units, weights]."""
     width, steps = h.shape[1], min(h.shape[1], STEPS)
     if width <= 2 * STEPS:

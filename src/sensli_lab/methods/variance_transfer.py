@@ -34,11 +34,12 @@ from sensli.modules.wrappers import bare
 from sensli.moves.point import Ref
 from sensli.moves.sites import Site
 from sensli.moves.stretching import Resize
+from sensli.moves.width.confirming import width_of
 from sensli.moves.width.widening import resizes
 from sensli.moves.width.width import Factor, Width
 from sensli.surgery.history import History
-from sensli_lab.methods.pairs import Pair, Rival, pairs_of, width_of, with_more
-from sensli_lab.methods.searching import refuse_sharded, run_batch, unmeasured
+from sensli_lab.methods.pairs import Pair, Rival, pairs_of, with_more
+from sensli_lab.methods.searching import equal_merits, refuse_sharded, run_batch
 
 # ---- Separate learning rates for the weights of each growth, although they are parts of one parameter.
 #
@@ -146,7 +147,7 @@ class VarianceTransfer(Rival):
         refuse_sharded(network, self)
         pairs = pairs_of(network, sites)
         reads = surroundings(network, [pair.reader for pair in pairs], batches, loss_fn)
-        return unmeasured(self.widened(pair, *read) for pair, read in zip(pairs, reads, strict=True))
+        return equal_merits(self.widened(pair, *read) for pair, read in zip(pairs, reads, strict=True))
 
     def widened(self, pair: Pair, is_output: bool, norm: tuple[str, nn.Module] | None) -> Site:
         """The site with pairs of units that cancel, and what is rescaled."""

@@ -1,6 +1,6 @@
 """The engine of the CIFAR-10 experiments: one network at a time, grown by the core's `Grower`.
 
-`train` reads from top to bottom. All randomness depends on (seed, run, purpose, epoch), so an interrupted run
+`train_runs` reads from top to bottom. All randomness depends on (seed, run, purpose, epoch), so an interrupted run
 needs no generator state to resume to the bit.
 """
 
@@ -35,7 +35,7 @@ from sensli_lab.paper import datasets
 from sensli_lab.paper.engine import SHOWN, Counts, TrainingJob, TrainingOutcome, check_count, check_like, nans, resuming
 from sensli_lab.paper.image_sets import FACTS, Facts
 from sensli_lab.paper.machine import Machine, full_precision, generator, has_bf16, run_seed
-from sensli_lab.paper.reading import nearest, unknown
+from sensli_lab.paper.reading import hint_at_known, unknown_name
 from sensli_lab.paper.settings import DataSettings, Network, Settings
 
 # ---- The paper's CNN as an ordinary module, and its counts.
@@ -49,7 +49,7 @@ def repeats(network: Network) -> list[int]:
     return list(network.repeats or (1,) * len(network.channels))
 
 
-def grown(network: Network, places: Sequence[int]) -> list[int]:
+def stages_after(network: Network, places: Sequence[int]) -> list[int]:
     """Convolutions per stage after insertions at these places, one after another; -1: nothing has grown."""
     stages = repeats(network)
     for place in places:
@@ -66,7 +66,7 @@ def grown(network: Network, places: Sequence[int]) -> list[int]:
     return stages
 
 
-def build(network: Network, facts: Facts, seed: int, stages: Sequence[int] | None = None) -> nn.Sequential:
+def build_cnn(network: Network, facts: Facts, seed: int, stages: Sequence[int] | None = None) -> nn.Sequential:
     """The network with PyTorch's default initialisation under `seed`; the global random state is left alone."""
     layers: list[nn.Module] = []
     colours, size = facts.colours, facts.size
@@ -97,7 +97,7 @@ def _maps(network: Network, facts: Facts) -> list[tuple[int, int, int]]:
     return [*maps, *((inputs, units, 1) for inputs, units in pairwise(widths))]
 
 
-def parameters(network: Network, facts: Facts, stages: Sequence[int]) -> int:
+def count_cnn_parameters(network: Network, facts: Facts, stages: Sequence[int]) -> int:
     maps = _maps(network, facts)
     added = zip(stages, network.channels, strict=True)
     baseline = sum((inputs + 1) * units for inputs, units, _ in maps) - facts.classes
@@ -109,7 +109,7 @@ def layer_flops(network: Network, facts: Facts) -> list[int]:
     return [2 * 9 * channels**2 * (facts.size // 2**stage) ** 2 for stage, channels in enumerate(network.channels)]
 
 
-def forward_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
+def cnn_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
     """FLOPs of one forward pass of one image, by the paper's conventions.
 
     The layers of the baseline count two per multiply-add and one per element for the bias, the ReLU and the input of the pooling (hidden
@@ -126,13 +126,13 @@ def forward_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
 
 def extended_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
     """The same with one more layer at every place: what the paper counts for a measurement (times three)."""
-    return forward_flops(network, facts, [2 * count for count in stages])
+    return cnn_flops(network, facts, [2 * count for count in stages])
 
 
 def look_flops(network: Network, facts: Facts, stages: Sequence[int]) -> int:
     """What a measurement of one image computes here: three passes of the network as it is, and a weight gradient at every place."""
     places = zip(stages, layer_flops(network, facts), strict=True)
-    return 3 * forward_flops(network, facts, stages) + sum(count * flops for count, flops in places)
+    return 3 * cnn_flops(network, facts, stages) + sum(count * flops for count, flops in places)
 
 
 class Logbook:
@@ -185,7 +185,9 @@ class Logbook:
             kernel = model.get_parameter(last.parameters[0]).grad
             assert kernel is not None
             look = self.settings.insert_at.index(last.details["epoch"])
-            self.records["new_gradient"][look, self.since, 0] = flat(kernel, self.records["new_gradient"].shape[-1])
+            self.records["new_gradient"][look, self.since, 0] = flatten_kernel(
+                kernel, self.records["new_gradient"].shape[-1]
+            )
             self.since += 1
 
     def epoch(self, epoch: int, losses: Sequence[Tensor], rate: float, seconds: float, flops: int) -> None:
@@ -248,7 +250,7 @@ class Logbook:
         self.records, self.since = state["records"], since
 
 
-def flat(kernel: Tensor, side: int) -> Tensor:
+def flatten_kernel(kernel: Tensor, side: int) -> Tensor:
     """A kernel [out, in, 3, 3] as one picture, [3 out, 3 in], its largest entries kept where it has more than `side` rows.
 
     Kernels of different stages then have pictures of one size; a kernel of the smallest stage is shown entry by entry.
@@ -273,7 +275,7 @@ class CnnTraining:
 
     def _build(self) -> nn.Sequential:
         seed = run_seed(self.job.seed, self.job.runs[0], "weights")
-        model = build(self.settings.network, self.facts, seed, self._stages([]))
+        model = build_cnn(self.settings.network, self.facts, seed, self._stages([]))
         return model.to(self.device, float_type(self.settings))
 
     def _prepare(self, model: nn.Sequential) -> None:
@@ -313,14 +315,14 @@ class CnnTraining:
         return self.grower.history[-1] if self.grower is not None and len(self.grower.history) else None
 
     def flops(self, places: list[int]) -> int:
-        return forward_flops(self.settings.network, self.facts, self._stages(places))
+        return cnn_flops(self.settings.network, self.facts, self._stages(places))
 
     def _stages(self, places: list[int]) -> list[int]:
         """Convolutions per stage after insertions at these places, or those of the arm that grew."""
         if self.settings.from_start:
             assert self.job.grown is not None, "the runner hands over the places of the arm that grew"
             places = self.job.grown["place"].tolist()
-        return grown(self.settings.network, places)
+        return stages_after(self.settings.network, places)
 
     def precision(self) -> Any:
         if self.settings.dtype == "bfloat16":
@@ -421,12 +423,12 @@ OPTIMIZERS = ("sgd", "adam")
 FLOPS_PER_SECOND = 9e10  # of a training step on two cores of a small machine
 
 
-def check(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
     """Refuse what cannot be trained, before anything is computed."""
     data, network, optimizer = settings.data, settings.network, settings.optimizer
     if data.name not in FACTS:
         raise BadExperiment(
-            f"data, name: the engine 'cnn' trains on images, got {data.name!r}. {nearest(data.name, FACTS)}"
+            f"data, name: the engine 'cnn' trains on images, got {data.name!r}. {hint_at_known(data.name, FACTS)}"
         )
     if network.kind != "cnn":
         raise BadExperiment(f"network, kind must be 'cnn' for the engine 'cnn', got {network.kind!r}.")
@@ -441,7 +443,7 @@ def check(settings: Settings) -> None:
             f"channels: {len(network.channels)} poolings leave nothing of a {facts.size} x {facts.size} image."
         )
     if optimizer.name not in OPTIMIZERS:
-        raise BadExperiment(f"optimizer, name: {unknown('optimizer', optimizer.name, OPTIMIZERS)}")
+        raise BadExperiment(f"optimizer, name: {unknown_name('optimizer', optimizer.name, OPTIMIZERS)}")
     if optimizer.name == "adam" and optimizer.momentum:
         raise BadExperiment(f"optimizer, momentum must be 0 for 'adam', which has its own, got {optimizer.momentum}.")
     for name in ("wake", "recycle_at"):
@@ -449,55 +451,55 @@ def check(settings: Settings) -> None:
             raise BadExperiment(f"{name} is a setting of the engine 'stacked', not of 'cnn'.")
 
 
-def ready(settings: Settings, machine: Machine) -> None:
+def check_machine(settings: Settings, machine: Machine) -> None:
     """Find out what is missing (a device, the images) before the first hour of work."""
     device = machine.chosen()
     if settings.dtype == "bfloat16" and not has_bf16(device.type):
         raise BadExperiment(
             f"--bf16: a training step in bfloat16 does not work on this {device.type}. Leave the option out."
         )
-    images(settings.data, machine.data, device, float_type(settings))
+    cached_images(settings.data, machine.data, device, float_type(settings))
 
 
-def counts(settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts:
+def count_arm(settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts:
     """Parameters and FLOPs if the looks at these epochs insert a layer in the first stage (default: all looks)."""
     facts, network = FACTS[settings.data.name], settings.network
     stages = repeats(network)
     times = settings.insert_at if accepted is None else accepted
     if settings.from_start:
         stages[0] += len(times)
-        forward = forward_flops(network, facts, stages)
-        return Counts((parameters(network, facts, stages),), 3 * settings.epochs * forward, 0)
-    sizes, training, measuring = [parameters(network, facts, stages)], 0, 0
+        forward = cnn_flops(network, facts, stages)
+        return Counts((count_cnn_parameters(network, facts, stages),), 3 * settings.epochs * forward, 0)
+    sizes, training, measuring = [count_cnn_parameters(network, facts, stages)], 0, 0
     for start, end in zip((0, *settings.insert_at), (*settings.insert_at, settings.epochs), strict=True):
         if start in times:
             stages[0] += 1
-            sizes.append(parameters(network, facts, stages))
-        training += 3 * (end - start) * forward_flops(network, facts, stages)
+            sizes.append(count_cnn_parameters(network, facts, stages))
+        training += 3 * (end - start) * cnn_flops(network, facts, stages)
         if end < settings.epochs:
             measuring += 3 * extended_flops(network, facts, stages)
     return Counts(tuple(sizes), training + measuring, measuring)
 
 
-def estimate(settings: Settings, runs: int) -> float:
+def estimate_seconds(settings: Settings, runs: int) -> float:
     """Seconds on two cores, evaluation included."""
     data, epochs = settings.data, settings.epochs
     evaluated = (data.validation + (data.test or FACTS[data.name].test)) * epochs / 3
     share = 1 + evaluated / (data.train * epochs)
-    return runs * counts(settings).flops * data.train * share / FLOPS_PER_SECOND
+    return runs * count_arm(settings).flops * data.train * share / FLOPS_PER_SECOND
 
 
 @lru_cache(maxsize=1)  # all arms and runs of an experiment train on the same images
-def images(data: DataSettings, folder: Path | None, device: torch.device, dtype: torch.dtype) -> datasets.Split:
-    return datasets.load(data, folder, device, dtype)
+def cached_images(data: DataSettings, folder: Path | None, device: torch.device, dtype: torch.dtype) -> datasets.Split:
+    return datasets.load_split(data, folder, device, dtype)
 
 
 @full_precision()
-def train(job: TrainingJob) -> TrainingOutcome:
+def train_runs(job: TrainingJob) -> TrainingOutcome:
     """Train one run from the start, or from the state that the job carries."""
     settings, run = job.settings, job.runs[0]
     device = job.machine.chosen()
-    data = images(settings.data, job.machine.data, device, float_type(settings))
+    data = cached_images(settings.data, job.machine.data, device, float_type(settings))
     steps = -(-len(data.train) // settings.batch)
     one = CnnTraining(job, device)
     log = Logbook(settings, steps)

@@ -13,7 +13,7 @@ from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.planning import Experiment, Plan, RunOptions, plan
 from sensli_lab.paper.store import Store, describe_results
 from sensli_lab.work.cli import place_of
-from sensli_lab.work.pages import Table, plain
+from sensli_lab.work.pages import Table, terminal_table
 
 
 def plans_for(names: Sequence[str], recipe: str | None, options: RunOptions) -> list[Plan]:
@@ -21,7 +21,7 @@ def plans_for(names: Sequence[str], recipe: str | None, options: RunOptions) -> 
     wanted: dict[str, tuple[Experiment, str]] = {}
     for name in names:
         for one in planning.GROUPS[name]() if name in planning.GROUPS else [name]:
-            found = planning.find(one)
+            found = planning.find_experiment(one)
             wanted[found.name] = found, one
     plans = [
         plan(experiment, chosen, options, named=named)
@@ -52,14 +52,14 @@ def _list(args: argparse.Namespace) -> None:
     store = Store(args.out)
     rows, asked = [], list[Plan]()
     refused: list[BadExperiment] = []
-    for experiment in planning.bundled().values():
+    for experiment in planning.bundled_experiments().values():
         try:
             plans = [plan(experiment, recipe, _options(args)) for recipe in experiment.recipes]
         except BadExperiment as error:
             refused.append(error)
             continue  # too short for this one at that scale; the others are still listed
         asked += plans
-        cost = sum(engine(s).estimate(s, one.runs) for one in plans for s in one.arms.values())
+        cost = sum(engine(s).estimate_seconds(s, one.runs) for one in plans for s in one.arms.values())
         recipes = ", ".join(experiment.recipes) if len(plans) < 4 else f"{len(plans)} recipes"
         runs = "/".join(dict.fromkeys(str(one.runs) for one in plans))
         what = (experiment.title, experiment.shows, _networks(plans[0]))
@@ -67,7 +67,7 @@ def _list(args: argparse.Namespace) -> None:
     if refused and (args.epochs_scale == 1.0 or not rows):
         raise refused[0]
     header = ("experiment", "setting", "shows", "networks", "recipes", "runs", "cost", "computed")
-    print(plain(Table(header, tuple(rows))))
+    print(terminal_table(Table(header, tuple(rows))))
     others = describe_results(store.root, asked)
     if others:
         print(f"\nComputed with other options: {others}")
@@ -101,7 +101,7 @@ def _networks(one: Plan) -> str:
 def _run(args: argparse.Namespace) -> None:
     plans = plans_for(args.experiments, args.recipe, _options(args))
     store = Store(args.out)
-    if runner.run(plans, store, Machine(args.data, args.device, args.compile), place_of(args)) == 0:
+    if runner.run_plans(plans, store, Machine(args.data, args.device, args.compile), place_of(args)) == 0:
         print("everything was already computed")
     _show_plans(plans, store)
 
@@ -123,12 +123,12 @@ def _show_plans(plans: list[Plan], store: Store) -> None:
             continue
         size = "" if one.preset == "paper" else f", {one.preset} preset"
         print(f"\nExperiment {one.experiment.name}, recipe '{one.recipe}'{size}: {one.experiment.title}. {one.note}")
-        for table in (tables.counts(one), tables.measured(one, results)):
-            print(f"\n{plain(table)}")
+        for table in (tables.counts_table(one), tables.measured_table(one, results)):
+            print(f"\n{terminal_table(table)}")
         for line in tables.remarks(one, results):
             print(f"\n{line}")
         try:
-            for path in figures.draw(one, results, store.root / "figures"):
+            for path in figures.draw_figures(one, results, store.root / "figures"):
                 print(f"\nfigure: {path} (and .pdf)")
         except MissingExtra as error:
             print(f"\nno figure: {error}")
@@ -143,7 +143,7 @@ def _report(args: argparse.Namespace) -> None:
     from sensli_lab.paper import report
 
     folder = args.to or args.out / "report"
-    for path in report.write(Store(args.out), _options(args), folder):
+    for path in report.write_replication(Store(args.out), _options(args), folder):
         print(path)
 
 

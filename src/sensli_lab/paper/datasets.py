@@ -82,7 +82,7 @@ class Split:
     test: Images
 
 
-def split(raw: Raw, facts: Facts, wanted: DataSettings, device: torch.device, dtype: torch.dtype) -> Split:
+def split_images(raw: Raw, facts: Facts, wanted: DataSettings, device: torch.device, dtype: torch.dtype) -> Split:
     """Training and validation images drawn from the official training images, test images from the official test ones."""
     order, test_order = (
         torch.randperm(len(labels), generator=torch.Generator().manual_seed(wanted.split_seed), device="cpu")
@@ -103,8 +103,12 @@ def split(raw: Raw, facts: Facts, wanted: DataSettings, device: torch.device, dt
     )
 
 
-def load(wanted: DataSettings, folder: Path | None, device: torch.device, dtype: torch.dtype = torch.float32) -> Split:
-    return split(image_sets.load(wanted.name, folder), image_sets.FACTS[wanted.name], wanted, device, dtype)
+def load_split(
+    wanted: DataSettings, folder: Path | None, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Split:
+    return split_images(
+        image_sets.load_images(wanted.name, folder), image_sets.FACTS[wanted.name], wanted, device, dtype
+    )
 
 
 # ---- The two-spiral data set: 600 points in the plane, one full turn from radius 0.5 to 1.5, the second class mirrored.

@@ -1,7 +1,7 @@
 """What an engine is: it trains some runs of one arm and hands back their curves and growths.
 
 The runner, the store, the figures and the report know engines only through this file; a new kind of network needs a
-module with `AT_ONCE`, `check`, `ready`, `estimate`, `counts` and `train`, and a line in `ENGINES`.
+module with `AT_ONCE` and the functions of `Engine`, and a line in `ENGINES`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from sensli.errors import SensliError, brief
 from sensli_lab.errors import BadExperiment, StoreError
 from sensli_lab.paper.machine import Machine
-from sensli_lab.paper.reading import unknown
+from sensli_lab.paper.reading import unknown_name
 from sensli_lab.paper.settings import Settings
 from sensli_lab.work.workers import Save, Tell, ignore
 
@@ -75,23 +75,23 @@ class Engine(Protocol):
 
     AT_ONCE: int | None
 
-    def check(self, settings: Settings) -> None: ...
+    def check_settings(self, settings: Settings) -> None: ...
 
-    def ready(self, settings: Settings, machine: Machine) -> None: ...
+    def check_machine(self, settings: Settings, machine: Machine) -> None: ...
 
-    def estimate(self, settings: Settings, runs: int) -> float: ...
+    def estimate_seconds(self, settings: Settings, runs: int) -> float: ...
 
-    def counts(self, settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts: ...
+    def count_arm(self, settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts: ...
 
-    def train(self, job: TrainingJob) -> TrainingOutcome: ...
+    def train_runs(self, job: TrainingJob) -> TrainingOutcome: ...
 
 
 def engine(settings: Settings) -> Engine:
     name = settings.engine
     if name not in ENGINES:
-        raise BadExperiment(unknown("engine", name, ENGINES))
+        raise BadExperiment(unknown_name("engine", name, ENGINES))
     module = cast(Engine, importlib.import_module(ENGINES[name]))
-    module.check(settings)
+    module.check_settings(settings)
     return module
 
 

@@ -21,7 +21,16 @@ from sensli_lab.paper.engine import engine
 from sensli_lab.paper.image_sets import FACTS
 from sensli_lab.paper.planning import Plan, RunOptions, plan
 from sensli_lab.paper.store import Result, Store
-from sensli_lab.work.statistics import AWAITING, CONFIRMED, NOT_CONFIRMED, OPPOSITE, Interval, interval, number, paired
+from sensli_lab.work.statistics import (
+    AWAITING,
+    CONFIRMED,
+    NOT_CONFIRMED,
+    OPPOSITE,
+    Interval,
+    compare_pairs,
+    format_number,
+    interval,
+)
 
 ONE_RUN = "inconclusive: one run"
 NOT_LEARNT = "inconclusive: the network did not learn"
@@ -45,7 +54,7 @@ class Evidence:
 
     def __init__(self, store: Store, options: RunOptions) -> None:
         self.store, self.options = store, options
-        self.experiments = planning.bundled()
+        self.experiments = planning.bundled_experiments()
         self._loaded: dict[tuple[str, str], tuple[Plan, dict[str, Result]] | None] = {}
         self.left_out: list[str] = []  # why, where only some of the results are stored
 
@@ -141,9 +150,9 @@ class Smaller(TwoArms):
         remark = f"; at chance level: {' and '.join(idle)}" if idle else ""
         for curve in self.curves:
             sides = zip((first, second), ends, strict=True)
-            both = paired(*(side.runs[curve][: one.runs][rows, end] for side, end in sides))
+            both = compare_pairs(*(side.runs[curve][: one.runs][rows, end] for side, end in sides))
             measured = (
-                f"{number(both.first)} against {number(both.second)}; difference {both.difference}; "
+                f"{format_number(both.first)} against {format_number(both.second)}; difference {both.difference}; "
                 f"smaller in {both.wins} of {both.difference.runs} runs{remark}"
             )
             setting = f"{_setting(one)}, {WORDS[curve]}{when}{subset}: {self._asks()}{claimed}"
@@ -163,7 +172,7 @@ class Smaller(TwoArms):
         if not self.equal_cost:
             return (-1, -1), ""
         sides = (one.arms[self.first], one.arms[self.second])
-        share = engine(sides[0]).counts(sides[0]).flops / engine(sides[1]).counts(sides[1]).flops
+        share = engine(sides[0]).count_arm(sides[0]).flops / engine(sides[1]).count_arm(sides[1]).flops
         epoch = min(round(share * sides[1].epochs), sides[1].epochs)
         return (-1, epoch), f" at equal FLOPs (epoch {epoch} of {self.second})"
 
@@ -190,7 +199,7 @@ class Cheaper(TwoArms):
             if all(at_chance(side) for side in sides):
                 verdict = NOT_LEARNT
         else:
-            first, second = (engine(s).counts(s).flops for s in (one.arms[self.first], one.arms[self.second]))
+            first, second = (engine(s).count_arm(s).flops for s in (one.arms[self.first], one.arms[self.second]))
             measured = f"{first:,} against {second:,} FLOPs per sample, ratio {first / second:.3f}"
             verdict = CONFIRMED if first < second else OPPOSITE
         yield Finding(f"{_setting(one)}: {self._asks()}", measured, verdict)
@@ -217,8 +226,8 @@ class NewGradient(Check):
         verdict = CONFIRMED if mean.low > -1 and mean.high < 1 else OPPOSITE if abs(mean.mean) > 1 else NOT_CONFIRMED
         larger = (new.mean(1) > others.mean(1)).sum().item()
         measured = (
-            f"new layer's norm over the mean of the others', after the insertion: {number(10**mean.mean)} "
-            f"[{number(10**mean.low)}, {number(10**mean.high)}] (geometric mean); larger in {larger} of {len(logs)} runs"
+            f"new layer's norm over the mean of the others', after the insertion: {format_number(10**mean.mean)} "
+            f"[{format_number(10**mean.low)}, {format_number(10**mean.high)}] (geometric mean); larger in {larger} of {len(logs)} runs"
         )
         yield Finding(f"{_setting(one)}: {self.arm}", measured, verdict)
 
@@ -240,7 +249,7 @@ class ThresholdCheck(Check):
         parts = []
         for k, time in enumerate(result.settings.insert_at):
             median = best[:, k].median().item()
-            words = f"median ratio {number(median)}" if math.isfinite(median) else "all merits zero"
+            words = f"median ratio {format_number(median)}" if math.isfinite(median) else "all merits zero"
             parts.append(f"after {time} epochs: {int(accepted[:, k].sum())} of {len(best)} runs, {words}")
         verdict = ONE_RUN if len(best) < 2 else CONFIRMED if mixed else NOT_CONFIRMED
         verdict = NOT_LEARNT if at_chance(result) else verdict
@@ -265,7 +274,7 @@ class BestTime(Check):
         counts = torch.bincount(losses.argmin(0), minlength=len(grown)).tolist()
         spread = ", ".join(f"{r.settings.insert_at[0]}: {n}" for r, n in zip(grown.values(), counts, strict=True))
         verdict = ONE_RUN if losses.shape[1] < 2 else CONFIRMED if time in self.expected else NOT_CONFIRMED
-        measured = f"best after {time} epochs (mean loss {number(means[best])}); best by run: {spread}"
+        measured = f"best after {time} epochs (mean loss {format_number(means[best])}); best by run: {spread}"
         yield Finding(f"{_setting(one)}: best time among {list(self.expected)}", measured, verdict)
 
 
@@ -294,7 +303,8 @@ class Separation(Check):
         favourites = [int(place) for place in values.mean(0).argmax(0)]
         clearest = max(found, key=lambda name: found[name])
         parts = [
-            f"{name} {number(found[name])} (place {place + 1})" for name, place in zip(NORMS, favourites, strict=True)
+            f"{name} {format_number(found[name])} (place {place + 1})"
+            for name, place in zip(NORMS, favourites, strict=True)
         ]
         verdict = CONFIRMED if clearest == SEPARATE else NOT_CONFIRMED
         yield Finding(setting, f"{', '.join(parts)}; clearest: {clearest}", verdict)
@@ -345,14 +355,14 @@ class CostRatios:
         return (
             f"FLOPs ratio {self.computed}; by the paper's rule, which counts a look as passes of a network extended everywhere, "
             f"{self.flops}; time ratio {self.time}, from median epochs {self.steady}; from the insertions alone {self.chosen}; "
-            f"looking took {number(100 * self.looking.mean)} % of the time"
+            f"looking took {format_number(100 * self.looking.mean)} % of the time"
         )
 
 
 def ratios(grown: Result, whole: Result) -> CostRatios:
     settings, facts = grown.settings, FACTS[grown.settings.data.name]
     trained, total = _training_flops(grown), whole.final("flops")
-    ends = [cnn.forward_flops(settings.network, facts, stages[-1]) for stages in _stages(grown)]
+    ends = [cnn.cnn_flops(settings.network, facts, stages[-1]) for stages in _stages(grown)]
     parts = {
         "flops": grown.final("flops") / total,
         "computed": (trained + _look_flops(grown)) / total,
@@ -376,14 +386,14 @@ def _stages(result: Result) -> list[list[list[int]]]:
     """Convolutions per stage before each look and after the last one, run by run."""
     network = result.settings.network
     runs: list[list[int]] = result.runs["place"].tolist()
-    return [[cnn.grown(network, places[:look]) for look in range(len(places) + 1)] for places in runs]
+    return [[cnn.stages_after(network, places[:look]) for look in range(len(places) + 1)] for places in runs]
 
 
 def _training_flops(result: Result) -> Tensor:
     """FLOPs per image of all training steps, looks not counted: [runs]."""
     settings, facts = result.settings, FACTS[result.settings.data.name]
     times = torch.tensor((0, *settings.insert_at, settings.epochs), device="cpu").diff()
-    forward = [[cnn.forward_flops(settings.network, facts, one) for one in stages] for stages in _stages(result)]
+    forward = [[cnn.cnn_flops(settings.network, facts, one) for one in stages] for stages in _stages(result)]
     return 3 * (torch.tensor(forward, dtype=torch.float64, device="cpu") * times).sum(1)
 
 

@@ -13,8 +13,8 @@ from sensli_lab.paper import presets
 from sensli_lab.paper.evidence import pair, ratios
 from sensli_lab.paper.planning import Plan
 from sensli_lab.paper.store import Result
-from sensli_lab.work.pages import COLOURS, check_available, new_figure, open_axes, save
-from sensli_lab.work.statistics import band, number, smooth
+from sensli_lab.work.pages import COLOURS, check_available, new_figure, open_axes, save_figure
+from sensli_lab.work.statistics import band, format_number, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ POINTS = 600  # a curve needs no more than a figure has columns
 Results = Mapping[str, Result]
 
 
-def draw(plan: Plan, results: Results, folder: Path, formats: tuple[str, ...] = ("png", "pdf")) -> list[Path]:
+def draw_figures(plan: Plan, results: Results, folder: Path, formats: tuple[str, ...] = ("png", "pdf")) -> list[Path]:
     """Draw all figures the experiment asks for; returns the files of the first format."""
     check_available()
     written = []
@@ -35,7 +35,7 @@ def draw(plan: Plan, results: Results, folder: Path, formats: tuple[str, ...] = 
         figure.set_layout_engine(None)
         paths = [folder / f"exp-{plan.key}-{kind}.{suffix}" for suffix in formats]
         for path in paths:
-            save(figure, path)
+            save_figure(figure, path)
         written.append(paths[0])
     return written
 
@@ -228,7 +228,7 @@ def cost(plan: Plan, results: Results) -> Figure:
     if both is not None:
         found = ratios(results[both[0]], results[both[1]])
         for column, quotient in enumerate((found.time, found.flops)):
-            grid[0][column].set_title(f"{both[0]} / {both[1]}: {number(quotient.mean)}", fontsize=9, loc="left")
+            grid[0][column].set_title(f"{both[0]} / {both[1]}: {format_number(quotient.mean)}", fontsize=9, loc="left")
     _title(figure, plan, "a line each, dots at insertions", smoothed=False)
     return figure
 

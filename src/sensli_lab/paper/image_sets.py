@@ -62,7 +62,7 @@ def check_sum(content: bytes, sha1: str, path: Path) -> None:
         )
 
 
-def read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -192,7 +192,7 @@ def load_cifar10(
 def _batch(folder: Path, name: str, sha1: str) -> tuple[Tensor, Tensor]:
     if (folder / BINARY).is_dir():
         path = folder / BINARY / f"{name}.bin"
-        records = read(path)
+        records = read_file(path)
     else:
         path = folder / PICKLED / name
         records = _records(path)
@@ -205,7 +205,7 @@ def _batch(folder: Path, name: str, sha1: str) -> tuple[Tensor, Tensor]:
 def _records(path: Path) -> bytes:
     """A pickled batch in the bytes of the binary layout."""
     try:
-        return read_batch(read(path))
+        return read_batch(read_file(path))
     except UnsafePickle as error:
         raise DataError(f"{path} is not an official batch: {error}. Use the files from {CIFAR10_ADDRESS}.") from None
 
@@ -285,7 +285,7 @@ def _download(folder: Path, name: str, address: str) -> Path:
 
 def _idx(path: Path, sha1: str) -> Tensor:
     """An IDX file of bytes: two zeros, the type 8, the number of axes, their lengths, the content."""
-    content = read(path)
+    content = read_file(path)
     if path.suffix == ".gz":
         with unpacking(path):
             content = gzip.decompress(content)
@@ -306,6 +306,6 @@ def folder(given: Path | None = None) -> Path:
     return given or Path(os.environ.get("SENSLI_DATA") or "data")
 
 
-def load(name: str, given: Path | None = None) -> Raw:
+def load_images(name: str, given: Path | None = None) -> Raw:
     """The data set, downloaded if it is missing."""
     return _LOADERS[name](folder(given))

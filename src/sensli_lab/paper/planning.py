@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper import presets
-from sensli_lab.paper.reading import check_keys, merge, read, unknown
+from sensli_lab.paper.reading import check_keys, merge, read_record, unknown_name
 from sensli_lab.paper.settings import Settings, need, need_known
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Plan:
 
 def parse(data: Mapping[str, Any], where: str) -> Experiment:
     """Read one experiment and check every recipe of every arm, so that a mistake shows before anything runs."""
-    experiment = read(Experiment, data, where)
+    experiment = read_record(Experiment, data, where)
     for recipe in experiment.recipes:
         plan(experiment, recipe, RunOptions(), where)
     return experiment
@@ -145,7 +145,7 @@ def parse(data: Mapping[str, Any], where: str) -> Experiment:
 def plan(experiment: Experiment, recipe: str, options: RunOptions, where: str | None = None, named: str = "") -> Plan:
     where = where or f"experiment {experiment.name}"
     if recipe not in experiment.recipes:
-        raise BadExperiment(f"{where}: {unknown('recipe', recipe, experiment.recipes)}")
+        raise BadExperiment(f"{where}: {unknown_name('recipe', recipe, experiment.recipes)}")
     if options.runs is not None and not 1 <= options.runs <= MOST_RUNS:
         raise BadExperiment(f"{where}: --runs must be between 1 and {MOST_RUNS:,}, got {options.runs}.")
     if not 0 < options.epochs_scale <= 100:
@@ -156,9 +156,9 @@ def plan(experiment: Experiment, recipe: str, options: RunOptions, where: str | 
     arms = {}
     for name, changes in experiment.arms.items():
         spot = f"{where}, arm {name!r} ({recipe})"
-        settings = presets.apply(options.preset, read(Settings, merge(base, changes), spot), spot)
+        settings = presets.apply(options.preset, read_record(Settings, merge(base, changes), spot), spot)
         try:
-            settings = presets.shorten(settings, options.epochs_scale)
+            settings = presets.shorten_settings(settings, options.epochs_scale)
         except ValueError as error:
             raise BadExperiment(f"{spot}: --epochs-scale {options.epochs_scale} is too small: {error}") from None
         bf16 = options.bf16 and presets.apply_to(settings)
@@ -208,7 +208,7 @@ def _read(name: str) -> Experiment:
     return parse(json.loads(entry.read_text("utf-8")), entry.name)
 
 
-def bundled() -> dict[str, Experiment]:
+def bundled_experiments() -> dict[str, Experiment]:
     """All experiments that come with the package, in that order."""
     return {name: _read(name) for name in _files()}
 
@@ -233,19 +233,19 @@ GROUPS: dict[str, Callable[[], list[str]]] = {
 }
 
 
-def find(name: str) -> Experiment:
+def find_experiment(name: str) -> Experiment:
     """An experiment by number or name, or from a user's file."""
     if name.endswith((".json", ".toml")):
-        return load(Path(name))
+        return load_experiment(Path(name))
     if name in _files():
         return _read(name)
-    raise BadExperiment(unknown("experiment", name, [*_files(), *GROUPS]))
+    raise BadExperiment(unknown_name("experiment", name, [*_files(), *GROUPS]))
 
 
 def export(name: str, new: str | None = None) -> str:
     """The file of an experiment of the package under another name, to be changed and run: ``my-13`` unless one is given."""
     if name not in _files():
-        raise BadExperiment(unknown("experiment", name, _files()))
+        raise BadExperiment(unknown_name("experiment", name, _files()))
     new = new or f"my-{name}"
     if new in _files():
         raise BadExperiment(
@@ -256,7 +256,7 @@ def export(name: str, new: str | None = None) -> str:
     return text
 
 
-def load(path: Path) -> Experiment:
+def load_experiment(path: Path) -> Experiment:
     """Read one experiment file, JSON or TOML."""
     try:
         text = path.read_text("utf-8")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sensli_lab.errors import BadExperiment
-from sensli_lab.paper.reading import unknown
+from sensli_lab.paper.reading import unknown_name
 
 if TYPE_CHECKING:
     from sensli_lab.paper.settings import Settings
@@ -55,7 +55,7 @@ def apply_to(settings: Settings) -> bool:
 def apply(name: str, settings: Settings, where: str) -> Settings:
     """The settings at the size of a preset."""
     if name not in PRESETS:
-        raise BadExperiment(f"{where}: {unknown('preset', name, PRESETS)}")
+        raise BadExperiment(f"{where}: {unknown_name('preset', name, PRESETS)}")
     if not apply_to(settings) or name == "paper":
         return settings
     preset, data = PRESETS[name], settings.data
@@ -69,12 +69,12 @@ def apply(name: str, settings: Settings, where: str) -> Settings:
     if settings.insert_at and settings.select == "largest" and preset.confidence is not None:
         changes |= {"confidence": preset.confidence, "tolerance": preset.tolerance}
     try:
-        return shorten(replace(settings, **changes), preset.scale)
+        return shorten_settings(replace(settings, **changes), preset.scale)
     except ValueError as error:
         raise BadExperiment(f"{where}: the preset {name!r} is too short: {error}") from None
 
 
-def shorten(settings: Settings, scale: float) -> Settings:
+def shorten_settings(settings: Settings, scale: float) -> Settings:
     """Epochs, insertion times and patience shortened (or lengthened) together."""
     if scale == 1.0:
         return settings

@@ -24,7 +24,7 @@ _WORDS = {
 }
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def hint_at_known(name: str, known: Iterable[str]) -> str:
     """A hint for a mistyped name: the closest known one, and all of them."""
     names = sorted(known, key=lambda one: (not one.isdigit(), int(one) if one.isdigit() else 0, one))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -32,19 +32,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{hint}Known: {', '.join(names)}."
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """The text for a name that is not one of those known."""
-    return f"unknown {what} {name!r}. {nearest(name, known)}"
+    return f"unknown {what} {name!r}. {hint_at_known(name, known)}"
 
 
 def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
     known = list(known)
     for key in given:
         if key not in known:
-            raise BadExperiment(f"{where}: {unknown('key', key, known)}")
+            raise BadExperiment(f"{where}: {unknown_name('key', key, known)}")
 
 
-def read(cls: type[T], data: object, where: str) -> T:
+def read_record(cls: type[T], data: object, where: str) -> T:
     """Read `data` into the dataclass `cls`; `where` names the file and the place in it for the error text."""
     if not isinstance(data, Mapping):
         raise BadExperiment(f"{where} must be {_WORDS[dict]}, got {_shown(data)}.")
@@ -78,7 +78,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _value(kind: Any, value: object, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
-        return read(typing.cast(type, kind), value, where)
+        return read_record(typing.cast(type, kind), value, where)
     origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin in (Union, types.UnionType):
         inner = next(option for option in parts if option is not type(None))

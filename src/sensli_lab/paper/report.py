@@ -15,14 +15,14 @@ from sensli_lab.paper.evidence import CNN, UNDECIDED, WORDS, Evidence, Finding, 
 from sensli_lab.paper.planning import Plan, RunOptions
 from sensli_lab.paper.store import Result, Store
 from sensli_lab.work.pages import Block, Bullets, Heading, Paragraph, Picture, Table, write_report
-from sensli_lab.work.statistics import AWAITING, CONFIRMED, OPPOSITE, Interval, interval, overall
+from sensli_lab.work.statistics import AWAITING, CONFIRMED, OPPOSITE, Interval, interval, overall_verdict
 
 TITLE = "Replicating the paper's claims"
 Stored = list[tuple[Plan, dict[str, Result]]]
 DRAWN = ("when-full", "when-mini")  # further experiments whose curves are worth a picture
 
 
-def write(store: Store, options: RunOptions, folder: Path) -> list[Path]:
+def write_replication(store: Store, options: RunOptions, folder: Path) -> list[Path]:
     """Write README.md with its figures, report.html and summary.json into `folder`."""
     evidence = Evidence(store, options)
     names = [*planning.paper_names(), *planning.further_names()]
@@ -61,13 +61,13 @@ def _weigh(asked: Claim | Question, evidence: Evidence) -> list[Finding]:
     return [finding for check in asked.checks for finding in check.weigh(evidence)]
 
 
-def verdict(findings: list[Finding]) -> str:
+def verdict_of(findings: list[Finding]) -> str:
     """One line for a claim: whether it holds, in how many comparisons, and what has not been computed yet."""
     judged = [finding.verdict for finding in findings if finding.verdict not in UNDECIDED]
     if not judged:
         waits = any(finding.verdict == AWAITING for finding in findings)
         return "awaiting results" if waits else "inconclusive (one run, or the network did not learn)"
-    text = f"{overall(judged)} ({judged.count(CONFIRMED)} of {len(judged)} comparisons)"
+    text = f"{overall_verdict(judged)} ({judged.count(CONFIRMED)} of {len(judged)} comparisons)"
     return text + ("; awaiting further results" if any(f.verdict == AWAITING for f in findings) else "")
 
 
@@ -97,7 +97,7 @@ def _summary(weighed: list[Weighed]) -> list[Block]:
     for each in weighed:
         name = each.claim.name
         words = each.claim.words.split(". ")[0].split(" (Not")[0]  # the first sentence; all of them follow
-        rows.append((name, words, f"**{verdict(each.findings)}**"))
+        rows.append((name, words, f"**{verdict_of(each.findings)}**"))
         asked += [f"{name}: {one.text} **{_answer(one, findings)}**" for one, findings in each.questions.items()]
     return [
         Heading("In short"),
@@ -109,7 +109,7 @@ def _summary(weighed: list[Weighed]) -> list[Block]:
 
 def _claim(each: Weighed) -> list[Block]:
     blocks: list[Block] = [Heading(each.claim.name), Paragraph(each.claim.words)]
-    blocks += [Paragraph(f"Verdict: **{verdict(each.findings)}**."), _evidence(each.findings)]
+    blocks += [Paragraph(f"Verdict: **{verdict_of(each.findings)}**."), _evidence(each.findings)]
     for question, findings in each.questions.items():
         blocks += [Heading(question.text, 3), Paragraph(_answer(question, findings)), _evidence(findings)]
     return blocks
@@ -139,12 +139,12 @@ def _experiments(stored: Stored, folder: Path) -> list[Block]:
         size = "" if one.preset == "paper" else f" --preset {one.preset}"
         command = f"`sensli paper run {name} --as {one.recipe}{size}`"
         blocks.append(Paragraph(" ".join(filter(None, (one.note, one.experiment.note, f"Command: {command}.")))))
-        blocks += [tables.counts(one), tables.measured(one, results)] if name in planning.PAPER else []
+        blocks += [tables.counts_table(one), tables.measured_table(one, results)] if name in planning.PAPER else []
         blocks += [Paragraph(line) for line in tables.remarks(one, results)]
         if name not in planning.PAPER:
-            blocks.append(tables.measured(one, results))
+            blocks.append(tables.measured_table(one, results))
         if name in planning.PAPER or name in DRAWN:
-            for path in figures.draw(one, results, folder / "figures", ("png",)):
+            for path in figures.draw_figures(one, results, folder / "figures", ("png",)):
                 blocks.append(Picture(path, _caption(one, path)))
     blocks += [Heading("Where the paper contradicts itself"), Bullets(tables.MISPRINTS)]
     return blocks
@@ -197,7 +197,7 @@ def _record(weighed: list[Weighed], stored: Stored) -> dict[str, Any]:
     for one, results in stored:
         arms: dict[str, Any] = {}
         for arm, result in results.items():
-            own = engine(result.settings).counts(result.settings)
+            own = engine(result.settings).count_arm(result.settings)
             finals = {curve: _numbers(interval(result.final(curve))) for curve in WORDS}
             flops = result.final("flops").mean().item() if "flops" in result.runs else own.flops
             arms[arm] = {**finals, "parameters": own.parameters, "flops": flops, "seconds": result.seconds}
@@ -208,7 +208,10 @@ def _record(weighed: list[Weighed], stored: Stored) -> dict[str, Any]:
             experiments[one.key]["ratios"] = {name: _numbers(value) for name, value in found.items()}
     facts = next(iter(stored[0][1].values())).facts
     judged = {
-        each.claim.name: {"verdict": verdict(each.findings), "findings": [vars(finding) for finding in each.findings]}
+        each.claim.name: {
+            "verdict": verdict_of(each.findings),
+            "findings": [vars(finding) for finding in each.findings],
+        }
         for each in weighed
     }
     provenance = {key: facts[key] for key in ("commit", "versions", "machine")}

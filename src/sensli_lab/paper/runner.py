@@ -57,13 +57,13 @@ def pieces(plans: Sequence[Plan], store: Store) -> list[Piece]:
             step = machine.AT_ONCE or max(len(missing), 1)
             for start in range(0, len(missing), step):
                 runs = missing[start : start + step]
-                own.append(Piece(plan, arm, runs, machine.estimate(settings, len(runs))))
+                own.append(Piece(plan, arm, runs, machine.estimate_seconds(settings, len(runs))))
         # run by run, not arm by arm: what is stopped early has pairs to compare, and a busy hour hits all arms alike
         work += sorted(own, key=lambda piece: piece.runs[0])
     return work
 
 
-def train(job: TrainingJob) -> TrainingOutcome:
+def train_piece(job: TrainingJob) -> TrainingOutcome:
     """Train from the start or from the job's state; what is saved can be given to `Store.save_state`."""
     began = time.perf_counter()
 
@@ -73,22 +73,22 @@ def train(job: TrainingJob) -> TrainingOutcome:
     def save(state: dict[str, Any]) -> None:
         job.save({"engine": state, "seconds": spent(), "runs": list(job.runs)})
 
-    outcome = engine(job.settings).train(replace(job, save=save))
+    outcome = engine(job.settings).train_runs(replace(job, save=save))
     device = {"device": str(job.machine)} if job.settings.engine == "cnn" else {}
     return replace(outcome, seconds=spent(), origin={**provenance(), **device}, resumed=job.state is not None)
 
 
-def compute(job: TrainingJob, tell: Tell, save: Save) -> TrainingOutcome:
+def compute_job(job: TrainingJob, tell: Tell, save: Save) -> TrainingOutcome:
     """What a worker does."""
-    check([job], tell, save)
+    check_jobs([job], tell, save)
     tell(0.0)
-    return train(replace(job, tell=tell, save=save))
+    return train_piece(replace(job, tell=tell, save=save))
 
 
-def check(jobs: Sequence[TrainingJob], tell: Tell, save: Save) -> None:
+def check_jobs(jobs: Sequence[TrainingJob], tell: Tell, save: Save) -> None:
     """Find out what is missing (a device, the images), before the first hour of work."""
     for job in jobs:
-        engine(job.settings).ready(job.settings, job.machine)
+        engine(job.settings).check_machine(job.settings, job.machine)
 
 
 def _shares(pieces: Sequence[Piece], machine: Machine, workers: Workers) -> Share:
@@ -126,7 +126,7 @@ class Pieces:
         jobs = [TrainingJob(settings, 0, (), machine=self.share(settings)[0]) for settings in alone]
         if jobs:
             _, cpus, gpus = self.share(jobs[0].settings)
-            workers.ask("before the first run", WorkCall(check, jobs, cpus, gpus, workers.may_fetch))
+            workers.ask("before the first run", WorkCall(check_jobs, jobs, cpus, gpus, workers.may_fetch))
 
     def call(self, piece: Piece) -> WorkCall:
         """With what the store knows of the piece by now."""
@@ -139,7 +139,7 @@ class Pieces:
         state, seconds = kept["engine"], kept["seconds"]
         job = TrainingJob(piece.settings, plan.seed, tuple(runs), state, machine=machine, grown=grown, seconds=seconds)
         job = job if self.save_every is None else replace(job, save_every=self.save_every)
-        return WorkCall(compute, job, cpus, gpus)
+        return WorkCall(compute_job, job, cpus, gpus)
 
     def save(self, piece: Piece, state: dict[str, Any]) -> None:
         self.store.save_state(piece.plan, piece.arm, piece.runs, state)
@@ -150,7 +150,7 @@ class Pieces:
         print(f"{piece}, {outcome.seconds:.1f} s{where}{', resumed' if outcome.resumed else ''}")
 
 
-def run(
+def run_plans(
     plans: Sequence[Plan],
     store: Store,
     machine: Machine = Machine(),  # noqa: B008 (frozen)

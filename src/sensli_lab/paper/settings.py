@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensli.merits.merits import SELECTIONS
-from sensli_lab.paper.reading import unknown
+from sensli_lab.paper.reading import unknown_name
 from sensli_lab.work.store import digest_of
 
 RESULT_FORMAT = 1  # part of every digest: results of another format are never mixed in
@@ -26,7 +26,7 @@ def need(condition: bool, text: str) -> None:
 
 def need_known(what: str, name: str, known: Collection[str]) -> None:
     if name not in known:
-        raise ValueError(unknown(what, name, known))
+        raise ValueError(unknown_name(what, name, known))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class ResidualBlock(nn.Module):
         return y
 
 
-def build(network: Network, seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def build_small_network(network: Network, seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """The network with PyTorch's default initialisation under `seed`; the global random state is left alone."""
     width = network.widths[0]
     is_fnn = network.kind == "fnn"
@@ -63,7 +63,7 @@ def build(network: Network, seed: int, dtype: torch.dtype = torch.float32) -> nn
     return nn.Sequential(layers).to(dtype)
 
 
-def parameters(network: Network, grown: int = 0) -> int:
+def count_parameters(network: Network, grown: int = 0) -> int:
     """How many parameters the network has after `grown` insertions."""
     width, inner = network.widths[0], len(network.widths) - 1 + grown
     if network.kind == "fnn":
@@ -72,7 +72,7 @@ def parameters(network: Network, grown: int = 0) -> int:
     return ends + inner * (2 * width + 1) * width
 
 
-def forward_flops(network: Network, grown: int = 0) -> int:
+def network_flops(network: Network, grown: int = 0) -> int:
     """FLOPs of one forward pass of one sample: two per weight, biases and activations not counted."""
     width, inner = network.widths[0], len(network.widths) - 1 + grown
     per_layer = width * width * (1 if network.kind == "fnn" else 2)
@@ -98,13 +98,13 @@ def training_flops(settings: Settings, *, printed: bool = False) -> tuple[int, i
     ends = (*settings.insert_at, settings.epochs)
     starts = (0, *settings.insert_at)
     training = sum(
-        3 * forward_flops(network, grown) * (end - start)
+        3 * network_flops(network, grown) * (end - start)
         for grown, (start, end) in enumerate(zip(starts, ends, strict=True))
     )
     measuring = sum(
-        3 * forward_flops(network, grown + places(network, grown, printed=printed))
+        3 * network_flops(network, grown + places(network, grown, printed=printed))
         for grown in range(len(settings.insert_at))
-    ) + sum(forward_flops(network, sum(at <= time for at in settings.insert_at)) for time in settings.recycle_at)
+    ) + sum(network_flops(network, sum(at <= time for at in settings.insert_at)) for time in settings.recycle_at)
     return training + measuring, measuring
 
 
@@ -140,7 +140,7 @@ class Affine:
         return y, y
 
     def backward(self, x: Tensor, y: Tensor, g: Tensor, *, deeper: bool = True) -> tuple[list[Tensor], Tensor]:
-        """Gradients in the order of `parameters`, and the cotangent of x (of no use where `deeper` is False)."""
+        """Gradients in the order of `count_parameters`, and the cotangent of x (of no use where `deeper` is False)."""
         if self.activation == "relu":
             g = _relu_backward(g, y, 0)
         elif self.activation == "tanh":
@@ -344,7 +344,7 @@ def _uniform(shape: tuple[int, int], sources: Sequence[torch.Generator], dtype: 
 AT_ONCE: int | None = None
 
 
-def check(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
     """Refuse what the stack cannot do, before anything is computed."""
     if settings.data.name != "spirals":
         raise BadExperiment(f"data, name must be 'spirals' for the engine 'stacked', got {settings.data.name!r}.")
@@ -377,13 +377,13 @@ def check(settings: Settings) -> None:
             raise BadExperiment(f"{name} is for ReLU layers (network kind 'fnn'): a residual layer has no dead units.")
 
 
-def ready(settings: Settings, machine: Machine) -> None:
+def check_machine(settings: Settings, machine: Machine) -> None:
     """The spirals are computed when needed: nothing can be missing."""
 
 
-def counts(settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts:
+def count_arm(settings: Settings, accepted: tuple[int, ...] | None = None) -> Counts:
     network = settings.network
-    sizes = tuple(parameters(network, grown) for grown in range(len(settings.insert_at) + 1))
+    sizes = tuple(count_parameters(network, grown) for grown in range(len(settings.insert_at) + 1))
     flops, measuring = training_flops(settings)
     printed = training_flops(settings, printed=True)
     if printed == (flops, measuring):
@@ -391,7 +391,7 @@ def counts(settings: Settings, accepted: tuple[int, ...] | None = None) -> Count
     return Counts(sizes, flops, measuring, *printed)
 
 
-def estimate(settings: Settings, runs: int) -> float:
+def estimate_seconds(settings: Settings, runs: int) -> float:
     """Seconds on one core, from step times measured on a small machine: a price per call and one per number."""
     steps = settings.epochs * -(-settings.data.train // settings.batch)
     layers = len(settings.network.widths) + 1 + len(settings.insert_at)
@@ -399,7 +399,7 @@ def estimate(settings: Settings, runs: int) -> float:
     return steps * layers * (110e-6 + 2e-9 * size)
 
 
-def train(job: TrainingJob) -> TrainingOutcome:
+def train_runs(job: TrainingJob) -> TrainingOutcome:
     """Train the runs of `job` from the start, or from the state it carries."""
     with one_thread():
         return _Training(job).finish()
@@ -436,7 +436,7 @@ class _Training:
         self.since = SHOWN  # iterations since the last insertion, counted up to SHOWN
         self.order = torch.empty(0, device="cpu")
         seeds = [run_seed(job.seed, run, "weights") for run in job.runs]
-        self.stack = NetworkStack.of([build(settings.network, seed, dtype) for seed in seeds])
+        self.stack = NetworkStack.of([build_small_network(settings.network, seed, dtype) for seed in seeds])
         self.records = self._empty_records(runs)
         if job.state is not None:
             with resuming():

@@ -24,7 +24,7 @@ from sensli_lab.paper.engine import TrainingOutcome, engine
 from sensli_lab.paper.machine import run_seed
 from sensli_lab.paper.planning import Experiment, Plan, RunOptions, plan
 from sensli_lab.paper.settings import RESULT_FORMAT, Settings, digest
-from sensli_lab.work.store import Damaged, ResultsFolder, read_json, read_tensors, write_json, write_tensors
+from sensli_lab.work.store import Damaged, ResultsFolder, read_json, read_results, write_json, write_results
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StoredPart:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The runs, one in each row of every tensor, and the axes; or Damaged."""
-        content = read_tensors(self.path.with_suffix(".pt"), self.facts["tensors"])
+        content = read_results(self.path.with_suffix(".pt"), self.facts["tensors"])
         for name in ("runs", "axes"):
             its = content.get(name)
             if not isinstance(its, dict) or not all(isinstance(value, Tensor) for value in its.values()):
@@ -157,7 +157,7 @@ class Store(ResultsFolder):
         """Write the tensors first and the JSON last: a part without its JSON does not exist."""
         path = self._path(plan, arm, runs, "runs").with_suffix(".json")
         settings = plan.arms[arm]
-        tensors = write_tensors(path.with_suffix(".pt"), {"runs": outcome.runs, "axes": outcome.axes})
+        tensors = write_results(path.with_suffix(".pt"), {"runs": outcome.runs, "axes": outcome.axes})
         write_json(
             path,
             {
@@ -170,7 +170,7 @@ class Store(ResultsFolder):
                 "seed": plan.seed,
                 "seeds": [run_seed(plan.seed, run, "weights") for run in runs],
                 "settings": dataclasses.asdict(settings),
-                "counts": dataclasses.asdict(engine(settings).counts(settings)),
+                "counts": dataclasses.asdict(engine(settings).count_arm(settings)),
                 "seconds": round(outcome.seconds, 3),
                 "format": RESULT_FORMAT,
                 "tensors": tensors,
@@ -180,12 +180,12 @@ class Store(ResultsFolder):
         self._path(plan, arm, runs, "unfinished").unlink(missing_ok=True)
 
     def save_state(self, plan: Plan, arm: str, runs: list[int], state: dict[str, Any]) -> None:
-        write_tensors(self._path(plan, arm, runs, "unfinished"), state)
+        write_results(self._path(plan, arm, runs, "unfinished"), state)
 
     def load_state(self, plan: Plan, arm: str, runs: list[int]) -> dict[str, Any] | None:
         """Where a stopped training of exactly these runs was, if it left a whole file."""
         try:
-            state = read_tensors(self._path(plan, arm, runs, "unfinished"))
+            state = read_results(self._path(plan, arm, runs, "unfinished"))
         except Damaged:
             return None
         kept = state.get("runs")
@@ -253,7 +253,7 @@ def _options(facts: Mapping[str, Any], name: str, own: Experiment | None) -> str
     epochs = int(settings["epochs"])
     options = RunOptions(seed=int(facts["seed"]), preset=str(facts["preset"]), bf16=settings.get("dtype") == "bfloat16")
     try:
-        experiment = own or planning.find(facts["experiment"])
+        experiment = own or planning.find_experiment(facts["experiment"])
         exact = epochs / plan(experiment, facts["recipe"], options).arms[arm].epochs
         for digits in (1, 2, 3, 4):
             scaled = replace(options, epochs_scale=float(f"{exact:.{digits}g}"))

@@ -10,7 +10,7 @@ from sensli_lab.paper.planning import Plan, RunOptions
 from sensli_lab.paper.planning import plan as make_plan
 from sensli_lab.paper.store import Result
 from sensli_lab.work.pages import Table, without_empty
-from sensli_lab.work.statistics import interval, number
+from sensli_lab.work.statistics import format_number, interval
 
 # What the paper prints: experiment -> arm -> FLOPs per training sample in total, of which measuring.
 _FNN = {"FNN1": (222_000, 0), "FNN2": (499_500, 0), "FNN LI": (432_270, 270)}
@@ -41,14 +41,14 @@ MISPRINTS = (
 )
 
 
-def counts(plan: Plan) -> Table:
+def counts_table(plan: Plan) -> Table:
     """Parameters and FLOPs of every arm; both counts of places where they differ."""
     header = ("arm", "parameters", "FLOPs per sample", "of which measuring", "by the paper's count", "printed", "")
     rows = []
     unscaled = make_plan(plan.experiment, plan.recipe, RunOptions())  # what is printed holds for the full length only
     for arm, settings in plan.arms.items():
         full = unscaled.arms[arm] == settings
-        own = engine(settings).counts(settings, ACCEPTED.get(plan.experiment.name) if full else None)
+        own = engine(settings).count_arm(settings, ACCEPTED.get(plan.experiment.name) if full else None)
         total, measuring, paper = own.flops, own.measuring, ""
         if own.flops_printed is not None and own.measuring_printed is not None:
             total, measuring = own.flops_printed, own.measuring_printed
@@ -71,7 +71,7 @@ def counts(plan: Plan) -> Table:
     return without_empty(Table(header, tuple(rows)))
 
 
-def measured(plan: Plan, results: Mapping[str, Result]) -> Table:
+def measured_table(plan: Plan, results: Mapping[str, Result]) -> Table:
     """Final losses and errors, mean over the runs with a 95 % interval."""
     header = (
         "arm", "training loss", "test loss", "test error", "places chosen", "dead units", "FLOPs per sample", "seconds", ""
@@ -120,4 +120,4 @@ def _places(result: Result) -> str:
 def _dead(result: Result) -> str:
     if "dead" not in result.runs or result.settings.network.kind != "fnn":
         return ""
-    return number(result.runs["dead"].double().mean().item())
+    return format_number(result.runs["dead"].double().mean().item())

@@ -123,7 +123,7 @@ def _inline(text: str) -> str:
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
 
 
-def plain(table: Table) -> str:
+def terminal_table(table: Table) -> str:
     """The table for a terminal, columns aligned."""
     return text_table(table.header, table.rows, left=range(len(table.header)))
 
@@ -174,7 +174,7 @@ def open_axes(axes: Iterable[Axes]) -> None:
         axis.grid(True, color="0.92", linewidth=0.7)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as its file name says; the same figure gives the same bytes."""
     buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
     # no date in the file: the same results give the same bytes

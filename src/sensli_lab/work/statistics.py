@@ -48,8 +48,8 @@ class Interval:
 
     def __str__(self) -> str:
         if self.runs < 2:
-            return f"{number(self.mean)} (one run)"
-        return f"{number(self.mean)} [{number(self.low)}, {number(self.high)}]"
+            return f"{format_number(self.mean)} (one run)"
+        return f"{format_number(self.mean)} [{format_number(self.low)}, {format_number(self.high)}]"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def interval(values: Tensor | Sequence[float]) -> Interval:
     return Interval(values.mean().item(), half, runs)
 
 
-def paired(first: Tensor, second: Tensor) -> Paired:
+def compare_pairs(first: Tensor, second: Tensor) -> Paired:
     runs = min(len(first), len(second))
     first, second = first[:runs].double(), second[:runs].double()
     wins = int((first < second).sum())
@@ -103,7 +103,7 @@ def smooth(curves: Tensor, window: int) -> Tensor:
     return (sums[:, ends] - sums[:, starts]) / (ends - starts)
 
 
-def overall(verdicts: list[str]) -> str:
+def overall_verdict(verdicts: list[str]) -> str:
     """One word for a claim from the words for its parts."""
     done = [verdict for verdict in verdicts if verdict != AWAITING]
     if not done:
@@ -115,7 +115,7 @@ def overall(verdicts: list[str]) -> str:
     return "confirmed in part" if CONFIRMED in done else NOT_CONFIRMED
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Three significant digits, no exponent for everyday sizes."""
     if not math.isfinite(value):
         return str(value)

@@ -24,13 +24,13 @@ class Damaged(Exception):
     """The file is not what was once written."""
 
 
-def write_tensors(path: Path, content: dict[str, Any]) -> str:
+def write_results(path: Path, content: dict[str, Any]) -> str:
     """Store tensors and plain values; returns the checksum of what was written."""
     return storage.write_tensors(path, content, _MAGIC, StoreError)
 
 
-def read_tensors(path: Path, checksum: str | None = None) -> dict[str, Any]:
-    """Read what `write_tensors` wrote, or raise Damaged; nothing in the file is executed."""
+def read_results(path: Path, checksum: str | None = None) -> dict[str, Any]:
+    """Read what `write_results` wrote, or raise Damaged; nothing in the file is executed."""
     try:
         content, found = storage.read_tensors(path, _MAGIC)
     except OSError as error:

@@ -18,7 +18,7 @@ from sensli_lab.compare.cli import PRESETS, CompareSize
 from sensli_lab.compare.front import curve, front_ratios, rows
 from sensli_lab.compare.jobs import Run, RunLook
 from sensli_lab.compare.methods import methods
-from sensli_lab.compare.report import table, verdict
+from sensli_lab.compare.report import table, verdict_lines
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.tasks.teacher import TEACHER
@@ -188,10 +188,10 @@ def test_the_cost_of_a_decision_is_the_mean_over_all_looks() -> None:
     run = made(1.0, (8, 1), 30.0)
     run.costs = [RunLook(10.0, 0.5, 20.0, 4), RunLook(20.0, 1.5, 40.0, 4)]
     run.steps, run.step_seconds = 50, 5.0
-    assert report.cost_of([run]) == report.DecisionCost(
+    assert report.cost_of_looks([run]) == report.DecisionCost(
         looks=2, flops=15.0, share=0.3, passes=0.5, seconds=1.0, steps=10.0
     )
-    assert report.cost_of([made(1.0, (8, 1))]) is None, "a record of a version that did not time looks"
+    assert report.cost_of_looks([made(1.0, (8, 1))]) is None, "a record of a version that did not time looks"
     known = methods(SPIRALS)
     shown = report.cost_table([known["small"], known["gradmax"]], {"small": {0: run}, "gradmax": {0: run}})
     assert shown.rows == (("gradmax", "15", "30.0%", "0.50", "1.000", "10", "one batch of 128"),)
@@ -222,7 +222,7 @@ def test_differences_and_ratios_are_paired_by_seed() -> None:
     assert both.matches is not None and both.matches.shares == (1.0, 1.0) and large.matches is None
     shown = table([small, large, both])
     assert shown.rows[2][0] == "both" and shown.rows[2][-1] == "5.0%"
-    said = verdict([small, large, both])
+    said = verdict_lines([small, large, both])
     assert said[0] == "Of the fixed sizes, `large` ended with the lowest test loss (0.750)."
     assert "better than `small`" in said[1] and "not clearly different from `large`" in said[1]
 
@@ -283,7 +283,7 @@ def test_the_verdict_groups_many_methods() -> None:
     known = [methods(SPIRALS)[name] for name in ("small", "large", "layers", "units", "both")]
     ends = {"small": (2.0, 2.1), "large": (1.0, 1.1), "layers": (0.5, 0.61), "units": (3.0, 3.11), "both": (1.0, 3.0)}
     runs = {name: {seed: made(last, (8, 1)) for seed, last in enumerate(each)} for name, each in ends.items()}
-    said = verdict(rows(known, runs))
+    said = verdict_lines(rows(known, runs))
     assert said[1] == "Of the growing methods, `layers` ended with the lowest test loss (0.555)."
     assert said[2] == "Beside `small`: better: `layers`; worse: `units`; not clearly different: `both`."
     assert said[3] == "Beside `large`: better: `layers`; worse: `units`; not clearly different: `both`."
@@ -294,4 +294,4 @@ def test_one_seed_gives_no_verdict_and_a_missing_size_no_front() -> None:
     runs = {"small": {0: made(1.0, (8, 1))}, "large": {1: made(1.0, (8, 1))}, "both": {0: made(0.1, (8, 1))}}
     (_, _, both) = rows(known, runs)
     assert both.front is None and both.to_large is None
-    assert verdict([both]) == ["One seed, so nothing can be said of `both`."]
+    assert verdict_lines([both]) == ["One seed, so nothing can be said of `both`."]

@@ -30,7 +30,7 @@ def test_the_best_of_each_kind_have_a_colour() -> None:
         "net2net-own": math.nan,
     }
     runs = {name: {0: made(last)} for name, last in ends.items()}
-    named = figure.best([method for method in known if method.name in ends], runs)
+    named = figure.best_methods([method for method in known if method.name in ends], runs)
     assert [method.name for method in named] == ["layers", "tiny", "random-place", "net2net-own", "units"]
 
 
@@ -39,7 +39,7 @@ def test_all_methods_fit_into_one_figure(tmp_path: Path) -> None:
     known = list(methods(SPIRALS).values())
     runs = {method.name: {0: made(1.0 + place)} for place, method in enumerate(known)}
     runs["gradmax"] = {0: made(math.nan)}
-    figure.draw(SPIRALS.title, known, runs, tmp_path / "all.png", "sensli compare run spirals " + "method " * 60)
+    figure.draw_task(SPIRALS.title, known, runs, tmp_path / "all.png", "sensli compare run spirals " + "method " * 60)
     assert (tmp_path / "all.png").stat().st_size > 20_000
 
 

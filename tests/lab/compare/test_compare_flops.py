@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from sensli_lab.compare.training import Counted, training_flops
+from sensli_lab.compare.training import Counted, flops_of_step
 
 
 def test_a_training_step_is_the_forward_pass_and_both_gradients_but_that_of_the_input() -> None:
@@ -17,20 +17,20 @@ def test_a_training_step_is_the_forward_pass_and_both_gradients_but_that_of_the_
     batch = torch.randn(7, 3), torch.randint(2, (7,))
     forward = 2 * 7 * (3 * 5 + 5 * 2)
     weights, inputs = forward, 2 * 7 * 5 * 2
-    assert training_flops(model, batch, cross_entropy) == forward + weights + inputs
+    assert flops_of_step(model, batch, cross_entropy) == forward + weights + inputs
 
 
 def test_a_convolution_too() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.Flatten())
     batch = torch.randn(2, 3, 6, 6), torch.randn(2, 72)
     first, second = 2 * 2 * 36 * (9 * 3 * 4), 2 * 2 * 36 * (4 * 2)
-    assert training_flops(model, batch, mse_loss) == 2 * first + 3 * second
+    assert flops_of_step(model, batch, mse_loss) == 2 * first + 3 * second
 
 
 def test_counting_leaves_the_model_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    training_flops(model, (torch.randn(7, 3), torch.randint(2, (7,))), cross_entropy)
+    flops_of_step(model, (torch.randn(7, 3), torch.randint(2, (7,))), cross_entropy)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters()) and not model.training
 

@@ -13,7 +13,7 @@ from sensli_lab.compare.jobs import Job, Run
 from sensli_lab.compare.methods import methods
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
-from sensli_lab.compare.training import train
+from sensli_lab.compare.training import train_job
 from sensli_lab.errors import PaperError
 from sensli_lab.work.on_ray import stream
 from sensli_lab.work.workers import WorkCall, pack, unpack
@@ -32,7 +32,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> work.Given:
 def news(given: work.Given) -> list[tuple[str, Any]]:
     """What the task tells, unpacked; the end is a run or the words of one that is refused."""
     found = []
-    for kind, value in stream(__version__, pack(WorkCall(work.one, given))):
+    for kind, value in stream(__version__, pack(WorkCall(work.compute_run, given))):
         if kind == "done":
             result, _ = unpack(value)
             found.append(("refused" if isinstance(result, str) else kind, result))
@@ -55,7 +55,7 @@ def test_a_task_tells_its_states_and_its_run_and_resumes_from_any_of_them(given:
     states = [value for kind, value in told if kind == "state"]
     kind, run = told[-1]
     assert kind == "done" and len(states) > 5
-    expected = timeless(train(Job(SMALL, methods(SMALL)["units"], 0), SMALL.load(None, 0)))
+    expected = timeless(train_job(Job(SMALL, methods(SMALL)["units"], 0), SMALL.load(None, 0)))
     assert timeless(run) == expected
     resumed = news(replace(given, state=states[-3]))
     assert sum(kind == "state" for kind, _ in resumed) == 2 and timeless(resumed[-1][1]) == expected
@@ -67,7 +67,7 @@ def test_a_task_of_another_version_or_configuration_is_refused(given: work.Given
     with pytest.raises(
         PaperError, match=r"sensli is .* there and 0\.0 here\. Install the same version on every machine\."
     ):
-        next(stream("0.0", pack(WorkCall(work.one, given))))
+        next(stream("0.0", pack(WorkCall(work.compute_run, given))))
     other = replace(given.job, task=replace(SMALL, steps=7))
     with pytest.raises(PaperError, match="spirals is configured in another way there"):
         news(replace(given, job=other))

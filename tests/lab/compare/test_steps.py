@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from sensli import find_sites, insert
 from sensli_lab.compare import steps
-from sensli_lab.compare.steps import ReplayedSteps, recorded
+from sensli_lab.compare.steps import ReplayedSteps, record_passes
 
 X, Y = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
 
@@ -160,7 +160,7 @@ def _hooked() -> nn.Module:
     ],
 )  # fmt: skip
 def test_what_may_differ_from_step_to_step_is_not_recorded(model: Callable[[], nn.Module]) -> None:
-    assert recorded(model(), cross_entropy, (X, Y), constant=True) is None
+    assert record_passes(model(), cross_entropy, (X, Y), constant=True) is None
     torch.manual_seed(0)
     one = model()
     results, passes, _ = trained(one, SGD(one.parameters(), lr=0.1), True, count=3)
@@ -168,7 +168,7 @@ def test_what_may_differ_from_step_to_step_is_not_recorded(model: Callable[[], n
 
 
 def test_passes_that_differ_by_a_bit_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = steps.recorded
+    wrong = steps.record_passes
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         found = wrong(*args, **kwargs)
@@ -176,7 +176,7 @@ def test_passes_that_differ_by_a_bit_are_not_replayed(monkeypatch: pytest.Monkey
         found._calls.append((torch.Tensor.mul_, (found.gradients[0], 1 + 2e-7), {}))
         return found
 
-    monkeypatch.setattr(steps, "recorded", changed)
+    monkeypatch.setattr(steps, "record_passes", changed)
     model = network()
     assert trained(model, SGD(model.parameters(), lr=0.1), True, count=3)[1:] == (False, False)
 
@@ -189,7 +189,7 @@ def test_an_update_that_differs_by_a_bit_is_left_to_the_optimizer(monkeypatch: p
 
 def test_a_regression_is_replayed() -> None:
     model, target = network(), torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
-    passes = recorded(model, mse_loss, (X, target), constant=True)
+    passes = record_passes(model, mse_loss, (X, target), constant=True)
     assert passes is not None
     with torch.no_grad():
         for parameter in model.parameters():

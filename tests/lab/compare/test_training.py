@@ -23,7 +23,7 @@ from sensli_lab.compare.methods import choose_methods, methods
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.tasks.text import TEXT, Transformer
-from sensli_lab.compare.training import JobTraining, train, training_flops
+from sensli_lab.compare.training import JobTraining, flops_of_step, train_job
 from sensli_lab.work.workers import Tell, processes
 
 TINY = replace(SPIRALS, steps=12, looks=(0.2, 0.5), points=6, batch=120, looked_at=240)
@@ -37,7 +37,7 @@ def job(method: str, seed: int = 0, task: Any = TINY) -> Job:
 def computed(one: Job, store: RunStore, tell: Tell = lambda share: None) -> str:
     """One run, from where it was interrupted; why it was left out, or nothing."""
     runs = work.Runs([one], store)
-    runs.done(one, work.one(runs.call(one).given, tell, partial(runs.save, one)), "")
+    runs.done(one, work.compute_run(runs.call(one).given, tell, partial(runs.save, one)), "")
     return "".join(runs.left_out)
 
 
@@ -49,26 +49,26 @@ def plain(run: Run) -> dict[str, Any]:
 
 
 def test_a_fixed_network_pays_its_steps_and_nothing_else() -> None:
-    run = train(job("small"), DATA)
+    run = train_job(job("small"), DATA)
     batch = DATA.train.x[:120], DATA.train.y[:120]
-    step, large = (training_flops(TINY.network(size, 0), batch, TINY.loss) for size in ("small", "large"))
+    step, large = (flops_of_step(TINY.network(size, 0), batch, TINY.loss) for size in ("small", "large"))
     assert run.budget == 12 * large and run.decisions == 0 and run.looks == 0
     assert run.flops[-1] == run.steps * step and 0 <= run.flops[-1] - run.budget < step
     assert len(run.flops) == TINY.points + 1 and run.flops[0] == 0
 
 
 def test_a_growing_run_pays_for_its_looks_and_stays_below_the_large_network() -> None:
-    run = train(job("both"), DATA)
+    run = train_job(job("both"), DATA)
     assert run.looks == 2 and len(run.grown) == 2 and not run.uncounted
     looked = 2 * 240 * TINY.forward_flops["small"]  # at least: forward passes of what the first look was given
     assert looked < run.decisions < run.budget
     assert TINY.forward_flops["small"] < run.forward <= TINY.forward_flops["large"]
-    assert run.flops[-1] >= run.budget and run.steps < train(job("small"), DATA).steps
+    assert run.flops[-1] >= run.budget and run.steps < train_job(job("small"), DATA).steps
 
 
 def test_each_look_is_counted_and_timed_beside_a_plain_pass_of_its_samples() -> None:
-    run = train(job("both"), DATA)
-    small = training_flops(TINY.network("small", 0), (DATA.train.x[:240], DATA.train.y[:240]), TINY.loss)
+    run = train_job(job("both"), DATA)
+    small = flops_of_step(TINY.network("small", 0), (DATA.train.x[:240], DATA.train.y[:240]), TINY.loss)
     assert [look.samples for look in run.costs] == [240, 240]
     assert run.costs[0].sweep == small < run.costs[1].sweep, "of the network as it was at the look"
     assert sum(look.flops for look in run.costs) == run.decisions and all(look.flops > small for look in run.costs)
@@ -86,7 +86,7 @@ def test_the_flops_of_a_run_are_those_of_its_steps_and_its_looks() -> None:
     one, batch, steps = JobTraining(job("both"), DATA), (DATA.train.x[:120], DATA.train.y[:120]), 0
     while not one.finished:
         one.advance()
-        steps += training_flops(one.model, batch, TINY.loss)  # of the network that has just taken a step
+        steps += flops_of_step(one.model, batch, TINY.loss)  # of the network that has just taken a step
     assert one.run.decisions > 0 and one.spent == steps + one.run.decisions
 
 
@@ -97,13 +97,13 @@ def test_a_trial_costs_its_losers_and_its_winner_has_trained() -> None:
     steps = 0
     while not one.finished:
         one.advance()
-        steps += training_flops(one.model, one.batches.at(0), TINY.loss)
+        steps += flops_of_step(one.model, one.batches.at(0), TINY.loss)
     assert one.grower is not None
     tried = one.grower.history.record.decisions[0].tried
     assert tried is not None and len(tried.arms) == 3, "no growth, the best layer, the best units"
     kinds = {arm.name.startswith("+") for arm in tried.arms[1:]}
     assert kinds == {True, False}
-    winner = tried.arms[tried.winner].steps * training_flops(one.model, one.batches.at(0), TINY.loss)
+    winner = tried.arms[tried.winner].steps * flops_of_step(one.model, one.batches.at(0), TINY.loss)
     assert tried.arms[0].flops == pytest.approx(0.75 * one.run.budget / 32, rel=0.2), "a 32nd of what is left"
     assert one.spent == steps + one.run.decisions + winner and one.run.decisions >= 0.8 * tried.lost
     assert one.batches.taken == tried.arms[0].steps, "nobody trains on the batches of a trial again"
@@ -123,10 +123,10 @@ def test_a_method_that_waits_looks_where_training_has_slowed_down() -> None:
 
 
 def test_all_methods_have_one_start_and_one_order() -> None:
-    first = [train(job(name), DATA) for name in ("small", "layers", "units")]
+    first = [train_job(job(name), DATA) for name in ("small", "layers", "units")]
     assert len({run.validation[0] for run in first}) == 1
     assert len({run.validation[1] for run in first}) == 1, "before the first look they are the same run"
-    assert train(job("small", seed=1), DATA).validation[0] != first[0].validation[0]
+    assert train_job(job("small", seed=1), DATA).validation[0] != first[0].validation[0]
 
 
 def test_the_rate_follows_the_share_of_the_flops() -> None:
@@ -150,7 +150,7 @@ def test_a_run_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
         resumed.restore(state)
     while not resumed.finished:
         resumed.advance()
-    assert plain(resumed.ended()) == plain(train(job(name), DATA))
+    assert plain(resumed.ended()) == plain(train_job(job(name), DATA))
 
 
 def test_an_interrupted_run_continues_from_what_it_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,21 +168,21 @@ def test_an_interrupted_run_continues_from_what_it_saved(tmp_path: Path, monkeyp
     shares: list[float] = []
     assert computed(one, store, shares.append) == ""
     assert shares[0] > 0.5 and not store.state(one).exists()
-    assert plain(store.load(one)) == plain(train(one, DATA))  # type: ignore[arg-type]
+    assert plain(store.load(one)) == plain(train_job(one, DATA))  # type: ignore[arg-type]
 
 
 def test_only_what_is_missing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("sensli_lab.compare.jobs.provenance", dict)
     store, jobs = RunStore(tmp_path), [job(name, seed) for seed in (0, 1) for name in ("small", "large")]
-    assert work.compute(jobs[:3], store) == []
+    assert work.compute_runs(jobs[:3], store) == []
     assert capsys.readouterr().out.count("done") == 3 and store.missing(jobs) == jobs[3:]
     store.path(jobs[0]).write_text("{}")  # damaged: computed again
-    work.compute(jobs, store)
+    work.compute_runs(jobs, store)
     assert sorted(capsys.readouterr().out.splitlines()) == [
         "spirals, large, seed 1: done",
         "spirals, small, seed 0: done",
     ]
-    assert plain(store.load(jobs[0])) == plain(train(jobs[0], DATA))  # type: ignore[arg-type]
+    assert plain(store.load(jobs[0])) == plain(train_job(jobs[0], DATA))  # type: ignore[arg-type]
     other = job("small", task=replace(TINY, steps=13))
     assert store.load(other) is None, "another configuration has another place"
 
@@ -193,7 +193,7 @@ def test_a_state_that_cannot_be_used_is_computed_from_the_start(tmp_path: Path, 
     store.state(one).parent.mkdir(parents=True)
     store.state(one).write_bytes(b"no checkpoint")
     assert computed(one, store) == ""
-    assert plain(store.load(one)) == plain(train(one, DATA)) and not store.state(one).exists()  # type: ignore[arg-type]
+    assert plain(store.load(one)) == plain(train_job(one, DATA)) and not store.state(one).exists()  # type: ignore[arg-type]
 
 
 def test_what_a_method_refuses_is_said_and_the_others_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -201,7 +201,7 @@ def test_what_a_method_refuses_is_said_and_the_others_go_on(tmp_path: Path, monk
     known = methods(TINY)
     nowhere = replace(known["layers"], name="nowhere", options={"grow": "layers", "where": "conv"})
     jobs = [Job(TINY, nowhere, 0), Job(TINY, known["small"], 0)]
-    refused = work.compute(jobs, RunStore(tmp_path))
+    refused = work.compute_runs(jobs, RunStore(tmp_path))
     assert len(refused) == 1 and "there is nowhere to grow for where='conv'" in refused[0]
     out = capsys.readouterr().out
     assert "spirals, nowhere, seed 0: left out: there is nowhere" in out and "spirals, small, seed 0: done" in out
@@ -212,8 +212,8 @@ def test_what_a_method_refuses_is_said_and_the_others_go_on(tmp_path: Path, monk
 def test_another_process_gives_the_same_run(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("sensli_lab.compare.jobs.provenance", dict)
     one = Job(SPIRALS, methods(SPIRALS)["units"], 0, 0.01)
-    assert work.compute([one], RunStore(tmp_path), place=processes(2)) == []
-    assert plain(RunStore(tmp_path).load(one)) == plain(train(one, DATA))  # type: ignore[arg-type]
+    assert work.compute_runs([one], RunStore(tmp_path), place=processes(2)) == []
+    assert plain(RunStore(tmp_path).load(one)) == plain(train_job(one, DATA))  # type: ignore[arg-type]
 
 
 @pytest.mark.thorough

@@ -17,7 +17,16 @@ from sensli.growing.triggers import Every
 from sensli.moves.sites import Site
 from sensli.moves.width.width import Width
 from sensli_lab.methods.pairs import pair_of
-from sensli_lab.methods.splitting import BETA, EPS, STEPS, Smooth, Splitting, curvatures, smallest, split_site
+from sensli_lab.methods.splitting import (
+    BETA,
+    EPS,
+    STEPS,
+    Smooth,
+    Splitting,
+    curvatures,
+    smallest_eigenvalues,
+    split_site,
+)
 
 
 def normed() -> nn.Sequential:
@@ -48,7 +57,7 @@ def test_the_smallest_eigenvalue_is_the_second_order_change_that_is_measured(
 ) -> None:
     small = 1e-3
     for pair, curvature in curvatures(model, sites_of(model, batches), batches, F.cross_entropy):
-        values, vectors = smallest(pair.h, curvature, pair.samples, torch.Generator())
+        values, vectors = smallest_eigenvalues(pair.h, curvature, pair.samples, torch.Generator())
         none = torch.zeros(0, pair.h.shape[1]), torch.zeros(0, pair.existing_columns.shape[1])
         for unit in range(pair.width.units):
             wide = grown(model, split_site(pair, [unit], small * vectors[[unit]], *none))
@@ -62,7 +71,7 @@ def test_lanczos_finds_what_the_whole_matrix_has() -> None:
     h = torch.randn(50, width, generator=generator).double() * torch.linspace(0.1, 2, width)
     curvature = torch.randn(50, 4, generator=generator).double()
     curvature[:, 3] = 0.0  # a unit that is linear on all data
-    values, vectors = smallest(h, curvature, 50, generator)
+    values, vectors = smallest_eigenvalues(h, curvature, 50, generator)
     for unit in range(4):
         matrix = h.T @ (curvature[:, [unit]] * h) / 50
         slow = torch.linalg.eigvalsh(matrix)[0]

@@ -35,9 +35,9 @@ CNN = Network("cnn", (500, 500), channels=(64, 128, 256))
 @pytest.fixture(autouse=True)
 def _made_up_images(monkeypatch):
     monkeypatch.setitem(image_sets._LOADERS, "cifar10", lambda folder: raw())
-    cnn.images.cache_clear()
+    cnn.cached_images.cache_clear()
     yield
-    cnn.images.cache_clear()
+    cnn.cached_images.cache_clear()
 
 
 def arm(name="LI", **settings):
@@ -45,7 +45,7 @@ def arm(name="LI", **settings):
 
 
 def train(settings, **job):
-    return {name: values[0] for name, values in cnn.train(TrainingJob(settings, 3, (1,), **job)).runs.items()}
+    return {name: values[0] for name, values in cnn.train_runs(TrainingJob(settings, 3, (1,), **job)).runs.items()}
 
 
 def same(one, other):
@@ -65,7 +65,7 @@ def test_a_gpu_trains_without_tf32(monkeypatch):
         seen.extend(each.allow_tf32 for each in parts)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cnn, "images", images)
+    monkeypatch.setattr(cnn, "cached_images", images)
     images.cache_clear = lambda: None
     before = [each.allow_tf32 for each in parts]
     with pytest.raises(ZeroDivisionError):
@@ -82,24 +82,24 @@ def test_a_gpu_trains_without_tf32(monkeypatch):
 )
 def test_parameters_of_the_paper(network, places, sizes):
     for grown, size in enumerate(sizes):
-        stages = cnn.grown(network, places[:grown])
-        assert cnn.parameters(network, CIFAR, stages) == size
-        assert sum(p.numel() for p in cnn.build(network, CIFAR, 0, stages).parameters()) == size
+        stages = cnn.stages_after(network, places[:grown])
+        assert cnn.count_cnn_parameters(network, CIFAR, stages) == size
+        assert sum(p.numel() for p in cnn.build_cnn(network, CIFAR, 0, stages).parameters()) == size
 
 
 def test_flops_of_the_paper():
     stages = [1, 1, 1]
-    by_rule = int(count_flops(cnn.build(CNN, CIFAR, 0), torch.zeros(1, 3, 32, 32)))
+    by_rule = int(count_flops(cnn.build_cnn(CNN, CIFAR, 0), torch.zeros(1, 3, 32, 32)))
     elementwise = 3 * 114_688 + 2 * 1_000  # bias, ReLU and pooling input; bias and ReLU of the hidden layers
     assert by_rule == 83_642_416 and by_rule + elementwise == 83_988_480
-    assert cnn.forward_flops(CNN, CIFAR, stages) == 83_988_480
+    assert cnn.cnn_flops(CNN, CIFAR, stages) == 83_988_480
     assert cnn.layer_flops(CNN, CIFAR) == [75_497_472] * 3
     five = plan(engine_plan("5"), "stated", RunOptions()).arms
-    totals = {name: cnn.counts(settings) for name, settings in five.items()}
+    totals = {name: cnn.count_arm(settings) for name, settings in five.items()}
     assert totals["CNN1"].flops == 25_196_544_000 and totals["CNN2"].flops == 47_845_785_600
     assert (totals["CNN LI"].flops, totals["CNN LI"].measuring) == (37_452_607_488, 931_442_688)
     one = plan(engine_plan("1"), "stated", RunOptions()).arms
-    grown, whole = (cnn.counts(one[name], (50, 150)) for name in ("CNN LI", "CNN"))
+    grown, whole = (cnn.count_arm(one[name], (50, 150)) for name in ("CNN LI", "CNN"))
     assert whole.flops == 3 * 46_996_684_800 and grown.flops == 3 * 33_130_622_976
     assert grown.parameters == (2_674_816, 2_711_744, 2_748_672) and whole.parameters == (2_748_672,)
     assert grown.flops / whole.flops == pytest.approx(0.705, abs=5e-4)
@@ -108,22 +108,22 @@ def test_flops_of_the_paper():
 def engine_plan(name):
     from sensli_lab.paper import planning
 
-    return planning.find(name)
+    return planning.find_experiment(name)
 
 
 def test_places_name_stages():
-    assert cnn.grown(CNN, [0, 1, 3]) == [3, 2, 1]
-    assert cnn.grown(CNN, [-1, 2, -1]) == [1, 1, 2]
+    assert cnn.stages_after(CNN, [0, 1, 3]) == [3, 2, 1]
+    assert cnn.stages_after(CNN, [-1, 2, -1]) == [1, 1, 2]
     with pytest.raises(ValueError, match="place 3 does not exist"):
-        cnn.grown(CNN, [3])
+        cnn.stages_after(CNN, [3])
 
 
 def test_a_baseline_is_trained_as_a_plain_loop_would():
     optimizer = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.005}
     settings = arm("small", optimizer=optimizer, schedule=None, dtype="float64")
     found = train(settings)
-    images = datasets.split(raw(), CIFAR, settings.data, torch.device("cpu"), torch.float64)
-    model = cnn.build(settings.network, CIFAR, run_seed(3, 1, "weights")).double()
+    images = datasets.split_images(raw(), CIFAR, settings.data, torch.device("cpu"), torch.float64)
+    model = cnn.build_cnn(settings.network, CIFAR, run_seed(3, 1, "weights")).double()
     plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.005)
     for epoch in range(settings.epochs):
         source, losses = generator(3, 1, f"augment {epoch}"), []
@@ -156,8 +156,8 @@ def test_what_was_recorded_is_what_was_counted():
     assert min(places) >= 0
     total = 0
     for epoch in range(4):
-        stages = cnn.grown(settings.network, places[:epoch])
-        total += 3 * cnn.forward_flops(settings.network, CIFAR, stages)
+        stages = cnn.stages_after(settings.network, places[:epoch])
+        total += 3 * cnn.cnn_flops(settings.network, CIFAR, stages)
         total += 3 * cnn.extended_flops(settings.network, CIFAR, stages) if epoch < 3 else 0
     assert found["flops"][-1] == total
     torch.testing.assert_close(found["norms"][..., 2], found["merits"], equal_nan=True, rtol=1e-4, atol=0)
@@ -169,7 +169,7 @@ def test_what_was_recorded_is_what_was_counted():
 
 def test_a_look_computes_what_is_counted_for_it():
     network, stages = Network("cnn", (8,), channels=(4, 6)), [2, 1]
-    model = cnn.build(network, CIFAR, 0, stages)
+    model = cnn.build_cnn(network, CIFAR, 0, stages)
     x, y = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
     sites = find_sites(model, x, form="relu", where="conv")
     with FlopCounterMode(display=False) as counter:
@@ -194,11 +194,11 @@ def test_the_threshold_rejects_and_the_control_arms_obey_it_too():
 def test_the_extended_network_is_the_one_its_partner_grew_into(tmp_path):
     one = plan(parse(TINY, "tiny.json"), "stated", RunOptions())
     store = Store(tmp_path)
-    runner.run([one], store)
+    runner.run_plans([one], store)
     grown, whole = store.load(one, "LI"), store.load(one, "whole")
     for run in range(2):
-        stages = cnn.grown(one.arms["LI"].network, grown.runs["place"][run].tolist())
-        assert whole.runs["flops"][run, 1] == 3 * cnn.forward_flops(one.arms["LI"].network, CIFAR, stages)
+        stages = cnn.stages_after(one.arms["LI"].network, grown.runs["place"][run].tolist())
+        assert whole.runs["flops"][run, 1] == 3 * cnn.cnn_flops(one.arms["LI"].network, CIFAR, stages)
     assert "place" not in whole.runs and store.load(one, "small").facts["preset"] == "paper"
 
 
@@ -221,14 +221,14 @@ def test_several_processes_give_the_same_numbers_to_the_bit(tmp_path):
     plans = [make_plan(), plan(parse(TINY, "tiny.json"), "stated", RunOptions())]
     there, here = Store(tmp_path / "there"), Store(tmp_path / "here")
     machine = Machine(Brought("data"), "cpu")
-    assert runner.run(plans, there, machine, processes(2)) == 2 + 6
-    runner.run(plans, here, machine)
+    assert runner.run_plans(plans, there, machine, processes(2)) == 2 + 6
+    runner.run_plans(plans, here, machine)
     for one in plans:
         for arm in one.arms:
             mine, theirs = there.load(one, arm), here.load(one, arm)
             assert same(mine.runs, theirs.runs), arm
             assert mine.facts.get("device") == theirs.facts.get("device")
-    assert runner.run(plans, there, machine, processes(2)) == 0
+    assert runner.run_plans(plans, there, machine, processes(2)) == 0
 
 
 def saved(settings, tmp_path):
@@ -236,8 +236,8 @@ def saved(settings, tmp_path):
     states = []
 
     def save(state):
-        store.write_tensors(tmp_path / "state", state)
-        states.append(store.read_tensors(tmp_path / "state"))
+        store.write_results(tmp_path / "state", state)
+        states.append(store.read_results(tmp_path / "state"))
 
     return states, train(settings, save=save, save_every=0.0)
 
@@ -303,7 +303,7 @@ def test_a_killed_process_goes_on_to_the_bit(tmp_path):
     assert "resumed" in done.stdout
     one = plan(parse(TINY, "tiny.json"), "stated", RunOptions(runs=1))
     result = Store(tmp_path).load(one, "LI")
-    fresh = cnn.train(TrainingJob(one.arms["LI"], 0, (0,))).runs
+    fresh = cnn.train_runs(TrainingJob(one.arms["LI"], 0, (0,))).runs
     assert same({k: v[0] for k, v in result.runs.items()}, {k: v[0] for k, v in fresh.items()})
     assert not list(tmp_path.rglob("unfinished*"))
 
@@ -322,7 +322,7 @@ def test_bfloat16_is_tried_before_it_is_used(monkeypatch):
     assert asked.dtype == "bfloat16"
     monkeypatch.setattr(cnn, "has_bf16", lambda device: False)
     with pytest.raises(BadExperiment, match="--bf16: a training step in bfloat16 does not work on this cpu"):
-        cnn.ready(asked, Machine(device="cpu"))
+        cnn.check_machine(asked, Machine(device="cpu"))
     monkeypatch.setattr(
         machine_module, "_BF16_TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)  # {device}"
     )
@@ -360,26 +360,30 @@ def test_presets_are_settings_of_their_own():
     from sensli_lab.paper.settings import digest
 
     names = ("paper", "day", "laptop", "smoke")
-    sizes = [plan(planning.find("1"), "trains", RunOptions(preset=name)) for name in names]
+    sizes = [plan(planning.find_experiment("1"), "trains", RunOptions(preset=name)) for name in names]
     assert [one.arms["CNN LI"].epochs for one in sizes] == [200, 100, 20, 4]
     assert [one.arms["CNN LI"].insert_at for one in sizes] == [(50, 100, 150), (25, 50, 75), (5, 10, 15), (1, 2, 3)]
     assert [one.runs for one in sizes] == [3, 3, 3, 1]
-    assert plan(planning.find("12"), "stated", RunOptions(preset="laptop")).runs == 1  # not more than the paper's
+    assert (
+        plan(planning.find_experiment("12"), "stated", RunOptions(preset="laptop")).runs == 1
+    )  # not more than the paper's
     assert [one.arms["CNN LI"].batch for one in sizes] == [128, 128, 32, 128]
     assert [one.arms["CNN LI"].tolerance for one in sizes] == [0.0, 0.1, 0.1, 0.0]
     assert len({digest(one.arms["CNN LI"], 0) for one in sizes}) == 4 and len({one.key for one in sizes}) == 4
     assert [one.arms["CNN LI"].schedule.patience for one in sizes] == [10, 5, 2, 2]
     assert [one.arms["CNN LI"].confidence for one in sizes] == [None, 0.99, 0.99, None]
-    spiral, same_spiral = (plan(planning.find("2"), "stated", RunOptions(preset=name)) for name in ("paper", "laptop"))
+    spiral, same_spiral = (
+        plan(planning.find_experiment("2"), "stated", RunOptions(preset=name)) for name in ("paper", "laptop")
+    )
     assert spiral == dataclasses.replace(same_spiral, options=spiral.options)
     for name in planning.GROUPS["cnn"]():
         for preset in names:
-            for recipe in planning.find(name).recipes:
-                for settings in plan(planning.find(name), recipe, RunOptions(preset=preset)).arms.values():
-                    assert engine(settings).estimate(settings, 1) > 0
+            for recipe in planning.find_experiment(name).recipes:
+                for settings in plan(planning.find_experiment(name), recipe, RunOptions(preset=preset)).arms.values():
+                    assert engine(settings).estimate_seconds(settings, 1) > 0
     times = [
         settings.insert_at
-        for settings in plan(planning.find("12"), "stated", RunOptions(preset="laptop")).arms.values()
+        for settings in plan(planning.find_experiment("12"), "stated", RunOptions(preset="laptop")).arms.values()
     ]
     assert times == [(), *((time,) for time in range(1, 9))]
 

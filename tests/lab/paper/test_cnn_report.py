@@ -30,7 +30,7 @@ class Stored:
 def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(image_sets._LOADERS, "cifar10", lambda folder: raw())
-        cnn.images.cache_clear()
+        cnn.cached_images.cache_clear()
         file = tiny(insert_at=[2])
         file["arms"]["LI"] = {"record_gradients": True, "record_norms": True}
         file["figures"] = ["curves", "cost", "gradients", "norms", "heatmaps"]
@@ -40,10 +40,10 @@ def trained(tmp_path_factory):
         store = Store(folder / "results")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        runner.run([one], store)
+        runner.run_plans([one], store)
         torch.set_num_threads(threads)
         yield one, store
-        cnn.images.cache_clear()
+        cnn.cached_images.cache_clear()
 
 
 @pytest.mark.slow

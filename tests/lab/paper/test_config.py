@@ -108,7 +108,7 @@ def test_mistakes_in_the_options(options, text):
 
 
 def test_scaling_keeps_epochs_and_insertions_in_proportion():
-    one = plan(planning.find("13"), "stated", RunOptions(epochs_scale=0.1))
+    one = plan(planning.find_experiment("13"), "stated", RunOptions(epochs_scale=0.1))
     assert one.arms["ResNet LI"].epochs == 50 and one.arms["ResNet LI"].insert_at == (10, 20, 30)
 
 
@@ -134,20 +134,20 @@ def test_a_setting_spelled_out_at_its_default_is_the_same_configuration():
 def test_files_of_the_user(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(GOOD))
-    assert planning.find(str(path)).name == "mine"
+    assert planning.find_experiment(str(path)).name == "mine"
     path.write_text("{")
     with pytest.raises(BadExperiment, match="not valid JSON"):
-        planning.find(str(path))
+        planning.find_experiment(str(path))
     path.write_text(json.dumps({**GOOD, "name": "2"}))
     with pytest.raises(BadExperiment, match="belongs to an experiment of the package"):
-        planning.find(str(path))
+        planning.find_experiment(str(path))
 
 
 def test_an_exported_experiment_is_the_same_under_another_name(tmp_path):
     for name in ("13", "where"):
         path = tmp_path / "mine.json"
         path.write_text(planning.export(name))
-        mine, known = planning.find(str(path)), planning.find(name)
+        mine, known = planning.find_experiment(str(path)), planning.find_experiment(name)
         assert mine == dataclasses.replace(known, name=f"my-{name}")
     assert json.loads(planning.export("13", "deep"))["name"] == "deep"
     for name, new, text in (
@@ -163,7 +163,7 @@ def test_one_experiment_is_read_to_run_one(monkeypatch):
     read: list[str] = []
     monkeypatch.setattr(planning, "parse", lambda data, file: read.append(file) or parse(data, file))
     planning._read.cache_clear()
-    assert planning.find("2").name == "2" and planning.paper_names()[1] == "2" and read == ["exp02.json"]
+    assert planning.find_experiment("2").name == "2" and planning.paper_names()[1] == "2" and read == ["exp02.json"]
 
 
 def test_toml_files_of_the_user(tmp_path):
@@ -173,7 +173,7 @@ def test_toml_files_of_the_user(tmp_path):
         'name = "mine"\ntitle = "t"\nshows = "s"\nruns = 2\n[settings]\nbatch = 450\nepochs = 9\n'
         '[settings.network]\nkind = "fnn"\nwidths = [4]\n[settings.optimizer]\nlr = 0.1\n[arms.LI]\ninsert_at = [3]\n'
     )
-    assert plan(planning.find(str(path)), "stated", RunOptions()).arms["LI"].insert_at == (3,)
+    assert plan(planning.find_experiment(str(path)), "stated", RunOptions()).arms["LI"].insert_at == (3,)
 
 
 def test_the_fourteen_experiments_are_there_and_sound():
@@ -183,13 +183,13 @@ def test_the_fourteen_experiments_are_there_and_sound():
     assert set(planning.further_names()) - set(planning.GROUPS["further"]()) == {"cnn-small"}, (
         "days, so only by its name"
     )
-    small, first = (plan(planning.find(name), "trains", RunOptions()) for name in ("cnn-small", "1"))
+    small, first = (plan(planning.find_experiment(name), "trains", RunOptions()) for name in ("cnn-small", "1"))
     differing = {"epochs": 200, "insert_at": (50, 100, 150), "tau": 1.0}
     assert dataclasses.replace(small.arms["CNN1"], **differing) == first.arms["CNN LI"], "but for that it does not grow"
-    for experiment in planning.bundled().values():
+    for experiment in planning.bundled_experiments().values():
         for recipe in experiment.recipes:
             for settings in plan(experiment, recipe, RunOptions()).arms.values():
-                assert engine(settings).estimate(settings, 30) > 0
+                assert engine(settings).estimate_seconds(settings, 30) > 0
 
 
 PARAMETERS = [
@@ -203,7 +203,7 @@ PARAMETERS = [
 
 @pytest.mark.parametrize(("network", "sizes"), PARAMETERS, ids=str)
 def test_parameters_of_the_paper(network, sizes):
-    assert [stacked.parameters(network, grown) for grown in range(len(sizes))] == sizes
+    assert [stacked.count_parameters(network, grown) for grown in range(len(sizes))] == sizes
 
 
 FLOPS = {  # experiment: arm -> (total, measuring, total as the paper counts places, measuring as the paper counts)
@@ -216,9 +216,9 @@ FLOPS = {  # experiment: arm -> (total, measuring, total as the paper counts pla
 
 @pytest.mark.parametrize("name", FLOPS)
 def test_flops_of_the_paper(name):
-    one = plan(planning.find(name), "stated", RunOptions())
+    one = plan(planning.find_experiment(name), "stated", RunOptions())
     for arm, expected in FLOPS[name].items():
-        counts = engine(one.arms[arm]).counts(one.arms[arm])
+        counts = engine(one.arms[arm]).count_arm(one.arms[arm])
         found = (counts.flops, counts.measuring, counts.flops_printed, counts.measuring_printed)
         assert found == (*expected, *(None,) * (4 - len(expected)))
 
@@ -226,7 +226,7 @@ def test_flops_of_the_paper(name):
 def test_the_only_misprint_of_the_tables_is_marked():
     remarks = {}
     for name in FLOPS:
-        table = tables.counts(plan(planning.find(name), "stated", RunOptions()))
+        table = tables.counts_table(plan(planning.find_experiment(name), "stated", RunOptions()))
         remarks.update({(name, row[0]): row[-1] for row in table.rows if row[-1]})
     assert [key for key, remark in remarks.items() if remark == "misprint"] == [("3", "ResNet2")]
     assert list(remarks.values()).count("equal") == 11

@@ -9,7 +9,7 @@ from sensli_lab.paper import planning
 from sensli_lab.paper.claims import CLAIMS, WAKE
 from sensli_lab.paper.evidence import Cheaper, Evidence, NewGradient, Smaller, ThresholdCheck
 from sensli_lab.paper.planning import Plan, RunOptions, plan
-from sensli_lab.paper.report import verdict
+from sensli_lab.paper.report import verdict_of
 from sensli_lab.paper.store import Result, Store
 from sensli_lab.work.statistics import AWAITING
 
@@ -25,7 +25,7 @@ class Made(Evidence):
 
     def each(self, name, recipes=()):
         if name == self.name:
-            one: Plan = plan(planning.find(name), "stated", RunOptions(runs=RUNS))
+            one: Plan = plan(planning.find_experiment(name), "stated", RunOptions(runs=RUNS))
             yield one, {arm: Result(arm, one.arms[arm], t, {}, 1.0, {}) for arm, t in self.tensors.items()}
 
 
@@ -93,6 +93,6 @@ def test_without_results_every_claim_awaits_them(tmp_path):
     for claim in (*CLAIMS, WAKE):
         findings = [finding for check in claim.checks for finding in check.weigh(nothing)]
         assert findings and all(finding.verdict == AWAITING for finding in findings)
-        assert verdict(findings) == "awaiting results", "of which experiments, its lines say"
+        assert verdict_of(findings) == "awaiting results", "of which experiments, its lines say"
         for question in claim.questions:
             assert all(f.verdict == AWAITING for check in question.checks for f in check.weigh(nothing))

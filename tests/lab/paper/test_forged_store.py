@@ -13,14 +13,14 @@ from sensli_lab.errors import PaperError
 from sensli_lab.paper import runner, tables
 from sensli_lab.paper.engine import TrainingJob
 from sensli_lab.paper.store import Store
-from sensli_lab.work.pages import plain
-from sensli_lab.work.store import read_json, read_tensors, write_json, write_tensors
+from sensli_lab.work.pages import terminal_table
+from sensli_lab.work.store import read_json, read_results, write_json, write_results
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     store = Store(tmp_path_factory.mktemp("store") / "results")
-    runner.run([make_plan(runs=2)], store)
+    runner.run_plans([make_plan(runs=2)], store)
     return store
 
 
@@ -37,8 +37,8 @@ def forge(folder, draw):
     if kind == "facts":
         content, told = altered(content, draw, [value for value in JSON_VALUES if value != 10**400])
     else:
-        tensors, told = altered(read_tensors(facts.with_suffix(".pt")), draw, [*VALUES, Trap()])
-        content["tensors"] = write_tensors(facts.with_suffix(".pt"), tensors)
+        tensors, told = altered(read_results(facts.with_suffix(".pt")), draw, [*VALUES, Trap()])
+        content["tensors"] = write_results(facts.with_suffix(".pt"), tensors)
     write_json(facts, content)
     return told
 
@@ -53,9 +53,9 @@ def test_forged_results_are_computed_again_or_refused(good, tmp_path, capsys):
         shutil.copytree(good.root, store.root)
         told = forge(store.folder(one, "LI"), random.Random(seed))
         try:
-            again += runner.run([one], store)
+            again += runner.run_plans([one], store)
             results = store.load_all(one)
-            plain(tables.measured(one, results))
+            terminal_table(tables.measured_table(one, results))
             assert results["LI"].runs["train_loss"].shape == whole.shape, told
         except PaperError as error:
             assert str(error), told
@@ -75,14 +75,14 @@ def test_a_forged_state_of_a_stopped_run_is_refused_or_not_used(good, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingJob.__init__, "__defaults__", (*TrainingJob.__init__.__defaults__[:-1], 0.0))
-        runner.run([make_plan(runs=2, seed=3, epochs_scale=5.0)], Watched(tmp_path / "first"))
+        runner.run_plans([make_plan(runs=2, seed=3, epochs_scale=5.0)], Watched(tmp_path / "first"))
     plan, arm, runs, state = states[0]
     for seed in range(60):
         store = Store(tmp_path / "second")
         forged, told = altered(state, random.Random(seed), VALUES)
         try:
             store.save_state(plan, arm, runs, forged)
-            runner.run([plan], store)
+            runner.run_plans([plan], store)
         except PaperError as error:
             assert "unfinished" in str(error), told
         except Exception as error:

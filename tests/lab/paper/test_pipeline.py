@@ -13,7 +13,7 @@ from sensli_lab.paper.settings import DataSettings
 
 def make(**wanted):
     settings = DataSettings("cifar10", **{"train": 90, "validation": 40, "test": 30, **wanted})
-    return datasets.split(raw(), FACTS["cifar10"], settings, torch.device("cpu"), torch.float32)
+    return datasets.split_images(raw(), FACTS["cifar10"], settings, torch.device("cpu"), torch.float32)
 
 
 def test_a_batch_is_cropped_and_flipped_like_its_images_one_by_one():

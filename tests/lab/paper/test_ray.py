@@ -27,8 +27,8 @@ from sensli_lab.compare.jobs import Job as Run
 from sensli_lab.compare.jobs import RunStore as Runs
 from sensli_lab.compare.methods import methods
 from sensli_lab.compare.tasks.spirals import SPIRALS
-from sensli_lab.compare.training import train as compared
-from sensli_lab.compare.work import compute
+from sensli_lab.compare.training import train_job as compared
+from sensli_lab.compare.work import compute_runs
 from sensli_lab.errors import PaperError
 from sensli_lab.paper import image_sets, runner
 from sensli_lab.paper.engine import TrainingJob
@@ -71,7 +71,7 @@ class Held(type(Path())):
 def _hold(folder):
     from sensli_lab.paper import runner
 
-    whole = runner.train
+    whole = runner.train_piece
 
     def train(job):
         def save_and_wait(state):
@@ -80,7 +80,7 @@ def _hold(folder):
 
         return whole(replace(job, save=save_and_wait))
 
-    runner.train = train
+    runner.train_piece = train
     return Path(folder)
 
 
@@ -149,24 +149,24 @@ def test_the_numbers_are_the_same_to_the_bit(tmp_path, capsys):
     plans = [planned(GOOD), planned(TINY)]
     there, here = Store(tmp_path / "ray"), Store(tmp_path / "here")
     machine = Machine(Brought("data"), "cpu")
-    assert runner.run(plans, there, machine, ray_place()) == 2 + 6
+    assert runner.run_plans(plans, there, machine, ray_place()) == 2 + 6
     lines = capsys.readouterr().out.splitlines()
     for run in (1, 2):  # the network to train from the start is known only when its partner has grown
         order = [line for line in lines if f"run {run} of 2" in line]
         grown, whole = (next(i for i, line in enumerate(order) if arm in line) for arm in ("LI", "whole"))
         assert grown < whole
-    runner.run(plans, here, machine)
+    runner.run_plans(plans, here, machine)
     for one in plans:
         same(one, there, here)
     assert there.load(plans[1], "LI").facts["device"] == "cpu, 1 thread"
-    assert runner.run(plans, there, machine, ray_place()) == 0
+    assert runner.run_plans(plans, there, machine, ray_place()) == 0
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The long experiment, computed without Ray."""
     store = Store(tmp_path_factory.mktemp("whole"))
-    runner.run([planned(LONG)], store)
+    runner.run_plans([planned(LONG)], store)
     return store
 
 
@@ -194,7 +194,7 @@ def test_a_lost_worker_costs_little(tmp_path, whole, capsys):
         os.kill(worker, signal.SIGKILL)
 
     with at_the_first_state(store, kill) as machine:
-        runner.run([one], store, machine, ray_place(save_every=0.0))
+        runner.run_plans([one], store, machine, ray_place(save_every=0.0))
     out = capsys.readouterr().out
     assert "LI: 2 runs: its worker was lost (WorkerCrashedError); running it again" in out
     assert "resumed" in out
@@ -208,9 +208,9 @@ def test_what_was_stopped_goes_on_without_ray(tmp_path, whole, capsys):
         at_the_first_state(store, lambda: os.kill(os.getpid(), signal.SIGINT)) as machine,
         pytest.raises(KeyboardInterrupt),
     ):
-        runner.run([one], store, machine, ray_place(save_every=0.0))
+        runner.run_plans([one], store, machine, ray_place(save_every=0.0))
     wait_for(lambda: not descendants(os.getpid(), "ray::sensli"))
-    runner.run([one], store)
+    runner.run_plans([one], store)
     assert "resumed" in capsys.readouterr().out
     same(one, store, whole)
 
@@ -237,7 +237,7 @@ def test_ctrl_c_of_the_command_with_a_ray_of_its_own(tmp_path, capsys):
     assert below
     wait_for(lambda: not any(Path(f"/proc/{one}").exists() for one in below))
     one = planned({**experiment, "arms": {"quick": arms["quick"]}})
-    assert runner.run([one], Store(tmp_path / "out")) == 0
+    assert runner.run_plans([one], Store(tmp_path / "out")) == 0
     assert Store(tmp_path / "out").missing(planned(experiment), "slow") == [0]
 
 
@@ -246,12 +246,12 @@ def test_an_error_in_a_task_is_one_line(tmp_path):
     with pytest.raises(
         PaperError, match=r"before the first run, on \S+: ZeroDivisionError: .*test_ray.py, line \d+\)"
     ) as found:
-        runner.run([planned(TINY)], store, Machine(Brought(tmp_path / "broken"), "cpu"), ray_place())
+        runner.run_plans([planned(TINY)], store, Machine(Brought(tmp_path / "broken"), "cpu"), ray_place())
     assert "\n" not in str(found.value) and f'File "{__file__}", line' in str(found.value.__cause__)
     missing = tiny(data={"name": "fashion_mnist", "train": 96, "validation": 32})
     text = rf"on \S+: Fashion-MNIST is incomplete in {tmp_path}\S+ and cannot be downloaded \(SENSLI_OFFLINE is set, as"
     with pytest.raises(DataError, match=text):
-        runner.run([planned(missing)], store, Machine(tmp_path, "cpu"), ray_place())
+        runner.run_plans([planned(missing)], store, Machine(tmp_path, "cpu"), ray_place())
 
 
 def test_a_cancelled_training_ends(monkeypatch):
@@ -260,7 +260,7 @@ def test_a_cancelled_training_ends(monkeypatch):
     slow = planned({**GOOD, "settings": {**GOOD["settings"], "epochs": 1_000_000}}).arms["small"]
     job = TrainingJob(slow, 0, (0,), machine=Machine(device="cpu"), save_every=1e9)
     before = set(threading.enumerate())
-    news = stream(__version__, pack(WorkCall(runner.compute, job)))
+    news = stream(__version__, pack(WorkCall(runner.compute_job, job)))
     assert next(news) == ("share", 0.0)
     assert set(threading.enumerate()) > before
     news.close()
@@ -276,13 +276,15 @@ def test_a_comparison_makes_the_same_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sensli_lab.compare.jobs.provenance", dict)
     store, jobs = Runs(tmp_path), [Run(SPIRALS, methods(SPIRALS)[name], 0, 0.01) for name in ("small", "units")]
     with pytest.raises(PaperError, match=r"--ray-cpus must be between 1 and 2 \(the CPUs of the largest"):
-        compute(jobs, store, place=ray_place(cpus=999))
-    assert compute(jobs, store, place=ray_place()) == []
+        compute_runs(jobs, store, place=ray_place(cpus=999))
+    assert compute_runs(jobs, store, place=ray_place()) == []
     assert capsys.readouterr().out.count(": done") == 2
     for job in jobs:
         mine, there = (run.to_dict() for run in (compared(job, SPIRALS.load(None, 0)), store.load(job)))
         assert {**mine, **TIMES} == {**there, **TIMES}
-    assert compute(jobs, store, place=ray_place(address="nobody:1")) == [], "nothing is missing, so nobody is asked"
+    assert compute_runs(jobs, store, place=ray_place(address="nobody:1")) == [], (
+        "nothing is missing, so nobody is asked"
+    )
 
 
 @pytest.mark.parametrize(

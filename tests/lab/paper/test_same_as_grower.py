@@ -29,7 +29,7 @@ CASES = {
 def grow_alone(case: Settings, seed: int, run: int) -> tuple[list[float], list[int]]:
     """One network, trained as a user of the core would train it."""
     data = datasets.split_spirals(case.data.train, case.data.split_seed, torch.float64)
-    model = stacked.build(case.network, run_seed(seed, run, "weights"), torch.float64)
+    model = stacked.build_small_network(case.network, run_seed(seed, run, "weights"), torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.optimizer.lr)
     grower = Grower(
         model,
@@ -67,7 +67,7 @@ def _loss(model: torch.nn.Module, data: datasets.SpiralSplit) -> float:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.slow
 def test_same_insertions_and_same_loss_curves(case):
-    together = stacked.train(TrainingJob(case, 7, RUNS)).runs
+    together = stacked.train_runs(TrainingJob(case, 7, RUNS)).runs
     for row, run in enumerate(RUNS):
         losses, places = grow_alone(case, 7, run)
         assert together["place"][row].tolist() == places
@@ -77,6 +77,6 @@ def test_same_insertions_and_same_loss_curves(case):
 
 @pytest.mark.parametrize("network", [Network("fnn", (5, 5)), Network("resnet", (3, 3, 3))], ids=("fnn", "resnet"))
 def test_counts_agree_with_the_core(network):
-    model = stacked.build(network, 0)
-    assert stacked.forward_flops(network) == count_flops(model, torch.zeros(1, 2))
-    assert stacked.parameters(network) == sum(parameter.numel() for parameter in model.parameters())
+    model = stacked.build_small_network(network, 0)
+    assert stacked.network_flops(network) == count_flops(model, torch.zeros(1, 2))
+    assert stacked.count_parameters(network) == sum(parameter.numel() for parameter in model.parameters())

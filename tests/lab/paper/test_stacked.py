@@ -30,7 +30,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_one_network_at_a_time(case):
-    together = stacked.train(TrainingJob(case, 3, RUNS)).runs
+    together = stacked.train_runs(TrainingJob(case, 3, RUNS)).runs
     places = set()
     for row, run in enumerate(RUNS):
         alone = reference.train(case, 3, run)
@@ -48,15 +48,15 @@ def test_equals_one_network_at_a_time(case):
 
 def test_a_run_does_not_depend_on_its_neighbours():
     case = settings(batch=30)
-    together = stacked.train(TrainingJob(case, 0, (0, 1, 2))).runs
-    alone = stacked.train(TrainingJob(case, 0, (1,))).runs
+    together = stacked.train_runs(TrainingJob(case, 0, (0, 1, 2))).runs
+    alone = stacked.train_runs(TrainingJob(case, 0, (1,))).runs
     torch.testing.assert_close(together["train_loss"][1], alone["train_loss"][0], rtol=0, atol=1e-12)
     assert together["place"][1].tolist() == alone["place"][0].tolist()
 
 
 def test_baseline_and_grown_arm_agree_until_the_insertion():
-    grown = stacked.train(TrainingJob(settings(batch=30, insert_at=(10,)), 0, RUNS)).runs["train_loss"]
-    plain = stacked.train(TrainingJob(settings(batch=30, insert_at=()), 0, RUNS)).runs["train_loss"]
+    grown = stacked.train_runs(TrainingJob(settings(batch=30, insert_at=(10,)), 0, RUNS)).runs["train_loss"]
+    plain = stacked.train_runs(TrainingJob(settings(batch=30, insert_at=()), 0, RUNS)).runs["train_loss"]
     assert torch.equal(grown[:, :11], plain[:, :11])  # the point after the insertion too: the function is the same
     assert not torch.equal(grown[:, 11], plain[:, 11])
 
@@ -65,8 +65,10 @@ def test_baseline_and_grown_arm_agree_until_the_insertion():
 def test_a_stopped_training_goes_on_to_the_bit(stop):
     case = settings(batch=30, epochs=80, insert_at=(20, 55), record_gradients=True, dtype="float32")
     states = []
-    whole = stacked.train(TrainingJob(case, 0, RUNS, save=lambda state: states.append(_copied(state)), save_every=0))
-    rest = stacked.train(TrainingJob(case, 0, RUNS, state=states[stop]))
+    whole = stacked.train_runs(
+        TrainingJob(case, 0, RUNS, save=lambda state: states.append(_copied(state)), save_every=0)
+    )
+    rest = stacked.train_runs(TrainingJob(case, 0, RUNS, state=states[stop]))
     assert whole.runs.keys() == rest.runs.keys()
     for name, values in whole.runs.items():
         assert torch.equal(values.nan_to_num(), rest.runs[name].nan_to_num()), name
@@ -87,14 +89,14 @@ def test_equal_merits_go_to_the_first_place():
 
 def test_random_places_cover_all_and_repeat():
     case = settings(select="random", epochs=3, insert_at=(1,))
-    first, again = (stacked.train(TrainingJob(case, 0, tuple(range(20)))).runs["place"] for _ in range(2))
+    first, again = (stacked.train_runs(TrainingJob(case, 0, tuple(range(20)))).runs["place"] for _ in range(2))
     assert torch.equal(first, again)
     assert set(first.flatten().tolist()) == {0, 1}
 
 
 def test_the_first_gradient_of_the_inner_residual_weight_is_zero():
     case = settings(network=Network("resnet", (3, 3)), insert_at=(6,))
-    gradient = stacked.train(TrainingJob(case, 0, RUNS)).runs["new_gradient"]  # [runs, times, 3, (W1, W2), 3, 3]
+    gradient = stacked.train_runs(TrainingJob(case, 0, RUNS)).runs["new_gradient"]  # [runs, times, 3, (W1, W2), 3, 3]
     assert gradient.shape == (len(RUNS), 1, 3, 2, 3, 3)
     assert not gradient[:, 0, 0, 0].any()
     assert gradient[:, 0, 1, 0].any() and gradient[:, 0, 0, 1].any()
@@ -102,7 +104,7 @@ def test_the_first_gradient_of_the_inner_residual_weight_is_zero():
 
 def test_gradient_norms_follow_the_layers():
     case = settings(network=Network("fnn", (4,)), insert_at=(6,), record_gradients=True)
-    runs = stacked.train(TrainingJob(case, 0, RUNS)).runs
+    runs = stacked.train_runs(TrainingJob(case, 0, RUNS)).runs
     norms = runs["gradient_norm"]  # [runs, epochs, layers]: before the insertion there are two
     assert norms.shape[2] == 3
     assert norms[:, :6, 2].isnan().all() and not norms[:, 6:].isnan().any()
@@ -112,7 +114,9 @@ def test_gradient_norms_follow_the_layers():
 
 def test_waking_dead_units_keeps_the_function_on_the_data():
     x = datasets.split_spirals(dtype=torch.float64).train_x.T.expand(6, -1, -1)
-    stack = NetworkStack.of([stacked.build(Network("fnn", (5, 5)), seed, torch.float64) for seed in range(6)])
+    stack = NetworkStack.of(
+        [stacked.build_small_network(Network("fnn", (5, 5)), seed, torch.float64) for seed in range(6)]
+    )
     stack.layers[0].bias[:, 2] = -9.0  # dead on all data, at place 0
     stack.layers[1].bias[:, 4] = -9.0  # and at place 1
     before = stack.logits(x)
@@ -129,7 +133,9 @@ def test_waking_dead_units_keeps_the_function_on_the_data():
 
 def test_recycling_dead_units_keeps_the_function_on_the_data_and_they_learn_again():
     x = datasets.split_spirals(dtype=torch.float64).train_x.T.expand(3, -1, -1)
-    stack = NetworkStack.of([stacked.build(Network("fnn", (5, 5)), seed, torch.float64) for seed in range(3)])
+    stack = NetworkStack.of(
+        [stacked.build_small_network(Network("fnn", (5, 5)), seed, torch.float64) for seed in range(3)]
+    )
     stack.layers[0].bias[1, 2] = -9.0
     stack.layers[1].bias[1, 4] = -9.0
     before, untouched = stack.logits(x), stack.layers[0].weight[0].clone()
@@ -140,7 +146,7 @@ def test_recycling_dead_units_keeps_the_function_on_the_data_and_they_learn_agai
     assert hidden[2].any() and stack.layers[1].forward(hidden.expand(3, -1, -1))[0][1][4].any()
     assert not stack.layers[2].weight[1, :, 4].any()
     case = settings(network=Network("fnn", (4,)), insert_at=(6,), recycle_at=(6,))
-    assert stacked.train(TrainingJob(case, 0, RUNS)).runs["recycled"].shape == (len(RUNS), 1)
+    assert stacked.train_runs(TrainingJob(case, 0, RUNS)).runs["recycled"].shape == (len(RUNS), 1)
 
 
 def test_refused_settings_say_why():
@@ -152,4 +158,4 @@ def test_refused_settings_say_why():
         ({"data": DataSettings(name="cifar10")}, "spirals"),
     ):
         with pytest.raises(stacked.BadExperiment, match=text):
-            stacked.check(dataclasses.replace(settings(), **changes))
+            stacked.check_settings(dataclasses.replace(settings(), **changes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sensli_lab.work.statistics import band, interval, number, overall, paired, smooth, t_quantile
+from sensli_lab.work.statistics import band, compare_pairs, format_number, interval, overall_verdict, smooth, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -36,18 +36,18 @@ def test_the_interval_covers_the_truth_about_95_times_in_100():
 def test_verdicts(shift, verdict):
     second = torch.arange(10.0)
     first = second + shift + 0.1 * torch.tensor([1.0, -1.0] * 5)
-    pair = paired(first, second)
+    pair = compare_pairs(first, second)
     assert pair.verdict() == verdict
     assert pair.difference.mean == pytest.approx(shift, abs=1e-6)
 
 
 def test_one_run_has_no_verdict():
-    pair = paired(torch.tensor([0.0]), torch.tensor([1.0]))
+    pair = compare_pairs(torch.tensor([0.0]), torch.tensor([1.0]))
     assert pair.verdict() == "not confirmed" and "one run" in str(pair.difference)
 
 
 def test_a_run_that_diverged_is_not_hidden():
-    pair = paired(torch.tensor([0.0, float("nan")]), torch.tensor([1.0, 1.0]))
+    pair = compare_pairs(torch.tensor([0.0, float("nan")]), torch.tensor([1.0, 1.0]))
     assert pair.verdict() == "not confirmed"
 
 
@@ -62,7 +62,7 @@ def test_a_run_that_diverged_is_not_hidden():
     ],
 )
 def test_the_verdict_of_a_claim(parts, whole):
-    assert overall(parts) == whole
+    assert overall_verdict(parts) == whole
 
 
 def test_smoothing_is_a_moving_average_of_what_came_before():
@@ -74,7 +74,7 @@ def test_smoothing_is_a_moving_average_of_what_came_before():
 def test_bands_and_numbers():
     mean, half = band(torch.tensor([[1.0, 2.0], [3.0, 2.0]]))
     assert mean.tolist() == [2.0, 2.0] and half[1] == 0 and half[0] > 1
-    assert [number(value) for value in (0.1234, 12.34, 1234.0, 0.0001, 0.0)] == [
+    assert [format_number(value) for value in (0.1234, 12.34, 1234.0, 0.0001, 0.0)] == [
         "0.123",
         "12.3",
         "1234",

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sensli_lab.compare.methods import at, when
+from sensli_lab.compare.methods import at_shares, when_triggered
 from sensli_lab.compare.task import Task, TaskData
-from sensli_lab.compare.tasks.text import HEAD, START, WINDOW, Transformer, cut, next_byte, split
+from sensli_lab.compare.tasks.text import HEAD, START, WINDOW, Transformer, cut, next_byte, split_windows
 from sensli_lab.errors import PaperError
 
 WIDTH = 32
@@ -23,7 +23,7 @@ LEAST = 20_000_000  # bytes: some systems have Python without its tests
 HELD = 512  # windows to decide by, and as many to test with
 
 
-def network(blocks: int) -> Transformer:
+def build_transformer(blocks: int) -> Transformer:
     return Transformer(blocks, WIDTH // HEAD, 4 * WIDTH, WIDTH)
 
 
@@ -45,48 +45,53 @@ def _windows() -> tuple[Tensor, str]:
     return cut(text), hashlib.sha256(text).hexdigest()[:16]
 
 
-def load(folder: Path | None, seed: int) -> TaskData:
+def load_sources(folder: Path | None, seed: int) -> TaskData:
     """The same windows for all seeds."""
     windows, digest = _windows()
-    return split(windows, HELD, digest)
+    return split_windows(windows, HELD, digest)
 
 
 _STACK = {"strategy": "stack"}
 _TWIN = {"what": "layers", "form": "twin", "select": "last"}
 
 ARMS = (
-    at("stack", "the whole stack twice, two times", 5, 15, **_STACK),
-    at("stack", "the whole stack twice, two times", 10, 25, **_STACK),
-    at("stack", "the whole stack twice, two times", 5, 20, **_STACK),
-    at("stack", "the whole stack twice, two times", 10, 40, **_STACK),
-    at("stack", "the whole stack twice, two times", 15, 60, **_STACK),
-    at("stack", "the whole stack twice, two times", 20, 40, **_STACK),
-    at("stack", "the whole stack twice, once", 15, **_STACK),
-    at("stack", "the whole stack twice, two times", 30, 60, **_STACK),
-    at("stack", "the whole stack twice, three times", 5, 15, 40, **_STACK),
-    *(at("once", "the whole stack four times, once", share, factor=4, **_STACK) for share in (5, 10, 20, 40, 75)),
-    at("interleave", "each block twice in its place, two times", 10, 25, order="interleave", **_STACK),
-    at("noise", "as interleave, with 1 % noise on the copies", 10, 25, order="interleave", noise=0.01, **_STACK),
-    at("twin", "copies whose outputs begin at zero, the same number", 10, 25, 25, **_TWIN),
-    at("fresh", "random blocks whose outputs begin at zero, the same number", 10, 25, 25, init="fresh", **_TWIN),
-    at("least", "twins of the least important blocks, the same number", 10, 25, 25, **{**_TWIN, "select": "least"}),
-    at("warmup", "as stack, the updates of new blocks warm up for 200 steps", 10, 25, warmup=200, **_STACK),
-    at("depth", "as stack, rates times the root of the ratio of depths", 10, 25, depth_power=0.5, **_STACK),
-    at("uniform", "all widths by a half, at each of four moments", 5, 10, 15, 25, what="uniform"),
-    when("saturating", "the whole stack twice, when the loss is near the end that its curve tells", **_STACK),
-    when("slow", "the whole stack twice, when training on brings little for its FLOPs", **_STACK),
+    at_shares("stack", "the whole stack twice, two times", 5, 15, **_STACK),
+    at_shares("stack", "the whole stack twice, two times", 10, 25, **_STACK),
+    at_shares("stack", "the whole stack twice, two times", 5, 20, **_STACK),
+    at_shares("stack", "the whole stack twice, two times", 10, 40, **_STACK),
+    at_shares("stack", "the whole stack twice, two times", 15, 60, **_STACK),
+    at_shares("stack", "the whole stack twice, two times", 20, 40, **_STACK),
+    at_shares("stack", "the whole stack twice, once", 15, **_STACK),
+    at_shares("stack", "the whole stack twice, two times", 30, 60, **_STACK),
+    at_shares("stack", "the whole stack twice, three times", 5, 15, 40, **_STACK),
+    *(
+        at_shares("once", "the whole stack four times, once", share, factor=4, **_STACK)
+        for share in (5, 10, 20, 40, 75)
+    ),
+    at_shares("interleave", "each block twice in its place, two times", 10, 25, order="interleave", **_STACK),
+    at_shares("noise", "as interleave, with 1 % noise on the copies", 10, 25, order="interleave", noise=0.01, **_STACK),
+    at_shares("twin", "copies whose outputs begin at zero, the same number", 10, 25, 25, **_TWIN),
+    at_shares("fresh", "random blocks whose outputs begin at zero, the same number", 10, 25, 25, init="fresh", **_TWIN),
+    at_shares(
+        "least", "twins of the least important blocks, the same number", 10, 25, 25, **{**_TWIN, "select": "least"}
+    ),
+    at_shares("warmup", "as stack, the updates of new blocks warm up for 200 steps", 10, 25, warmup=200, **_STACK),
+    at_shares("depth", "as stack, rates times the root of the ratio of depths", 10, 25, depth_power=0.5, **_STACK),
+    at_shares("uniform", "all widths by a half, at each of four moments", 5, 10, 15, 25, what="uniform"),
+    when_triggered("saturating", "the whole stack twice, when the loss is near the end that its curve tells", **_STACK),
+    when_triggered("slow", "the whole stack twice, when training on brings little for its FLOPs", **_STACK),
 )
 
 CODE = Task(
     name="code",
     title="the standard library of Python, byte by byte, transformers of width 32",
     sizes={
-        "small": partial(network, 1),
-        "middle": partial(network, 2),
-        "deep": partial(network, 4),
-        "large": partial(network, 8),
+        "small": partial(build_transformer, 1),
+        "middle": partial(build_transformer, 2),
+        "deep": partial(build_transformer, 4),
+        "large": partial(build_transformer, 8),
     },
-    load=load,
+    load=load_sources,
     example=((WINDOW,), torch.long),
     loss=next_byte,
     optimizer=partial(torch.optim.AdamW, lr=6e-3, fused=True),

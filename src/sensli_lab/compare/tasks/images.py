@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sensli_lab.compare.methods import at, when
-from sensli_lab.compare.task import Load, Task, TaskData, TaskPart, plain
+from sensli_lab.compare.methods import at_shares, when_triggered
+from sensli_lab.compare.task import Load, Task, TaskData, TaskPart, plain_network
 from sensli_lab.paper import datasets
 from sensli_lab.paper.settings import DataSettings
 
@@ -19,7 +19,7 @@ CLASSES = 10
 # ---- Parts of a published set of images, in the order of colours, height, width.
 
 
-def images(name: str, train: int, validation: int, test: int) -> Load:
+def image_loader(name: str, train: int, validation: int, test: int) -> Load:
     """How a task gets so many images: read from the folder or downloaded into it; the split is the same for all seeds."""
     wanted = DataSettings(name, train, validation=validation, test=test)
     return lambda folder, seed: _parts(wanted, folder)
@@ -27,7 +27,7 @@ def images(name: str, train: int, validation: int, test: int) -> Load:
 
 @lru_cache(maxsize=1)  # all methods and seeds of a task train on the same images
 def _parts(wanted: DataSettings, folder: Path | None) -> TaskData:
-    split = datasets.load(wanted, folder, torch.device("cpu"))
+    split = datasets.load_split(wanted, folder, torch.device("cpu"))
     parts = [
         TaskPart(one.x.permute(0, 3, 1, 2).contiguous(), one.y) for one in (split.train, split.validation, split.test)
     ]
@@ -39,7 +39,7 @@ def _parts(wanted: DataSettings, folder: Path | None) -> TaskData:
 
 def on_pixels(units: int, layers: int) -> nn.Module:
     """A plain network on the pixels."""
-    return nn.Sequential(nn.Flatten(), *plain(28**2, units, layers, CLASSES))
+    return nn.Sequential(nn.Flatten(), *plain_network(28**2, units, layers, CLASSES))
 
 
 FASHION = Task(
@@ -52,7 +52,7 @@ FASHION = Task(
         "wide": partial(on_pixels, 106, 2),
         "large": partial(on_pixels, 96, 3),
     },
-    load=images("fashion_mnist", 20_000, 4_000, 5_000),
+    load=image_loader("fashion_mnist", 20_000, 4_000, 5_000),
     example=((1, 28, 28), torch.float32),
     steps=600,
     looked_at=512,
@@ -116,7 +116,7 @@ VGG = Task(
         "wide": partial(vgg, 24, 1),
         "large": partial(vgg, 16, 2),
     },
-    load=images("cifar10", 20_000, 2_000, 4_000),
+    load=image_loader("cifar10", 20_000, 2_000, 4_000),
     example=((3, 32, 32), torch.float32),
     steps=250,
     looked_at=256,
@@ -143,10 +143,10 @@ _WIDTHS = {"what": "uniform", "units": 0.5}
 CIFAR = replace(
     VGG,
     arms=(
-        at("uniform", "all widths by a half, four times", 5, 8, 12, 15, **_WIDTHS),
-        at("uniform", "all widths by a half, four times", 10, 15, 20, 25, **_WIDTHS),
-        at("uniform", "all widths by a half, four times", 20, 30, 40, 50, **_WIDTHS),
-        at(
+        at_shares("uniform", "all widths by a half, four times", 5, 8, 12, 15, **_WIDTHS),
+        at_shares("uniform", "all widths by a half, four times", 10, 15, 20, 25, **_WIDTHS),
+        at_shares("uniform", "all widths by a half, four times", 20, 30, 40, 50, **_WIDTHS),
+        at_shares(
             "warmup",
             "as uniform, the updates of new channels warm up for 200 steps",
             10,
@@ -156,8 +156,10 @@ CIFAR = replace(
             warmup=200,
             **_WIDTHS,
         ),
-        when("saturating", "all widths by a half, when the loss is near the end that its curve tells", **_WIDTHS),
-        when("slow", "all widths by a half, when training on brings little for its FLOPs", **_WIDTHS),
+        when_triggered(
+            "saturating", "all widths by a half, when the loss is near the end that its curve tells", **_WIDTHS
+        ),
+        when_triggered("slow", "all widths by a half, when training on brings little for its FLOPs", **_WIDTHS),
     ),
     name="cifar",
     title="CIFAR-10, all images, VGG-like networks, long",
@@ -167,7 +169,7 @@ CIFAR = replace(
         "deep": partial(vgg, 8, 2),
         "large": partial(vgg, 16, 1),
     },
-    load=images("cifar10", 48_000, 2_000, 10_000),
+    load=image_loader("cifar10", 48_000, 2_000, 10_000),
     optimizer=partial(torch.optim.Adam, lr=3e-3),
     recipe="Adam 0.003",
     steps=1200,

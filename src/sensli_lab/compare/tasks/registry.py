@@ -9,15 +9,15 @@ from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.tasks.teacher import STUDENT, TEACHER
 from sensli_lab.compare.tasks.text import TEXT
 from sensli_lab.errors import BadComparison
-from sensli_lab.paper.reading import unknown
+from sensli_lab.paper.reading import unknown_name
 
 TASKS: dict[str, Task] = {
     task.name: task for task in (TEACHER, SPIRALS, FASHION, VGG, RESNET, TEXT, CODE, CIFAR, STUDENT)
 }
 
 
-def find(name: str) -> Task:
+def find_task(name: str) -> Task:
     """A task by its name."""
     if name not in TASKS:
-        raise BadComparison(f"TASK: {unknown('task', name, [*TASKS, 'all', 'long'])}")
+        raise BadComparison(f"TASK: {unknown_name('task', name, [*TASKS, 'all', 'long'])}")
     return TASKS[name]

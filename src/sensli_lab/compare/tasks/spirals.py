@@ -8,18 +8,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sensli_lab.compare.task import Task, TaskData, TaskPart, plain
+from sensli_lab.compare.task import Task, TaskData, TaskPart, plain_network
 from sensli_lab.paper import datasets
 
 TRAIN, HELD = 360, 120
 
 
-def network(units: int, layers: int) -> nn.Module:
+def build_plain_network(units: int, layers: int) -> nn.Module:
     """A plain network on the two coordinates."""
-    return plain(datasets.FEATURES, units, layers, datasets.CLASSES)
+    return plain_network(datasets.FEATURES, units, layers, datasets.CLASSES)
 
 
-def load(folder: Path | None, seed: int) -> TaskData:
+def load_spirals(folder: Path | None, seed: int) -> TaskData:
     """The same points and the same split for all seeds."""
     split = datasets.split_spirals(train=TRAIN)
     return TaskData(
@@ -33,13 +33,13 @@ SPIRALS = Task(
     name="spirals",
     title="two spirals, ReLU networks of 5 units a layer",
     sizes={
-        "small": partial(network, 5, 2),
-        "middle": partial(network, 6, 3),
-        "deep": partial(network, 5, 9),
-        "wide": partial(network, 13, 2),
-        "large": partial(network, 8, 4),
+        "small": partial(build_plain_network, 5, 2),
+        "middle": partial(build_plain_network, 6, 3),
+        "deep": partial(build_plain_network, 5, 9),
+        "wide": partial(build_plain_network, 13, 2),
+        "large": partial(build_plain_network, 8, 4),
     },
-    load=load,
+    load=load_spirals,
     example=((datasets.FEATURES,), torch.float32),
     optimizer=partial(torch.optim.Adam, lr=0.01),
     recipe="Adam 0.01",

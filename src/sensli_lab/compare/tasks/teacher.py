@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from sensli_lab.compare.methods import at, when
-from sensli_lab.compare.task import Task, TaskData, TaskPart, plain
+from sensli_lab.compare.methods import at_shares, when_triggered
+from sensli_lab.compare.task import Task, TaskData, TaskPart, plain_network
 from sensli_lab.paper.machine import generator
 
 FEATURES, HIDDEN, SAMPLES = 10, 10, 1000
@@ -24,10 +24,10 @@ FEATURES, HIDDEN, SAMPLES = 10, 10, 1000
 
 def student(units: int, layers: int = 1) -> nn.Module:
     """A plain network on the inputs."""
-    return plain(FEATURES, units, layers, FEATURES)
+    return plain_network(FEATURES, units, layers, FEATURES)
 
 
-def load(folder: Path | None, seed: int) -> TaskData:
+def load_samples(folder: Path | None, seed: int) -> TaskData:
     """Inputs of the normal distribution, and what the teacher of this seed makes of them."""
     source = generator(seed, 0, "teacher")
     first, last = (2 * torch.rand(FEATURES, HIDDEN, generator=source, device=source.device) - 1 for _ in range(2))
@@ -48,7 +48,7 @@ TEACHER = Task(
         "deep": partial(student, 5, 3),
         "large": partial(student, 10),
     },
-    load=load,
+    load=load_samples,
     example=((FEATURES,), torch.float32),
     loss=mse_loss,
     optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -64,13 +64,17 @@ TEACHER = Task(
 STUDENT = replace(
     TEACHER,
     arms=(
-        at("units", "a unit where its merit is largest, five times", 1, 2, 3, 4, 5, what="units", select="largest"),
-        at("units", "a unit where its merit is largest, five times", 2, 5, 10, 15, 20, what="units", select="largest"),
-        at(
+        at_shares(
+            "units", "a unit where its merit is largest, five times", 1, 2, 3, 4, 5, what="units", select="largest"
+        ),
+        at_shares(
+            "units", "a unit where its merit is largest, five times", 2, 5, 10, 15, 20, what="units", select="largest"
+        ),
+        at_shares(
             "units", "a unit where its merit is largest, five times", 10, 20, 30, 40, 50, what="units", select="largest"
         ),
-        at("once", "five units at once", 5, what="units", units=5, select="largest"),
-        at(
+        at_shares("once", "five units at once", 5, what="units", units=5, select="largest"),
+        at_shares(
             "warmup",
             "as units, the updates of new units warm up for 100 steps",
             2,
@@ -81,8 +85,8 @@ STUDENT = replace(
             what="units",
             warmup=100,
         ),
-        when("saturating", "a unit, when the loss is near the end that its curve tells", what="units"),
-        when("slow", "a unit, when training on brings little for its FLOPs", what="units"),
+        when_triggered("saturating", "a unit, when the loss is near the end that its curve tells", what="units"),
+        when_triggered("slow", "a unit, when training on brings little for its FLOPs", what="units"),
     ),
     name="student",
     title="student and teacher, 10 inputs, 10 outputs, long",

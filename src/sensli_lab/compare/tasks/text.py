@@ -91,12 +91,12 @@ def cut(text: bytes) -> Tensor:
     return windows[torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")]
 
 
-def load(folder: Path | None, seed: int) -> TaskData:
+def load_topics(folder: Path | None, seed: int) -> TaskData:
     """Nine tenths of the windows to train on, the rest in halves; the same for all seeds."""
-    return split(_windows(), len(_windows()) // 20)
+    return split_windows(_windows(), len(_windows()) // 20)
 
 
-def split(windows: Tensor, held: int, digest: str = "") -> TaskData:
+def split_windows(windows: Tensor, held: int, digest: str = "") -> TaskData:
     """So many windows to decide by, as many to test with, the rest to train on."""
 
     def part(some: Tensor) -> TaskPart:
@@ -114,7 +114,7 @@ TEXT = Task(
         "wide": partial(Transformer, 2, 2 * HEADS, 2 * HIDDEN),
         "large": partial(Transformer, 6),
     },
-    load=load,
+    load=load_topics,
     example=((WINDOW,), torch.long),
     loss=next_byte,
     optimizer=partial(torch.optim.AdamW, lr=2e-3),
