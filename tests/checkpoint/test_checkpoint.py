@@ -22,6 +22,7 @@ from schedules import EACH
 from sensli import Grower, History, Rates, find_sites, grow, insert, load_checkpoint, save_checkpoint, triggers
 from sensli.checkpoint import storage
 from sensli.errors import CheckpointError
+from tables import through_axes
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -232,17 +233,17 @@ def slower(size: int) -> Any:
     return lambda epoch: 1 / (1 + epoch / size)
 
 
-@pytest.mark.parametrize("own_rate", [None, 0.5])
-@pytest.mark.parametrize("groups", [per_parameter, per_layer])
+def a_function_each(o: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(o, [slower(group["params"][0].numel()) for group in o.param_groups])
+
+
+def cosine(o: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(o, 20)
+
+
 @pytest.mark.parametrize(
-    "make_scheduler",
-    [
-        lambda o: torch.optim.lr_scheduler.LambdaLR(
-            o, [slower(group["params"][0].numel()) for group in o.param_groups]
-        ),
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
-    ],
-    ids=["a function each", "cosine"],
+    ("make_scheduler", "groups", "own_rate"),
+    through_axes([a_function_each, cosine], [per_parameter, per_layer], [None, 0.5]),
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_group_for_each_parameter_or_layer_resumes(
@@ -284,7 +285,8 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
     ("dtype", "tensor"),
     [
         (torch.float32, False),
-        *(pytest.param(dtype, True, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.thorough),  # a rate in a tensor, as in the row before
     ],
 )
 @pytest.mark.parametrize(("kind", "flags"), FLAGS, ids=str)

@@ -39,6 +39,7 @@ from sensli import Grower, Rates, Trial, find_sites, measure, triggers  # noqa: 
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel  # noqa: E402
 from sensli.integrations.transformers import GrowthCallback  # noqa: E402
 from sensli.page import read_history  # noqa: E402
+from tables import through_axes  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the library, about itself
 transformers.utils.logging.set_verbosity_error()
@@ -131,8 +132,7 @@ class Averaging(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self.average.update_parameters(model)
 
 
-@pytest.mark.parametrize("what", ["layers", "units"])
-@pytest.mark.parametrize("kind", ["kept", "copy", "given"])
+@pytest.mark.parametrize(("kind", "what"), through_axes(["kept", "copy", "given"], ["layers", "units"]))
 def test_averages_follow(kind: str, what: str, tmp_path: Path) -> None:
     model, averaging = make_model(**EXACT).double(), Averaging(kind)
     given: dict[str, Any] = {}
@@ -343,7 +343,7 @@ def test_resume_to_the_bit(options: Any, step: int, tmp_path: Path) -> None:
     assert_same(whole.model.state_dict(), resumed.model.state_dict())
 
 
-@pytest.mark.parametrize("warmup", [None, 6])
+@pytest.mark.parametrize("warmup", [pytest.param(None, marks=pytest.mark.thorough), 6])
 def test_units_grow_in_a_training_and_a_resumed_one(warmup: int | None, tmp_path: Path) -> None:
     growing: dict[str, Any] = {"what": "units", "units": 4, "init": "random", "per": "flops", "batches": 2}
     growing["rates"] = Rates(warmup=warmup)

@@ -29,6 +29,7 @@ from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from sensli import Rates, Trial, triggers  # noqa: E402
 from sensli.errors import UnsupportedModel  # noqa: E402
 from sensli.integrations.lightning import GrowthCallback, grow_like  # noqa: E402
+from tables import through_axes  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers and loggers
 
@@ -141,8 +142,7 @@ WHAT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["the average first", "growth first"])
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(("what", "first"), through_axes([*WHAT], [False, True]))
 def test_the_average_of_lightning_follows(what: str, first: bool, tmp_path: Path) -> None:
     buffers = what != "units"
     module, growth = Module(), growing(2, 4, **WHAT[what])
@@ -185,8 +185,10 @@ def averaged_in(kind: str) -> tuple[Any, list[Any]]:
     return Holding(), [EMAWeightAveraging(decay=0.9)] if kind == "inside, and of the whole" else []
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa", "stochastic", "inside", "inside, and of the whole"])
-@pytest.mark.parametrize("what", ["layers", "units"])
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    through_axes(["ema", "swa", "stochastic", "inside", "inside, and of the whole"], ["layers", "units"]),
+)
 def test_a_resumed_fit_has_the_average_to_the_bit(kind: str, what: str, tmp_path: Path) -> None:
     def run(name: str, epochs: int, **options: Any) -> tuple[Any, Any]:
         module, callbacks = averaged_in(kind)
