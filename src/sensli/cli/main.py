@@ -59,14 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Train three networks side by side on two spirals: small, growing, and large from the start.",
         epilog="example: sensli demo --out demo --seed 2",
     )
-    demo.add_argument(
-        "--out",
-        type=Path,
-        default=Path("sensli-demo"),
-        help="folder for the animation, the picture and the history (default: %(default)s)",
-    )
-    demo.add_argument("--seed", type=_seed, default=1, help="random seed of the initial weights (default: %(default)s)")
-    demo.add_argument("--json", action="store_true", help="print results and decisions as JSON, and nothing else")
+    add, out = demo.add_argument, "folder for the animation, the picture and the history (default: %(default)s)"
+    add("--out", type=Path, default=Path("sensli-demo"), help=out)
+    add("--seed", type=_seed, default=1, help="random seed of the initial weights (default: %(default)s)")
+    add("--json", action="store_true", help="print results and decisions as JSON, and nothing else")
     demo.set_defaults(run=_demo)
 
     sites = commands.add_parser(
@@ -78,71 +74,38 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128; "
         "sensli sites path/to/saved/model --text notes.txt --count 4",
     )
-    sites.add_argument(
-        "model",
-        metavar="MODEL",
-        help="MODULE:FACTORY, a module or .py file and a function or class in it that returns the model; or a directory that "
-        "save_pretrained of the transformers library wrote",
+    add, file = sites.add_argument, {"metavar": "FILE", "type": Path}
+    model = (
+        "MODULE:FACTORY, a module or .py file and a function or class in it that returns the model; or a directory that "
+        "save_pretrained of the transformers library wrote"
     )
+    add("model", metavar="MODEL", help=model)
     data = sites.add_mutually_exclusive_group(required=True)
-    data.add_argument(
-        "--input",
-        metavar="SHAPE",
-        action="append",
-        help="the shape of the input, such as 1x3x32x32; repeat for several arguments; lists the sites without ranking them",
+    shape = (
+        "the shape of the input, such as 1x3x32x32; repeat for several arguments; lists the sites without ranking them"
     )
-    data.add_argument(
-        "--batch",
-        metavar="FILE",
-        type=Path,
-        help="a dict of keyword arguments or a pair (input, target), or a list of them, from torch.save; or a .safetensors file",
+    data.add_argument("--input", metavar="SHAPE", action="append", help=shape)
+    batch = "a dict of keyword arguments or a pair (input, target), or a list of them, from torch.save; or a .safetensors file"
+    data.add_argument("--batch", **file, help=batch)
+    words = "a text file, read with the tokenizer in the model's directory or byte by byte"
+    data.add_argument("--text", **file, help=words)
+    add("--length", type=int, default=128, help="number of tokens in a window of the text (default: %(default)s)")
+    count = "number of sites to take, for the comparison of choices (default: %(default)s)"
+    add("--count", type=int, default=1, help=count)
+    form = "the form of the new layer (default: %(default)s)"
+    add("--form", choices=("auto", *FORMS, "twin"), default="auto", help=form)
+    where = f"only sites of this kind ({', '.join(KINDS)}), or in modules of this path or pattern ('head.*'); may be repeated"
+    add("--where", action="append", metavar="WHAT", help=where)
+    what = "what to grow: new layers, more units or channels for layers that exist, or both in one list (default: %(default)s)"
+    add("--what", choices=GROW, default="layers", help=what)
+    units = (
+        "with --what units or both: how many units a layer would get, a whole number (8), or a share of those it has (0.25), at "
+        "least one (default: 0.25)"
     )
-    data.add_argument(
-        "--text",
-        metavar="FILE",
-        type=Path,
-        help="a text file, read with the tokenizer in the model's directory or byte by byte",
-    )
-    sites.add_argument(
-        "--length", type=int, default=128, help="number of tokens in a window of the text (default: %(default)s)"
-    )
-    sites.add_argument(
-        "--count",
-        type=int,
-        default=1,
-        help="number of sites to take, for the comparison of choices (default: %(default)s)",
-    )
-    sites.add_argument(
-        "--form",
-        choices=("auto", *FORMS, "twin"),
-        default="auto",
-        help="the form of the new layer (default: %(default)s)",
-    )
-    sites.add_argument(
-        "--where",
-        action="append",
-        metavar="WHAT",
-        help=f"only sites of this kind ({', '.join(KINDS)}), or in modules of this path or pattern ('head.*'); may be repeated",
-    )
-    sites.add_argument(
-        "--what",
-        choices=GROW,
-        default="layers",
-        help="what to grow: new layers, more units or channels for layers that exist, or both in one list (default: %(default)s)",
-    )
-    sites.add_argument(
-        "--units",
-        type=_units,
-        metavar="NUMBER",
-        help="with --what units or both: how many units a layer would get, a whole number (8), or a share of those it has (0.25), at "
-        "least one (default: 0.25)",
-    )
-    sites.add_argument(
-        "--per",
-        choices=tuple(PER),
-        help="with data: rank by the merit per parameter or per FLOP that the growth adds (default: by the merit itself)",
-    )
-    sites.add_argument("--json", action="store_true", help="print the places, their costs and merits as JSON")
+    add("--units", type=_units, metavar="NUMBER", help=units)
+    per = "with data: rank by the merit per parameter or per FLOP that the growth adds (default: by the merit itself)"
+    add("--per", choices=tuple(PER), help=per)
+    add("--json", action="store_true", help="print the places, their costs and merits as JSON")
     sites.set_defaults(run=_sites)
 
     report = commands.add_parser(
@@ -153,21 +116,16 @@ def _parser() -> argparse.ArgumentParser:
         "it, of Lightning, or a folder of the Hugging Face Trainer.",
         epilog="example: sensli report history.json --out growth.html",
     )
-    report.add_argument(
-        "file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help="JSON, or a checkpoint (file or folder)"
-    )
-    report.add_argument("--out", type=Path, help="where to write the page (default: next to the file, ending in .html)")
-    report.add_argument("--title", default="A network grows", help="the heading of the page (default: %(default)s)")
-    report.add_argument(
+    add, kinds = report.add_argument, "JSON, or a checkpoint (file or folder)"
+    add("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help=kinds)
+    add("--out", type=Path, help="where to write the page (default: next to the file, ending in .html)")
+    add("--title", default="A network grows", help="the heading of the page (default: %(default)s)")
+    add(
         "--metric", help="what the metric is called, such as 'validation loss' (default: as the file says, or 'metric')"
     )
-    report.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="FILE",
-        help="the history of a training to compare with, for example of the same model that never grew: a second curve",
-    )
-    report.add_argument("--json", action="store_true", help="print the decisions as JSON instead of lines")
+    other = "the history of a training to compare with, for example of the same model that never grew: a second curve"
+    add("--baseline", type=Path, metavar="FILE", help=other)
+    add("--json", action="store_true", help="print the decisions as JSON instead of lines")
     report.set_defaults(run=_report)
 
     for module in ("sensli.expanding.command", "sensli_lab.paper.cli", "sensli_lab.compare.cli"):
@@ -277,11 +235,8 @@ def _report(args: argparse.Namespace) -> None:
     beside = args.file if args.file.name else args.file.resolve()  # "." has no name
     page = write_page(args.out or beside.with_suffix(".html"), data)
     if args.json:
-        print(
-            strict_json(
-                {"page": str(page), "decisions": [look.to_dict() for look in history.record.decisions]}, indent=1
-            )
-        )
+        looks = [look.to_dict() for look in history.record.decisions]
+        print(strict_json({"page": str(page), "decisions": looks}, indent=1))
         return
     for look in history.record.decisions:
         print(paint_decision(look))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sensli.errors import OptimizerError, SensliError
 from sensli.growing.options import OF_STACKS, OF_STRATEGIES, Options
-from sensli.growing.strategy import Strategy, read_generator, save_generator
+from sensli.growing.strategy import OptionalLoss, Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
 from sensli.growing.uniform import Uniform, add_up, make_uniform, parts_of
 from sensli.merits.catching import LossFunction
@@ -359,9 +359,7 @@ class Sensli(Strategy):
             return after_blocks(found, type(bare(model)).__name__)
         return make_uniform(bare(model), found) if self.options.what == UNIFORM else found
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         options = self.options
         blind = Blind(loss_fn) if loss_fn is not None and options.floor else None
         parts = [part.site for site in sites for part in parts_of(Merit(site, 0.0))]

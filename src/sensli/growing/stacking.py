@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from sensli.growing.looking import RememberedSites
-from sensli.growing.strategy import Strategy
+from sensli.growing.strategy import OptionalLoss, Strategy
 from sensli.growing.triggers import TriggerContext
-from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
 from sensli.modules.grown import count_growths
@@ -82,9 +81,7 @@ class StackBlocks(Strategy):
         ]
         return Sites(sites, found.skipped, model_name=type(network).__name__)
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         """The factor, which is no merit: nothing is measured."""
         return Merits([Merit(site, stack_of(site).copies + 1.0) for site in sites], norm=UNMEASURED, batches=0)
 

@@ -23,6 +23,8 @@ from sensli.text.commands import GROW
 if TYPE_CHECKING:
     from sensli.growing.options import Options
 
+OptionalLoss = LossFunction | None  # None: the model returns its loss
+
 
 @runtime_checkable
 class Strategy(Protocol):

@@ -136,9 +136,8 @@ class DecisionCost:
     looks: int  # how many there were
     flops: float  # of one
     share: float  # of all FLOPs of the runs, what looks took
-    passes: (
-        float  # FLOPs of the looks divided by those of one forward and backward pass of the samples that each was given
-    )
+    # FLOPs of the looks divided by those of one forward and backward pass of the samples that each was given
+    passes: float
     seconds: float  # of one, while it was counted
     steps: float  # seconds of one divided by those of a mean step of training of the same runs
 

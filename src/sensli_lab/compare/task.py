@@ -68,9 +68,8 @@ class Task:
     warmup: float = 0.0  # share of the budget
     decay: float = 0.5  # share of the budget in which the learning rate falls to 0, at its end
     points: int = 60  # of a curve
-    rates: Mapping[str, float] = field(
-        default_factory=dict
-    )  # method -> factor on the learning rate, chosen on other seeds
+    # method -> factor on the learning rate, chosen on other seeds
+    rates: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 1  # of a sample
     calls: int = 40  # of a grower that waits, were it asked to the end
     until: float | None = None  # share of the budget up to which it is asked; None: the last look
@@ -105,6 +104,11 @@ class Task:
     def warmed(self, share: float) -> float:
         """The factor of the warm-up, 1 after it."""
         return max(share / self.warmup, 0.02) if share < self.warmup else 1.0
+
+
+def sizes_of(build: Callable[..., nn.Module], **sizes: tuple[int, ...]) -> dict[str, Callable[[], nn.Module]]:
+    """Networks by name: what builds one, called with these numbers."""
+    return {name: partial(build, *numbers) for name, numbers in sizes.items()}
 
 
 def plain_network(inputs: int, units: int, layers: int, outputs: int) -> nn.Sequential:

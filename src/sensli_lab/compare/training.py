@@ -248,9 +248,8 @@ class JobTraining:
     def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
         """All must stay below the size of the large network; none may refuse to grow unless its own schedule lets it."""
         if preset := self.job.method.preset:
-            return Grower(
-                model, optimizer, preset=preset, example=self.task.sample(), scheduler=scheduler
-            )  # whose size nothing limits, as for everybody who writes this
+            # whose size nothing limits, as for everybody who writes this
+            return Grower(model, optimizer, preset=preset, example=self.task.sample(), scheduler=scheduler)
         # Stored runs are known by the names that these options had when they were made.
         options = {_NAMES.get(name, name): value for name, value in self.job.method.options.items()}
         strategy = options.get("strategy", "sensli")

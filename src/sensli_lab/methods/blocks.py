@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites
 from sensli.growing.stacking import StackBlocks, stack_of
-from sensli.growing.strategy import Strategy
+from sensli.growing.strategy import OptionalLoss, Strategy
 from sensli.growing.triggers import TriggerContext
-from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks, random_state
@@ -110,9 +109,7 @@ class GStack(StackBlocks):
     def factors(self) -> Sequence[int]:
         return range(self.factor, 1, -1)
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         """The factor: of what fits, the largest is taken."""
         copied = _copied(bare(model))  # as the model itself tells
         merits = [Merit(site, 0.0 if site.path in copied else stack_of(site).copies + 1.0) for site in sites]
@@ -200,16 +197,14 @@ class AutoGrow(PaperMethod):
     def keeps_function(self) -> bool:
         return self.start == "zero"
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         if self.start == "trained":
             return self._score_trained(model, sites, batches, loss_fn)
         return equal_merits(sites)
 
     @by_one
     def _score_trained(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss
     ) -> Merits:
         """With the norm of the block that is next; the others will not be taken now."""
         every, due = list(batches), self._next([stage(site) for site in sites])
@@ -281,7 +276,7 @@ RATE, DECAY, PASSES = 1e-3, 5e-4, 10
 NEAR = 0.005  # their 0.5 points, as a share of the loss
 
 
-def adam_init(model: nn.Module, site: Site, batches: Sequence[Any], loss_fn: LossFunction | None) -> Site:
+def adam_init(model: nn.Module, site: Site, batches: Sequence[Any], loss_fn: OptionalLoss) -> Site:
     """The site of a new block with what its last norm has learnt; as it is if the block does not end with a norm."""
     assert isinstance(site.move, Twin)
     if not batches:

@@ -11,8 +11,8 @@ from torch import nn
 
 from sensli.growing.looking import Sensli
 from sensli.growing.options import Options
+from sensli.growing.strategy import OptionalLoss
 from sensli.growing.triggers import TriggerContext
-from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merits
 from sensli.moves.sites import Site
 from sensli.text.commands import GROW
@@ -40,9 +40,7 @@ class RandomStart(Sensli):
 
     takes: ClassVar[frozenset[str]] = Sensli.takes - {"init"}
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         return super().score(model, sites, batches, loss_fn).with_sites(sites)
 
 

@@ -25,9 +25,9 @@ from torch.func import functional_call, grad, vmap
 
 from sensli.errors import MeasurementError, ZeroMerits
 from sensli.growing.looking import RememberedSites
-from sensli.growing.strategy import Strategy, read_generator, save_generator
+from sensli.growing.strategy import OptionalLoss, Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
-from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.merits.catching import scalar_loss, split
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
@@ -48,7 +48,7 @@ AT_ONCE = 128  # samples whose gradients are in memory together
 Gradients = dict[str, Tensor]  # by the name of the weight, the samples first
 
 
-def natural_gradient(model: nn.Module, batches: Sequence[Any], loss_fn: LossFunction | None) -> float:
+def natural_gradient(model: nn.Module, batches: Sequence[Any], loss_fn: OptionalLoss) -> float:
     """The sum over all weights of (mean gradient)^2 / (mean squared gradient) over single samples. The model is put into eval mode."""
     model.eval()
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -74,7 +74,7 @@ def natural_gradient(model: nn.Module, batches: Sequence[Any], loss_fn: LossFunc
 class _Samples(nn.Module):
     """A model with its loss, called with one sample."""
 
-    def __init__(self, model: nn.Module, weights: dict[str, nn.Parameter], loss_fn: LossFunction | None) -> None:
+    def __init__(self, model: nn.Module, weights: dict[str, nn.Parameter], loss_fn: OptionalLoss) -> None:
         super().__init__()
         self.model, self._loss_fn = model, loss_fn
         self._weights = {name: weight.detach() for name, weight in weights.items()}
@@ -140,9 +140,7 @@ class ConvSenn(PaperMethod):
         return cls(tau=options.tau, units=options.units, where=options.where, seed=options.seed)
 
     @by_one
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         batches, network = list(batches), bare(model)
         now = natural_gradient(copy.deepcopy(network), batches, loss_fn)
         if not now:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.errors import SensliError
+from sensli.growing.strategy import OptionalLoss
 from sensli.growing.triggers import TriggerContext
-from sensli.merits.catching import LossFunction
 from sensli.merits.merits import Merit, Merits
 from sensli.modules.flops import count_flops
 from sensli.modules.wrappers import bare
@@ -230,9 +230,7 @@ class MorphNet(UnitMethod):
                 narrow.append(replace(site, move=Narrow(width, tuple(sorted(small)), saved)))
         return Sites(narrow, widths.skipped, model_name=type(network).__name__) if narrow else widths
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         network = bare(model)
         refuse_sharded(network, self)
         if self.phase != REST:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites
-from sensli.growing.strategy import Strategy
+from sensli.growing.strategy import OptionalLoss, Strategy
 from sensli.growing.triggers import TriggerContext
-from sensli.merits.catching import LossFunction
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merits
 from sensli.modules.running import capable, untouched
@@ -116,15 +115,13 @@ class Net2NetDeeper(InTurn):
         super().__init__(**options)
         self._keeps = True  # as of the last look
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         self._keeps = not any(_norm_beside(bare(model), site) for site in sites)
         return equal_merits(sites) if self._keeps else self._with_norms(model, sites, batches, loss_fn)
 
     @by_one
     def _with_norms(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss
     ) -> Merits:
         network = bare(model)
         normed = [site for site in sites if _norm_beside(network, site)]
@@ -144,7 +141,7 @@ def _norm_beside(network: nn.Module, site: Site) -> bool:
 
 
 def _statistics(
-    network: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+    network: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss
 ) -> tuple[dict[Site, Site], int]:
     """The sites with norms that undo themselves, by the mean and the variance of each channel over one pass; and the batches of it."""
     sums: dict[Site, list[Tensor]] = {}

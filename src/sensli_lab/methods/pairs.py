@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, ZeroMerits
-from sensli.merits.catching import LossFunction
+from sensli.growing.strategy import OptionalLoss
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
 from sensli.modules.running import first_tensor, untouched
@@ -219,7 +219,7 @@ def look(
     model: nn.Module,
     sites: Iterable[Site],
     batches: Iterable[Any],
-    loss_fn: LossFunction | None,
+    loss_fn: OptionalLoss,
     most: int | None = None,
 ) -> list[Pair]:
     """One ordinary pass over the batches, at most ``most`` of them: the pairs of the sites with all that passed through them."""
@@ -307,9 +307,7 @@ class Rival(UnitMethod):
         return Sites(kept, left, model_name=type(network).__name__)
 
     @by_one
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         batches = list(batches)
         pairs = look(model, sites, batches, loss_fn, self.batches)
         started = [self.start(pair, lambda site: loss_after(bare(model), site, batches, loss_fn)) for pair in pairs]

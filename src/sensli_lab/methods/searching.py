@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from sensli.errors import UnsupportedModel, ZeroMerits
 from sensli.growing.looking import RememberedSites
-from sensli.growing.strategy import Strategy, read_generator, save_generator
+from sensli.growing.strategy import OptionalLoss, Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
-from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.merits.catching import scalar_loss, split
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Together
@@ -42,9 +42,7 @@ class PaperMethod(Strategy):
     def propose(self, model: nn.Module, example: Any) -> Sites:
         return self._search.sites(model, example)
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         return equal_merits(sites)
 
 
@@ -127,7 +125,7 @@ def check_seed(seed: int) -> int:
 # process, and sends sites, scores and what the strategy remembers.
 
 Scoring = TypeVar("Scoring", bound=Strategy)
-Score = Callable[[Scoring, nn.Module, Sequence[Site], Iterable[Any], LossFunction | None], Merits]
+Score = Callable[[Scoring, nn.Module, Sequence[Site], Iterable[Any], OptionalLoss], Merits]
 
 
 def by_one(score: Score[Scoring]) -> Score[Scoring]:
@@ -135,7 +133,7 @@ def by_one(score: Score[Scoring]) -> Score[Scoring]:
 
     @wraps(score)
     def scored(
-        strategy: Scoring, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
+        strategy: Scoring, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss
     ) -> Merits:
         network = bare(model)
         with Together(model, f"score sites by {type(strategy).__name__}") as together:
@@ -188,20 +186,20 @@ def _gathered(mine: list[Any], together: Together) -> list[Any]:
 # ---- Batches that a method runs itself, and copies of a model that grew at a site.
 
 
-def run_batch(model: nn.Module, batch: Any, index: int, loss_fn: LossFunction | None) -> tuple[Any, Any]:
+def run_batch(model: nn.Module, batch: Any, index: int, loss_fn: OptionalLoss) -> tuple[Any, Any]:
     """What the model makes of a batch, and the target, both on its device."""
     given, target = split(batch, index, model if loss_fn is not None else None)
     device = device_of(model)
     return run(model, to_device(given, device)), to_device(target, device)
 
 
-def batch_loss(model: nn.Module, batch: Any, index: int, loss_fn: LossFunction | None) -> Tensor:
+def batch_loss(model: nn.Module, batch: Any, index: int, loss_fn: OptionalLoss) -> Tensor:
     """The loss of a batch."""
     return scalar_loss(*run_batch(model, batch, index, loss_fn), loss_fn, index)
 
 
 def mean_loss(
-    model: nn.Module, batches: Sequence[Any], loss_fn: LossFunction | None, optimizer: Optimizer | None = None
+    model: nn.Module, batches: Sequence[Any], loss_fn: OptionalLoss, optimizer: Optimizer | None = None
 ) -> float:
     """The mean loss of one pass, with a step after each batch if there is an optimizer."""
     total, samples = 0.0, 0
@@ -232,7 +230,7 @@ def grown_copy(model: nn.Module, site: Site) -> nn.Module:
     return grown
 
 
-def loss_after(model: nn.Module, site: Site, batches: Sequence[Any], loss_fn: LossFunction | None) -> float:
+def loss_after(model: nn.Module, site: Site, batches: Sequence[Any], loss_fn: OptionalLoss) -> float:
     """The mean loss over the batches after a growth that is made in a copy alone: for a step that is found by a search along a line."""
     grown = grown_copy(model, site)
     with torch.no_grad(), untouched(grown):

@@ -15,7 +15,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from sensli.errors import ZeroMerits
-from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.growing.strategy import OptionalLoss
+from sensli.merits.catching import scalar_loss, split
 from sensli.merits.merits import Merit, Merits
 from sensli.modules.running import count_samples, device_of, to_device, untouched
 from sensli.modules.wrappers import bare
@@ -58,9 +59,7 @@ class Competing(Rival):
     all_at_once: ClassVar[bool] = True
 
     @by_one
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         batches, name = list(batches), type(self).__name__
         found = self.candidates(model, sites, batches, loss_fn)
         there = sum(each.pair.width.units for each in found)
@@ -80,7 +79,7 @@ class Competing(Rival):
         return Merits(merits, norm=name, batches=len(batches), samples=found[0].pair.samples)
 
     def candidates(
-        self, model: nn.Module, sites: Sequence[Site], batches: Sequence[Any], loss_fn: LossFunction | None
+        self, model: nn.Module, sites: Sequence[Site], batches: Sequence[Any], loss_fn: OptionalLoss
     ) -> list[Candidates]:
         """What could come at each of the sites."""
         raise NotImplementedError
@@ -123,7 +122,7 @@ class Splitting(Competing):
     """Splits by the smallest eigenvalues; the gain of a split is the decrease that it predicts."""
 
     def candidates(
-        self, model: nn.Module, sites: Sequence[Site], batches: Sequence[Any], loss_fn: LossFunction | None
+        self, model: nn.Module, sites: Sequence[Site], batches: Sequence[Any], loss_fn: OptionalLoss
     ) -> list[Candidates]:
         found = []
         for pair, curvature in curvatures(model, sites, batches, loss_fn):
@@ -134,7 +133,7 @@ class Splitting(Competing):
 
 
 def curvatures(
-    model: nn.Module, sites: Sequence[Site], batches: Sequence[Any], loss_fn: LossFunction | None
+    model: nn.Module, sites: Sequence[Site], batches: Sequence[Any], loss_fn: OptionalLoss
 ) -> list[tuple[Pair, Tensor]]:
     """Of each width what passed through it, and d s''(z) of each unit: [samples and positions, units]."""
     network = bare(model)
@@ -248,7 +247,7 @@ class Firefly(Competing):
     """Splits and new units by the gradients of their gates."""
 
     def candidates(
-        self, model: nn.Module, sites: Sequence[Site], batches: Sequence[Any], loss_fn: LossFunction | None
+        self, model: nn.Module, sites: Sequence[Site], batches: Sequence[Any], loss_fn: OptionalLoss
     ) -> list[Candidates]:
         extended = Extended(bare(model), pairs_of(bare(model), sites), self.generator)
         extended.train(batches, loss_fn)
@@ -289,7 +288,7 @@ class Extended:
                 )
         return found
 
-    def loss(self, batch: Any, index: int, loss_fn: LossFunction | None) -> Tensor:
+    def loss(self, batch: Any, index: int, loss_fn: OptionalLoss) -> Tensor:
         given, target = split(batch, index, self.network if loss_fn is not None else None)
         device = device_of(self.network)
         given = to_device(given, device)
@@ -298,7 +297,7 @@ class Extended:
         output = functional_call(self.network, self.values(), args, kwargs)
         return scalar_loss(output, to_device(target, device), loss_fn, index)
 
-    def train(self, batches: Sequence[Any], loss_fn: LossFunction | None) -> None:
+    def train(self, batches: Sequence[Any], loss_fn: OptionalLoss) -> None:
         """One pass."""
         parts = [part for free in self.free for part in free]
         optimizer = torch.optim.RMSprop(parts, lr=RATE, momentum=MOMENTUM, alpha=ALPHA)
@@ -310,7 +309,7 @@ class Extended:
                 (loss + PENALTY * torch.stack(sizes).sum().to(loss)).backward()
                 optimizer.step()
 
-    def gates(self, batches: Sequence[Any], loss_fn: LossFunction | None) -> list[Tensor]:
+    def gates(self, batches: Sequence[Any], loss_fn: OptionalLoss) -> list[Tensor]:
         """The gradient of each candidate's gate, over one pass: splits first, then new units."""
         total = [torch.zeros(len(moved) + len(rows), dtype=moved.dtype, device="cpu") for moved, rows, _ in self.free]
         samples = 0

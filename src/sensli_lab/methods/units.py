@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sensli.merits.catching import LossFunction
+from sensli.growing.strategy import OptionalLoss
 from sensli.merits.measuring import measure
 from sensli.merits.merits import Merits
 from sensli.moves.sites import Site
@@ -29,9 +29,7 @@ class GradMax(UnitMethod):
     start_of_sites: ClassVar[str] = "gradmax"
     in_turn: ClassVar[bool] = True
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         return measure(model, sites, batches, loss_fn, norm="frobenius", ratio=False, max_batches=1)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sensli.errors import MeasurementError, SensliError
-from sensli.merits.catching import LossFunction
+from sensli.growing.strategy import OptionalLoss
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merits
 from sensli.modules.running import first_tensor, tensors, untouched
@@ -140,9 +140,7 @@ class VarianceTransfer(Rival):
     def attend(self, model: nn.Module, optimizers: Sequence[Optimizer], history: History) -> None:
         self.rates.attend(model, optimizers, history)
 
-    def score(
-        self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: LossFunction | None
-    ) -> Merits:
+    def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         network = bare(model)
         refuse_sharded(network, self)
         pairs = pairs_of(network, sites)
@@ -179,7 +177,7 @@ def _factors(pair: Pair, by: float, norm: tuple[str, nn.Module] | None) -> tuple
 
 
 def surroundings(
-    network: nn.Module, readers: Sequence[nn.Module], batches: Iterable[Any], loss_fn: LossFunction | None
+    network: nn.Module, readers: Sequence[nn.Module], batches: Iterable[Any], loss_fn: OptionalLoss
 ) -> list[tuple[bool, tuple[str, nn.Module] | None]]:
     """Of each reader whether its output is that of the model, and the batch norm that reads it, as one batch tells."""
     made: dict[int, Tensor] = {}

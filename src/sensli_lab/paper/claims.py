@@ -48,11 +48,7 @@ C2 = Claim(
     "C2",
     "A network that grows beats the network that had the grown size from the start: the FNN with mini-batches "
     "(Exp4), the ResNet with three insertions (Exp13), the CNN of Exp1.",
-    (
-        Smaller("4", "FNN LI", "FNN2"),
-        Smaller("13", "ResNet LI", "ResNet2"),
-        Smaller("1", "CNN LI", "CNN"),
-    ),
+    (Smaller("4", "FNN LI", "FNN2"), Smaller("13", "ResNet LI", "ResNet2"), Smaller("1", "CNN LI", "CNN")),
     (
         Question(
             "And where the paper does not claim it: full batch, one insertion?",
@@ -175,10 +171,7 @@ C4 = Claim(
     (
         Question(
             "Were 30 runs too few? The same with 120.",
-            (
-                Smaller("where", "SensLI", "LIother", LOSS),
-                Smaller("where-three", "ResNet LI", "LIother", LOSS),
-            ),
+            (Smaller("where", "SensLI", "LIother", LOSS), Smaller("where-three", "ResNet LI", "LIother", LOSS)),
             "Yes: with 120 runs the largest merit is better in every setting.",
             "In part: with 120 runs the largest merit is better in some settings, and the others stay open.",
             "No: the difference stays within the noise with 120 runs as well.",
@@ -231,13 +224,10 @@ C8 = Claim(
     (
         Question(
             "Would growing earlier still be better? (Exp2 as run and Exp4, 60 runs.)",
-            (
-                Smaller("when-full", "LI@10", "LI@150", LOSS),
-                Smaller("when-full", "LI@50", "LI@150", LOSS),
-                Smaller("when-full", "LI@150", "LI@450", LOSS),
-                Smaller("when-mini", "LI@10", "LI@150", LOSS),
-                Smaller("when-mini", "LI@50", "LI@150", LOSS),
-                Smaller("when-mini", "LI@150", "LI@450", LOSS),
+            tuple(
+                Smaller(name, f"LI@{early}", f"LI@{late}", LOSS)
+                for name in ("when-full", "when-mini")
+                for early, late in ((10, 150), (50, 150), (150, 450))
             ),
             "Yes: the earlier, the better.",
             "In part: earlier is better in some of these comparisons, and no clear loss in the others.",
@@ -251,14 +241,9 @@ C9 = Claim(
     "The threshold tau = 1 accepts some insertions and rejects others (Exp1, Exp14). On the spirals the paper sets no "
     "threshold; here is what it would have done.",
     (
-        ThresholdCheck("1", "CNN LI"),
-        ThresholdCheck("14", "CNN LI"),
-        ThresholdCheck("2", "FNN LI"),
-        ThresholdCheck("3", "ResNet LI"),
-        ThresholdCheck("4", "FNN LI"),
-        ThresholdCheck("6", "SensLI"),
-        ThresholdCheck("7", "SensLI"),
-        ThresholdCheck("8", "SensLI"),
+        *(ThresholdCheck(name, "CNN LI") for name in ("1", "14")),
+        *(ThresholdCheck(name, f"{kind} LI") for name, kind in (("2", "FNN"), ("3", "ResNet"), ("4", "FNN"))),
+        *(ThresholdCheck(name, "SensLI") for name in ("6", "7", "8")),
         ThresholdCheck("13", "ResNet LI"),
     ),
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sensli_lab.compare.methods import at_shares, when_triggered
-from sensli_lab.compare.task import Task, TaskData
+from sensli_lab.compare.task import Task, TaskData, sizes_of
 from sensli_lab.compare.tasks.text import HEAD, START, WINDOW, Transformer, cut, next_byte, split_windows
 from sensli_lab.errors import PaperError
 
@@ -85,12 +85,7 @@ ARMS = (
 CODE = Task(
     name="code",
     title="the standard library of Python, byte by byte, transformers of width 32",
-    sizes={
-        "small": partial(build_transformer, 1),
-        "middle": partial(build_transformer, 2),
-        "deep": partial(build_transformer, 4),
-        "large": partial(build_transformer, 8),
-    },
+    sizes=sizes_of(build_transformer, small=(1,), middle=(2,), deep=(4,), large=(8,)),
     load=load_sources,
     example=((WINDOW,), torch.long),
     loss=next_byte,

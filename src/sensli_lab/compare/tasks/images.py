@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli_lab.compare.methods import at_shares, when_triggered
-from sensli_lab.compare.task import Load, Task, TaskData, TaskPart, plain_network
+from sensli_lab.compare.task import Load, Task, TaskData, TaskPart, plain_network, sizes_of
 from sensli_lab.paper import datasets
 from sensli_lab.paper.settings import DataSettings
 
@@ -45,13 +45,7 @@ def on_pixels(units: int, layers: int) -> nn.Module:
 FASHION = Task(
     name="fashion",
     title="Fashion-MNIST, plain ReLU networks",
-    sizes={
-        "small": partial(on_pixels, 24, 2),
-        "middle": partial(on_pixels, 48, 2),
-        "deep": partial(on_pixels, 24, 8),
-        "wide": partial(on_pixels, 106, 2),
-        "large": partial(on_pixels, 96, 3),
-    },
+    sizes=sizes_of(on_pixels, small=(24, 2), middle=(48, 2), deep=(24, 8), wide=(106, 2), large=(96, 3)),
     load=image_loader("fashion_mnist", 20_000, 4_000, 5_000),
     example=((1, 28, 28), torch.float32),
     steps=600,
@@ -109,13 +103,7 @@ def resnet(channels: int, blocks: int) -> nn.Module:
 VGG = Task(
     name="vgg",
     title="CIFAR-10, 20,000 images, VGG-like networks",
-    sizes={
-        "small": partial(vgg, 8, 1),
-        "middle": partial(vgg, 16, 1),
-        "deep": partial(vgg, 8, 3),
-        "wide": partial(vgg, 24, 1),
-        "large": partial(vgg, 16, 2),
-    },
+    sizes=sizes_of(vgg, small=(8, 1), middle=(16, 1), deep=(8, 3), wide=(24, 1), large=(16, 2)),
     load=image_loader("cifar10", 20_000, 2_000, 4_000),
     example=((3, 32, 32), torch.float32),
     steps=250,
@@ -127,18 +115,13 @@ RESNET = replace(
     VGG,
     name="resnet",
     title="CIFAR-10, 20,000 images, ResNets like ResNet-20",
-    sizes={
-        "small": partial(resnet, 8, 1),
-        "middle": partial(resnet, 12, 1),
-        "deep": partial(resnet, 8, 3),
-        "wide": partial(resnet, 16, 1),
-        "large": partial(resnet, 16, 2),
-    },
+    sizes=sizes_of(resnet, small=(8, 1), middle=(12, 1), deep=(8, 3), wide=(16, 1), large=(16, 2)),
 )
 
 # ---- All images of CIFAR-10 but those that decide, for a budget at which the smallest network is not the best one at the end.
 
 _WIDTHS = {"what": "uniform", "units": 0.5}
+_SLOWLY = "as uniform, the updates of new channels warm up for 200 steps"
 
 CIFAR = replace(
     VGG,
@@ -146,16 +129,7 @@ CIFAR = replace(
         at_shares("uniform", "all widths by a half, four times", 5, 8, 12, 15, **_WIDTHS),
         at_shares("uniform", "all widths by a half, four times", 10, 15, 20, 25, **_WIDTHS),
         at_shares("uniform", "all widths by a half, four times", 20, 30, 40, 50, **_WIDTHS),
-        at_shares(
-            "warmup",
-            "as uniform, the updates of new channels warm up for 200 steps",
-            10,
-            15,
-            20,
-            25,
-            warmup=200,
-            **_WIDTHS,
-        ),
+        at_shares("warmup", _SLOWLY, 10, 15, 20, 25, warmup=200, **_WIDTHS),
         when_triggered(
             "saturating", "all widths by a half, when the loss is near the end that its curve tells", **_WIDTHS
         ),
@@ -163,12 +137,7 @@ CIFAR = replace(
     ),
     name="cifar",
     title="CIFAR-10, all images, VGG-like networks, long",
-    sizes={
-        "small": partial(vgg, 4, 1),
-        "middle": partial(vgg, 8, 1),
-        "deep": partial(vgg, 8, 2),
-        "large": partial(vgg, 16, 1),
-    },
+    sizes=sizes_of(vgg, small=(4, 1), middle=(8, 1), deep=(8, 2), large=(16, 1)),
     load=image_loader("cifar10", 48_000, 2_000, 10_000),
     optimizer=partial(torch.optim.Adam, lr=3e-3),
     recipe="Adam 0.003",

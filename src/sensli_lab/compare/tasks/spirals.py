@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sensli_lab.compare.task import Task, TaskData, TaskPart, plain_network
+from sensli_lab.compare.task import Task, TaskData, TaskPart, plain_network, sizes_of
 from sensli_lab.paper import datasets
 
 TRAIN, HELD = 360, 120
@@ -32,13 +32,7 @@ def load_spirals(folder: Path | None, seed: int) -> TaskData:
 SPIRALS = Task(
     name="spirals",
     title="two spirals, ReLU networks of 5 units a layer",
-    sizes={
-        "small": partial(build_plain_network, 5, 2),
-        "middle": partial(build_plain_network, 6, 3),
-        "deep": partial(build_plain_network, 5, 9),
-        "wide": partial(build_plain_network, 13, 2),
-        "large": partial(build_plain_network, 8, 4),
-    },
+    sizes=sizes_of(build_plain_network, small=(5, 2), middle=(6, 3), deep=(5, 9), wide=(13, 2), large=(8, 4)),
     load=load_spirals,
     example=((datasets.FEATURES,), torch.float32),
     optimizer=partial(torch.optim.Adam, lr=0.01),

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from sensli_lab.compare.methods import at_shares, when_triggered
-from sensli_lab.compare.task import Task, TaskData, TaskPart, plain_network
+from sensli_lab.compare.task import Task, TaskData, TaskPart, plain_network, sizes_of
 from sensli_lab.paper.machine import generator
 
 FEATURES, HIDDEN, SAMPLES = 10, 10, 1000
@@ -42,12 +42,7 @@ def load_samples(folder: Path | None, seed: int) -> TaskData:
 TEACHER = Task(
     name="teacher",
     title="student and teacher, 10 inputs, 10 outputs",
-    sizes={
-        "small": partial(student, 5),
-        "middle": partial(student, 7),
-        "deep": partial(student, 5, 3),
-        "large": partial(student, 10),
-    },
+    sizes=sizes_of(student, small=(5,), middle=(7,), deep=(5, 3), large=(10,)),
     load=load_samples,
     example=((FEATURES,), torch.float32),
     loss=mse_loss,
@@ -61,30 +56,19 @@ TEACHER = Task(
     counts_errors=False,
 )
 
+_UNITS = {"what": "units", "select": "largest"}
+_ONE = "a unit where its merit is largest, five times"
+_SLOWLY = "as units, the updates of new units warm up for 100 steps"
+
 STUDENT = replace(
     TEACHER,
     arms=(
-        at_shares(
-            "units", "a unit where its merit is largest, five times", 1, 2, 3, 4, 5, what="units", select="largest"
+        *(
+            at_shares("units", _ONE, *percents, **_UNITS)
+            for percents in ((1, 2, 3, 4, 5), (2, 5, 10, 15, 20), (10, 20, 30, 40, 50))
         ),
-        at_shares(
-            "units", "a unit where its merit is largest, five times", 2, 5, 10, 15, 20, what="units", select="largest"
-        ),
-        at_shares(
-            "units", "a unit where its merit is largest, five times", 10, 20, 30, 40, 50, what="units", select="largest"
-        ),
-        at_shares("once", "five units at once", 5, what="units", units=5, select="largest"),
-        at_shares(
-            "warmup",
-            "as units, the updates of new units warm up for 100 steps",
-            2,
-            5,
-            10,
-            15,
-            20,
-            what="units",
-            warmup=100,
-        ),
+        at_shares("once", "five units at once", 5, **{**_UNITS, "units": 5}),
+        at_shares("warmup", _SLOWLY, 2, 5, 10, 15, 20, what="units", warmup=100),
         when_triggered("saturating", "a unit, when the loss is near the end that its curve tells", what="units"),
         when_triggered("slow", "a unit, when training on brings little for its FLOPs", what="units"),
     ),

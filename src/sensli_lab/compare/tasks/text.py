@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sensli_lab.compare.task import Task, TaskData, TaskPart
+from sensli_lab.compare.task import Task, TaskData, TaskPart, sizes_of
 
 BYTES, WINDOW, WIDTH, HEADS, HEAD = 256, 64, 64, 4, 16
 START = 0.02  # standard deviation of all weights
@@ -108,12 +108,7 @@ def split_windows(windows: Tensor, held: int, digest: str = "") -> TaskData:
 TEXT = Task(
     name="text",
     title="the help topics of Python, byte by byte, transformers of width 64",
-    sizes={
-        "small": partial(Transformer, 2),
-        "middle": partial(Transformer, 4),
-        "wide": partial(Transformer, 2, 2 * HEADS, 2 * HIDDEN),
-        "large": partial(Transformer, 6),
-    },
+    sizes=sizes_of(Transformer, small=(2,), middle=(4,), wide=(2, 2 * HEADS, 2 * HIDDEN), large=(6,)),
     load=load_topics,
     example=((WINDOW,), torch.long),
     loss=next_byte,
