@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -35,7 +33,7 @@ from sensli.surgery.warmup import watch_steps
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
-
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise missing("lightning", error) from error
 
@@ -186,12 +184,10 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
         if self._random is not None and trainer.world_size == 1:
             random_state.restore(self._random)
             fetcher: Any = trainer.fit_loop._data_fetcher
-            if fetcher is not None and not any(
-                hasattr(each, "state_dict") for each in fetcher.combined_loader.flattened
-            ):
-                iter(
-                    fetcher
-                )  # Lightning has begun the epoch's batches before: their order is drawn from the restored state
+            loaders = () if fetcher is None else fetcher.combined_loader.flattened
+            if fetcher is not None and not any(hasattr(each, "state_dict") for each in loaders):
+                # Lightning has begun the epoch's batches before: their order is drawn from the restored state
+                iter(fetcher)
         self._random = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

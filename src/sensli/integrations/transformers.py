@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
 
 from sensli.checkpoint.states import arrange, follow_groups, freeze, frozen_in, names_in
 from sensli.errors import CheckpointError, SensliError, UnsupportedModel, brief
@@ -42,7 +41,6 @@ from sensli.text.records import dumps as strict_json
 
 try:
     from transformers import Trainer, TrainerCallback, __version__
-
 except ImportError as error:
     raise missing("transformers", error) from error
 
@@ -702,7 +700,7 @@ def write_growth_file(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_growth_file(folder: Path) -> dict[str, Any] | None:
-    """What `write` wrote; None if the file is missing, or the model had not begun to grow."""
+    """What `write_growth_file` wrote; None if the file is missing, or the model had not begun to grow."""
     file = folder / TRAINER_FILE
     if not file.is_file():
         return None
