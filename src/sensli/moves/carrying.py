@@ -63,8 +63,8 @@ def made_sibling(make: Any, model: nn.Module, example: Any) -> Sibling:
     except Exception as error:
         let_memory_through(error)
         raise UnsupportedModel(
-            f"sibling={checks.shown(make)} makes no model, it raises {type(error).__name__}: {error}. Give a function that can be called "
-            "without arguments."
+            f"sibling={checks.shown(make)} makes no model, it raises {type(error).__name__}: {error}. Give a function that can be "
+            "called without arguments."
         ) from error
     small, its = made if isinstance(made, tuple) and len(made) == 2 else (made, example)
     if not isinstance(small, nn.Module):

@@ -67,7 +67,7 @@ class Outer:
         return replace(self, others=(*self.others, other))
 
     def added_to(self, total: Tensor | None) -> Tensor:
-        """The total with this added in place, a new one if there is none. Above the diagonal it means nothing until it is `mirrored`."""
+        """The total with this added in place, a new one if there is none. Only `mirrored` fills it above the diagonal."""
         rows: Tensor = upcast(self.rows.values)
         factor, beta = self.factor * self.rows.seen / max(self.rows.used, 1), 1.0
         if total is None:
