@@ -26,8 +26,8 @@ from sensli_lab.compare.front import Front, LossCurve, front_ratios
 from sensli_lab.compare.jobs import Job, Run
 from sensli_lab.compare.methods import methods
 from sensli_lab.compare.task import Task, TaskData
-from sensli_lab.compare.tasks.registry import find_task
-from sensli_lab.compare.training import JobTraining, flops_of_step, train_job
+from sensli_lab.compare.tasks.registry import find
+from sensli_lab.compare.training import JobTraining, flops_of_step, train
 from sensli_lab.paper.image_sets import folder
 from sensli_lab.work.statistics import interval
 
@@ -67,7 +67,7 @@ def study(task: Task, seed: int, data: TaskData, budget: float) -> dict[str, Rec
     """All arms of one seed: the fixed sizes, which make the front, and the triggers."""
     known, found = methods(task), dict[str, Record]()
     for size in task.sizes:
-        found[size] = _record(train_job(Job(task, known[size], seed, budget), data))
+        found[size] = _record(train(Job(task, known[size], seed, budget), data))
     for name, make in TRIGGERS.items():
         training = Triggered(Job(task, known[METHOD], seed, budget), data, make())
         while not training.finished:
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed, name in itertools.product(range(args.seeds or max(SEEDS.values())), names):
         if seed >= (args.seeds or SEEDS[name]):
             continue
-        task = find_task(name)
+        task = find(name)
         data = task.load(folder(args.data), seed)
         results.setdefault(name, []).append(study(task, seed, data, BUDGETS[name]))
         args.out.write_text(json.dumps(results))

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import horizon, when, when_front
 from benchmarks.horizon_tasks import Task
-from sensli_lab.compare.tasks.registry import find_task
+from sensli_lab.compare.tasks.registry import find
 
 LOSSES = [[3.0, 2.0, 2.0, 1.5], [2.0, 3.0, 1.0, 1.0], [1.0, 4.0, 3.0, 3.0]]  # [networks][shares]
 
@@ -128,7 +128,7 @@ def test_a_trigger_is_asked_after_as_many_steps_each_time_and_every_look_is_paid
             return context.call in (3, 6)
 
     monkeypatch.setattr(when_front, "TRIGGERS", {"told": Told})
-    task = find_task("spirals")
+    task = find("spirals")
     run = when_front.study(task, 0, task.load(None, 0), 0.01)
     assert run["told"]["growths"] == [3, 6] and list(run) == [*task.sizes, "told"]
     assert 6 < len(asked) <= when_front.CALLS  # a network that has grown makes fewer steps for its FLOPs

@@ -11,7 +11,7 @@ from sensli_lab.compare.cli import size_of
 from sensli_lab.compare.front import load_runs, rows
 from sensli_lab.compare.jobs import Comparison, Job, RunStore
 from sensli_lab.compare.methods import choose_methods, describe_method, methods
-from sensli_lab.compare.tasks.registry import TASKS, find_task
+from sensli_lab.compare.tasks.registry import TASKS, find
 from sensli_lab.errors import FAILED, BadComparison, NoResults, RunsFailed
 from sensli_lab.work.cli import place_of
 from sensli_lab.work.pages import Table, terminal_table
@@ -25,7 +25,7 @@ def _comparisons(args: argparse.Namespace) -> list[Comparison]:
         if not 0 < budget < math.inf:
             raise BadComparison(f"--budget must be a number above 0 (for example 0.5), got {budget:g}.")
     names = getattr(args, "tasks", ["all", "long"])
-    wanted = [find_task(name) for name in names if name not in ("all", "long")]
+    wanted = [find(name) for name in names if name not in ("all", "long")]
     asked = []
     for task in TASKS.values():
         if task in wanted or ("long" if task.long else "all") in names:

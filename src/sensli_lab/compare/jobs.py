@@ -10,7 +10,7 @@ from typing import Any
 from sensli.text.records import Plain, check_types, lenient_data, strict_data
 from sensli_lab.compare.methods import Method, find_method
 from sensli_lab.compare.task import Task
-from sensli_lab.compare.tasks.registry import find_task
+from sensli_lab.compare.tasks.registry import find
 from sensli_lab.errors import PaperError
 from sensli_lab.work.store import Damaged, ResultsFolder, digest_of, provenance, read_json, write_json
 
@@ -92,7 +92,7 @@ class Job:
 
 
 def _arrived(task: str, method: str, seed: int, budget: float, lr_factor: float | None, digest: str) -> Job:
-    known = find_task(task)
+    known = find(task)
     job = Job(known, find_method(known, method), seed, budget, lr_factor)
     if job.digest != digest:
         raise PaperError(f"{task} is configured in another way there. Install the same version on every machine.")

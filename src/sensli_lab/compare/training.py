@@ -163,7 +163,7 @@ EVALUATED_AT_ONCE = 500
 SAVE_EVERY = 10.0  # seconds
 
 
-def train_job(
+def train(
     job: Job, data: TaskData, *, state: bytes | None = None, tell: Tell = ignore, save: Save | None = None,
     save_every: float | None = None,
 ) -> Run:  # fmt: skip

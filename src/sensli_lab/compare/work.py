@@ -11,7 +11,7 @@ from sensli.cli.terminal import progress
 from sensli.errors import SensliError
 from sensli.text.files import write_bytes
 from sensli_lab.compare.jobs import Job, Run, RunStore
-from sensli_lab.compare.training import train_job
+from sensli_lab.compare.training import train
 from sensli_lab.errors import FAILED, StoreError, failure
 from sensli_lab.paper.stacked import one_thread
 from sensli_lab.work.workers import HERE, Place, Save, Tell, WorkCall
@@ -34,7 +34,7 @@ def compute_run(given: Given, tell: Tell, save: Save) -> Run | str:
     """
     data = given.job.task.load(given.folder, given.job.seed)
     try:
-        return train_job(given.job, data, state=given.state, tell=tell, save=save, save_every=given.save_every)
+        return train(given.job, data, state=given.state, tell=tell, save=save, save_every=given.save_every)
     except (OSError, MemoryError, StoreError):  # of the machine, which the next run would meet too
         raise
     except SensliError as error:

@@ -13,7 +13,7 @@ from sensli_lab.compare.jobs import Job, Run
 from sensli_lab.compare.methods import methods
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
-from sensli_lab.compare.training import train_job
+from sensli_lab.compare.training import train
 from sensli_lab.errors import PaperError
 from sensli_lab.work.on_ray import stream
 from sensli_lab.work.workers import WorkCall, pack, unpack
@@ -55,7 +55,7 @@ def test_a_task_tells_its_states_and_its_run_and_resumes_from_any_of_them(given:
     states = [value for kind, value in told if kind == "state"]
     kind, run = told[-1]
     assert kind == "done" and len(states) > 5
-    expected = timeless(train_job(Job(SMALL, methods(SMALL)["units"], 0), SMALL.load(None, 0)))
+    expected = timeless(train(Job(SMALL, methods(SMALL)["units"], 0), SMALL.load(None, 0)))
     assert timeless(run) == expected
     resumed = news(replace(given, state=states[-3]))
     assert sum(kind == "state" for kind, _ in resumed) == 2 and timeless(resumed[-1][1]) == expected

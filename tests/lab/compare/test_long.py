@@ -20,7 +20,7 @@ from sensli_lab.compare.task import Task, TaskData, TaskPart
 from sensli_lab.compare.tasks import code
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.teacher import STUDENT
-from sensli_lab.compare.training import JobTraining, train_job
+from sensli_lab.compare.training import JobTraining, train
 from sensli_lab.errors import PaperError
 
 TINY = replace(STUDENT, steps=20, points=4, looks=(0.3,))
@@ -45,7 +45,7 @@ def test_the_rate_of_an_arm_is_the_one_that_was_chosen_for_it(monkeypatch: pytes
     assert asked.digest == small.digest != Job(TINY, methods(TINY)["small"], 0).digest, "the same numbers, the same run"
     training = JobTraining(small, task.load(None, 0))
     assert training.optimizer.param_groups[0]["initial_lr"] == 0.05
-    assert train_job(small, task.load(None, 0)).validation == train_job(asked, TINY.load(None, 0)).validation
+    assert train(small, task.load(None, 0)).validation == train(asked, TINY.load(None, 0)).validation
 
 
 def test_rates_are_chosen_on_seeds_that_no_table_shows(

@@ -13,7 +13,7 @@ from sensli_lab.compare.methods import OWN, SHAPES, Method, MethodSchedule, choo
 from sensli_lab.compare.report import PUBLISHED
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
-from sensli_lab.compare.training import JobTraining, train_job
+from sensli_lab.compare.training import JobTraining, train
 
 TINY = replace(SPIRALS, steps=12, looks=(0.2, 0.5), points=6, batch=120, looked_at=240)
 DATA = TINY.load(None, 0)
@@ -52,7 +52,7 @@ def test_every_published_schedule_is_one() -> None:
 
 
 def test_an_own_schedule_has_other_moments_and_the_same_flops() -> None:
-    common, own = (train_job(Job(TINY, methods(TINY)[name], 0), DATA) for name in ("net2net", "net2net-own"))
+    common, own = (train(Job(TINY, methods(TINY)[name], 0), DATA) for name in ("net2net", "net2net-own"))
     assert common.budget == own.budget and own.flops[-1] >= own.budget
     assert (common.looks, own.looks) == (2, 1)
     assert len(own.grown) == 2 and all(flops > 0.4 * own.budget for flops, _ in own.grown), "both layers at once"
@@ -76,9 +76,7 @@ def test_a_common_run_keeps_the_digest_that_it_had_before_there_were_schedules()
 
 
 def test_the_large_network_for_all_steps_is_beyond_the_budget_and_not_in_the_front() -> None:
-    small, large, full = (
-        train_job(Job(TINY, methods(TINY)[name], 0), DATA) for name in ("small", "large", "large-full")
-    )
+    small, large, full = (train(Job(TINY, methods(TINY)[name], 0), DATA) for name in ("small", "large", "large-full"))
     assert full.steps == small.steps > large.steps == TINY.steps and full.budget > 2 * large.budget
     known = list(methods(TINY).values())
     runs: dict[str, dict[int, Run]] = {"small": {0: small}, "large": {0: large}, "large-full": {0: full}}

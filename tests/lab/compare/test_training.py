@@ -23,7 +23,7 @@ from sensli_lab.compare.methods import choose_methods, methods
 from sensli_lab.compare.tasks.registry import TASKS
 from sensli_lab.compare.tasks.spirals import SPIRALS
 from sensli_lab.compare.tasks.text import TEXT, Transformer
-from sensli_lab.compare.training import JobTraining, flops_of_step, train_job
+from sensli_lab.compare.training import JobTraining, flops_of_step, train
 from sensli_lab.work.workers import Tell, processes
 
 TINY = replace(SPIRALS, steps=12, looks=(0.2, 0.5), points=6, batch=120, looked_at=240)
@@ -49,7 +49,7 @@ def plain(run: Run) -> dict[str, Any]:
 
 
 def test_a_fixed_network_pays_its_steps_and_nothing_else() -> None:
-    run = train_job(job("small"), DATA)
+    run = train(job("small"), DATA)
     batch = DATA.train.x[:120], DATA.train.y[:120]
     step, large = (flops_of_step(TINY.network(size, 0), batch, TINY.loss) for size in ("small", "large"))
     assert run.budget == 12 * large and run.decisions == 0 and run.looks == 0
@@ -58,16 +58,16 @@ def test_a_fixed_network_pays_its_steps_and_nothing_else() -> None:
 
 
 def test_a_growing_run_pays_for_its_looks_and_stays_below_the_large_network() -> None:
-    run = train_job(job("both"), DATA)
+    run = train(job("both"), DATA)
     assert run.looks == 2 and len(run.grown) == 2 and not run.uncounted
     looked = 2 * 240 * TINY.forward_flops["small"]  # at least: forward passes of what the first look was given
     assert looked < run.decisions < run.budget
     assert TINY.forward_flops["small"] < run.forward <= TINY.forward_flops["large"]
-    assert run.flops[-1] >= run.budget and run.steps < train_job(job("small"), DATA).steps
+    assert run.flops[-1] >= run.budget and run.steps < train(job("small"), DATA).steps
 
 
 def test_each_look_is_counted_and_timed_beside_a_plain_pass_of_its_samples() -> None:
-    run = train_job(job("both"), DATA)
+    run = train(job("both"), DATA)
     small = flops_of_step(TINY.network("small", 0), (DATA.train.x[:240], DATA.train.y[:240]), TINY.loss)
     assert [look.samples for look in run.costs] == [240, 240]
     assert run.costs[0].sweep == small < run.costs[1].sweep, "of the network as it was at the look"
@@ -123,10 +123,10 @@ def test_a_method_that_waits_looks_where_training_has_slowed_down() -> None:
 
 
 def test_all_methods_have_one_start_and_one_order() -> None:
-    first = [train_job(job(name), DATA) for name in ("small", "layers", "units")]
+    first = [train(job(name), DATA) for name in ("small", "layers", "units")]
     assert len({run.validation[0] for run in first}) == 1
     assert len({run.validation[1] for run in first}) == 1, "before the first look they are the same run"
-    assert train_job(job("small", seed=1), DATA).validation[0] != first[0].validation[0]
+    assert train(job("small", seed=1), DATA).validation[0] != first[0].validation[0]
 
 
 def test_the_rate_follows_the_share_of_the_flops() -> None:
@@ -150,7 +150,7 @@ def test_a_run_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
         resumed.restore(state)
     while not resumed.finished:
         resumed.advance()
-    assert plain(resumed.ended()) == plain(train_job(job(name), DATA))
+    assert plain(resumed.ended()) == plain(train(job(name), DATA))
 
 
 def test_an_interrupted_run_continues_from_what_it_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_an_interrupted_run_continues_from_what_it_saved(tmp_path: Path, monkeyp
     shares: list[float] = []
     assert computed(one, store, shares.append) == ""
     assert shares[0] > 0.5 and not store.state(one).exists()
-    assert plain(store.load(one)) == plain(train_job(one, DATA))  # type: ignore[arg-type]
+    assert plain(store.load(one)) == plain(train(one, DATA))  # type: ignore[arg-type]
 
 
 def test_only_what_is_missing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -182,7 +182,7 @@ def test_only_what_is_missing_is_computed(tmp_path: Path, monkeypatch: pytest.Mo
         "spirals, large, seed 1: done",
         "spirals, small, seed 0: done",
     ]
-    assert plain(store.load(jobs[0])) == plain(train_job(jobs[0], DATA))  # type: ignore[arg-type]
+    assert plain(store.load(jobs[0])) == plain(train(jobs[0], DATA))  # type: ignore[arg-type]
     other = job("small", task=replace(TINY, steps=13))
     assert store.load(other) is None, "another configuration has another place"
 
@@ -193,7 +193,7 @@ def test_a_state_that_cannot_be_used_is_computed_from_the_start(tmp_path: Path, 
     store.state(one).parent.mkdir(parents=True)
     store.state(one).write_bytes(b"no checkpoint")
     assert computed(one, store) == ""
-    assert plain(store.load(one)) == plain(train_job(one, DATA)) and not store.state(one).exists()  # type: ignore[arg-type]
+    assert plain(store.load(one)) == plain(train(one, DATA)) and not store.state(one).exists()  # type: ignore[arg-type]
 
 
 def test_what_a_method_refuses_is_said_and_the_others_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -213,7 +213,7 @@ def test_another_process_gives_the_same_run(tmp_path: Path, monkeypatch: Any) ->
     monkeypatch.setattr("sensli_lab.compare.jobs.provenance", dict)
     one = Job(SPIRALS, methods(SPIRALS)["units"], 0, 0.01)
     assert work.compute_runs([one], RunStore(tmp_path), place=processes(2)) == []
-    assert plain(RunStore(tmp_path).load(one)) == plain(train_job(one, DATA))  # type: ignore[arg-type]
+    assert plain(RunStore(tmp_path).load(one)) == plain(train(one, DATA))  # type: ignore[arg-type]
 
 
 @pytest.mark.thorough

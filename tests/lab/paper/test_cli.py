@@ -159,10 +159,10 @@ def test_ctrl_c_is_no_traceback(call, capsys, monkeypatch):
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands.runner, "run", stop)
+    monkeypatch.setattr(commands.runner, "run_plans", stop)
     assert call("run", "2") == 130
     assert capsys.readouterr().err == "Interrupted. Run the same command again to resume.\n"
-    monkeypatch.setattr(commands, "plain", stop)
+    monkeypatch.setattr(commands, "terminal_table", stop)
     assert call("list") == 130
     assert capsys.readouterr().err == "Interrupted.\n", "there is nothing to resume"
 

@@ -27,7 +27,7 @@ from sensli_lab.compare.jobs import Job as Run
 from sensli_lab.compare.jobs import RunStore as Runs
 from sensli_lab.compare.methods import methods
 from sensli_lab.compare.tasks.spirals import SPIRALS
-from sensli_lab.compare.training import train_job as compared
+from sensli_lab.compare.training import train as compared
 from sensli_lab.compare.work import compute_runs
 from sensli_lab.errors import PaperError
 from sensli_lab.paper import image_sets, runner

@@ -16,7 +16,7 @@ TASKS: dict[str, Task] = {
 }
 
 
-def find_task(name: str) -> Task:
+def find(name: str) -> Task:
     """A task by its name."""
     if name not in TASKS:
         raise BadComparison(f"TASK: {unknown_name('task', name, [*TASKS, 'all', 'long'])}")
