@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: sensli sites mymodels:make_cnn --input 1x3x32x32; for token ids: --input int64:1x128; "
         "sensli sites path/to/saved/model --text notes.txt --count 4",
     )
-    add, file = sites.add_argument, {"metavar": "FILE", "type": Path}
+    add = sites.add_argument
     model = (
         "MODULE:FACTORY, a module or .py file and a function or class in it that returns the model; or a directory that "
         "save_pretrained of the transformers library wrote"
@@ -86,9 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--input", metavar="SHAPE", action="append", help=shape)
     batch = "a dict of keyword arguments or a pair (input, target), or a list of them, from torch.save; or a .safetensors file"
-    data.add_argument("--batch", **file, help=batch)
+    data.add_argument("--batch", metavar="FILE", type=Path, help=batch)
     words = "a text file, read with the tokenizer in the model's directory or byte by byte"
-    data.add_argument("--text", **file, help=words)
+    data.add_argument("--text", metavar="FILE", type=Path, help=words)
     add("--length", type=int, default=128, help="number of tokens in a window of the text (default: %(default)s)")
     count = "number of sites to take, for the comparison of choices (default: %(default)s)"
     add("--count", type=int, default=1, help=count)
