@@ -149,8 +149,11 @@ def same(a: Any, b: Any) -> bool:
             kind,
             rate,
             id=f"{one.id}-{kind}-{rate}",
-            marks=[pytest.mark.slow]
-            * (rate is None or not str(one.id).startswith(("StepLR", "OneCycleLR", "SequentialLR"))),
+            marks=[]
+            if rate and str(one.id).startswith(("StepLR", "OneCycleLR", "SequentialLR"))
+            else [pytest.mark.slow]
+            if str(one.id).endswith("-0")
+            else [pytest.mark.thorough],  # other arguments of a scheduler that has a row
         )
         for one in EACH
         for kind, rate in (("SGD", None), ("AdamW", None), ("AdamW", 0.5))
