@@ -469,6 +469,8 @@ class Catch:
         divided = divisors(model) if sharded and weights else {}
         self.weights = list(_existing_weights(model, min(groups, 2), divided)) if weights else []
         self.sharded = sharded
+        known = {id(weight.parameter) for weight in self.weights}
+        self._unmeasured = [p for p in model.parameters() if id(p) in divided and id(p) not in known]
         # Without groups the sums of the weights take what a backward pass does, and shards less.
         large: list[Catches] = [*self.sites, *(self.weights if groups > 1 and not sharded else ())]
         entries = sum(each.gauge.entries for each in self.sites) * (groups + 1 if groups > 1 else 1)
@@ -687,6 +689,12 @@ class Catch:
             for weight in self.weights:
                 if weight.parameter.requires_grad:
                     stack.callback(weight.watch(hook(weight), drop=True).remove)
+            for (
+                parameter
+            ) in self._unmeasured:  # FSDP2 has the shards of a block in one tensor, which each of them would hold
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+                    stack.callback(handle.remove)
             yield
 
 
