@@ -23,7 +23,7 @@ from sensli.merits.norms import (
     sketcher_for,
     squared_norm,
 )
-from sensli.modules.engines.distributed import Together
+from sensli.modules.engines.distributed import ShardedPass, Together
 from sensli.modules.engines.fsdp import divisors, whole_leaves
 from sensli.modules.running import (
     describe,
@@ -485,8 +485,7 @@ class Catch:
         self.others = False  # whether tensors that are not parameters ask for a gradient
         self.caught = 0
         self.active = False
-        # Of all processes of a sharded model: what fails in one before its backward pass ends the pass in all of them.
-        self.together: Callable[[], Together] = lambda: Together(None, "run the model")
+        self.ranks: Together | None = None  # the processes of a sharded model, which make each pass at once
         self.idle = False  # this process runs along with others, and what it catches does not count
         # Around the user's code: autocast, where it is on.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -732,7 +731,8 @@ def backward(
 ) -> tuple[int, float]:
     """One batch: its loss, weighted by its size, back through the model. Returns the size and the loss."""
     catch.whose = own_pass = Measured()  # not those that the loss or the model take themselves
-    with catch.together() as together:
+    # What fails in one process before its backward pass ends the pass in all of them.
+    with Together(None, "run the model") if catch.ranks is None else ShardedPass(model) as together:
         size, loss = _forward(model, catch, batch, loss_fn, index)
         wanted = _wanted(model, catch, loss, index)
         together.agree()

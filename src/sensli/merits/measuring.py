@@ -30,7 +30,7 @@ from sensli.merits.confidence import GROUPS, estimate_of, is_clear, mean_of_weig
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, SKETCHABLE, choose, operator_work
 from sensli.modules import checks, random_state
-from sensli.modules.engines.distributed import ShardedPass, Together, numbered
+from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import check, forget_pass, is_synchronised, measured_passes, unsharded
 from sensli.modules.running import (
     autocast_of_now,
@@ -91,7 +91,7 @@ def _seen(
     look = Catch(
         model, [catch.sites[index].site for index, _ in wanting], weights=False, gauges=[gauge for _, gauge in wanting]
     )
-    look.keeps_activations, look.around, look.together, look.sharded = True, catch.around, catch.together, catch.sharded
+    look.keeps_activations, look.around, look.ranks, look.sharded = True, catch.around, catch.ranks, catch.sharded
     passed = False
     # What fails for another reason than that they are few fails again in the measurement, and is reported there.
     with forgiven(), untouched(model), look.hooked():
@@ -380,11 +380,12 @@ def measure(
         )
         # Without weights that train, only the activations at the sites are asked for.
         catch.keeps_activations, catch.around = not catch.weights, around
+        catch.ranks = together if sharded else None
         clear, remaining = None, 0.0
         kept, gradients = random_state.kept_of_loader(batches), gradients_kept(model.parameters())
         passes = measured_passes(model) if sharded else nullcontext()
         with passes, untouched(model), gradients, kept, torch.inference_mode(False), torch.enable_grad():
-            taken = _Taken(together if sharded else None, model, catch, batches, loss_fn, max_batches)
+            taken = _Taken(model, catch, batches, loss_fn, max_batches)
             look_ahead(together, model, catch, taken.first(), taken.expected, loss_fn)
             with catch.hooked():
                 if confidence is None:
@@ -417,17 +418,11 @@ def can_run_in_shards(model: nn.Module, sites: Iterable[Site], norm: str, *, rat
 class _Taken:
     """The batches that this process has taken so far, and what they gave.
 
-    ``together``: the processes of a sharded model, which run each pass at once. One without a batch runs another's, which does not count.
+    Where a model is sharded, a process without a batch runs along with another one, which does not count.
     """
 
     def __init__(
-        self,
-        together: Together | None,
-        model: nn.Module,
-        catch: Catch,
-        batches: Iterable[Any],
-        loss_fn: LossFunction | None,
-        most: int | None,
+        self, model: nn.Module, catch: Catch, batches: Iterable[Any], loss_fn: LossFunction | None, most: int | None
     ) -> None:
         self.model, self.catch, self.loss_fn, self.most = model, catch, loss_fn, most
         self.known: int | None = None
@@ -436,17 +431,15 @@ class _Taken:
         self.unit, self.count, self.exhausted, self.loss = 0.0, 0, False, 0.0
         self._sizes = [0.0] * catch.groups
         self._rest: Iterator[Any] = iter(batches)
-        self._together, self._substitute = together, None
-        if together is not None:
-            catch.together = lambda: ShardedPass(model)
+        self._substitute: Any = None  # for a batch
 
     def first(self) -> Any:
         """The first batch, which will be taken nevertheless; None if there is none."""
         found = list(islice(self._rest, 1))
         self._rest = chain(found, self._rest)
         first = found[0] if found else None
-        if self._together is not None:
-            first = self._substitute = self._share_first(self._together, first)
+        if self.catch.ranks is not None:
+            first = self._substitute = self._share_first(self.catch.ranks, first)
         return first
 
     def _share_first(self, together: Together, first: Any) -> Any:
@@ -464,11 +457,11 @@ class _Taken:
 
     def _in_step(self, own: Iterator[Any]) -> Iterator[Any]:
         """As many batches as the process has that has the most of them."""
-        if self._together is None:
+        if self.catch.ranks is None:
             yield from own
             return
         for batch in chain(own, repeat(None)):
-            if not any(self._together.agree(batch is not None, last=False)):
+            if not any(self.catch.ranks.agree(batch is not None, last=False)):
                 return
             self.catch.idle = batch is None
             yield self._substitute if batch is None else batch

@@ -80,13 +80,9 @@ class Probe:
                 together.agree_on(numbered("site", sites))
             reshard(self._model)  # the root keeps its parameters whole after a run without gradients
         self._sites = sites
+        natural = self._norm == NATURAL
         self._catch = Catch(
-            self._model,
-            sites,
-            weights=ratio,
-            natural=self._norm == NATURAL,
-            gauges=self._gauges(sites),
-            sharded=sharded,
+            self._model, sites, weights=ratio, natural=natural, gauges=self._gauges(sites), sharded=sharded
         )
         self._shards = [weight for weight in self._catch.weights if isinstance(weight, ShardCatch)]
         self._shapes = self._shapes_now()
