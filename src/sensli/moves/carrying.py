@@ -19,21 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from sensli.errors import BadExample, SensliError, UnsupportedModel, WrongType
-from sensli.modules import checks, random_state
+from sensli.modules import checks, random_state, running
 from sensli.modules.engines.distributed import Together, numbered
 from sensli.modules.engines.fsdp import check_resized, reshard
 from sensli.modules.flops import FlopCounter, unchanged
 from sensli.modules.grown import Chain
-from sensli.modules.running import (
-    Slot,
-    count_samples,
-    describe,
-    device_of,
-    first_tensor,
-    let_memory_through,
-    run,
-    to_device,
-)
 from sensli.modules.siblings import Sibling
 from sensli.modules.wrappers import class_of, eager, is_sharded
 from sensli.moves.inserting import join
@@ -61,7 +51,7 @@ def made_sibling(make: Any, model: nn.Module, example: Any) -> Sibling:
         with random_state.kept():
             made = make()
     except Exception as error:
-        let_memory_through(error)
+        running.let_memory_through(error)
         raise UnsupportedModel(
             f"sibling={checks.shown(make)} makes no model, it raises {type(error).__name__}: {error}. Give a function that can be "
             "called without arguments."
@@ -275,7 +265,7 @@ class _Called:
     began: int
     calls: int
     ended: int = -1
-    given: dict[Slot, tuple[int, ...]] = field(default_factory=dict)
+    given: dict[running.Slot, tuple[int, ...]] = field(default_factory=dict)
     output: tuple[int, ...] | None = None  # of a single tensor
     first: tuple[int, ...] | None = None  # or of the first part of what was returned
     flops: int = 0
@@ -298,7 +288,7 @@ def _surveyed(model: nn.Module, example: Any) -> dict[str, _Called]:
 
     def after(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            call, value = calls[path], first_tensor(output)
+            call, value = calls[path], running.first_tensor(output)
             call.ended, call.flops = next(clock), call.flops + counter.total
             call.first = None if value is None else tuple(value.shape)
             call.output = call.first if isinstance(output, Tensor) else None
@@ -311,12 +301,12 @@ def _surveyed(model: nn.Module, example: Any) -> dict[str, _Called]:
                 handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(after(path)))
             with counter:
-                run(model, to_device(example, device_of(model)))
+                running.run(model, running.to_device(example, running.device_of(model)))
         except Exception as error:
-            let_memory_through(error)
+            running.let_memory_through(error)
             raise BadExample(
-                f"the example ({describe(example)}) does not run through {_shown(model)}: {type(error).__name__}: {error}. Give one "
-                "shaped like a batch of the training data."
+                f"the example ({running.describe(example)}) does not run through {_shown(model)}: {type(error).__name__}: {error}. Give "
+                "one shaped like a batch of the training data."
             ) from error
         finally:
             for handle in handles:
@@ -332,7 +322,7 @@ class Carrying:
     def __init__(self, likeness: Likeness, example: Any, request: Request) -> None:
         self._likeness, self._model, self._request = likeness, likeness.model, request
         self._calls = _surveyed(self._model, example)
-        self._samples = max(1, count_samples(example))
+        self._samples = max(1, running.count_samples(example))
 
     def carried(self, found: Found) -> Found:
         """All that was found on the sibling, in the model: what cannot be there is skipped with the reason."""

@@ -21,26 +21,11 @@ from sensli.errors import (
 )
 from sensli.merits.measuring import fit_to_batch
 from sensli.merits.merits import Merit, as_site
-from sensli.modules import checks, random_state
+from sensli.modules import checks, random_state, running
 from sensli.modules.copies import NoDropout
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Changing
 from sensli.modules.grown import attach_record, attached_record, grown_modules, mark, unmark
-from sensli.modules.running import (
-    describe,
-    device_of,
-    let_memory_through,
-    moved,
-    run,
-    taken_by,
-    tensors,
-    to_device,
-    undrawn,
-    untouched,
-    whole,
-    without_autocast,
-    without_inference_mode,
-)
 from sensli.modules.wrappers import averages_in, bare, own_parameters
 from sensli.moves.inserting import is_nested
 from sensli.moves.sites import Edit, Site, site_named
@@ -98,18 +83,18 @@ class Outputs:
     def of(cls, model: nn.Module, batch: Any) -> Outputs:
         given = given_of(batch)
         if isinstance(given, dict):
-            given = taken_by(model, given)  # as in `measure`: the others are for the loss
+            given = running.taken_by(model, given)  # as in `measure`: the others are for the loss
         start = random_state.capture()
         try:
             plain = _run(model, given)
             random = not random_state.equal_states(plain.drawn, start)
             return cls(given, plain, _run(model, given, dropout=False) if random else None)
         except Exception as error:
-            let_memory_through(error)
+            running.let_memory_through(error)
             raise BadExample(
                 f"check does not run through {type(model).__name__}: {type(error).__name__}: {error}. It must be an input, an (input, "
-                f"target) pair or a dict of keyword arguments, and the model was called with {describe(given)}. For several arguments give "
-                "check=((x, mask), None)."
+                f"target) pair or a dict of keyword arguments, and the model was called with {running.describe(given)}. For several "
+                "arguments give check=((x, mask), None)."
             ) from error
 
     def check(self, model: nn.Module, layers: Sequence[nn.Module], site: Site) -> None:
@@ -124,7 +109,7 @@ class Outputs:
             if distance and other_masks and self.without_dropout is not None:
                 distance = _distance(self.without_dropout, _run(model, self.given, layers, dropout=False), allowed)
         except Exception as error:
-            let_memory_through(error)
+            running.let_memory_through(error)
             raise FunctionChanged(
                 f"after inserting {site} the model fails on check ({type(error).__name__}: {error}), so everything was put back. "
                 "Choose another site."
@@ -142,11 +127,11 @@ class Outputs:
 def _run(model: nn.Module, given: Any, layers: Sequence[nn.Module] = (), *, dropout: bool = True) -> OutputRun:
     """Run the model; what the new layers draw is drawn aside, so that everything else draws what it drew without them."""
     mode = nullcontext() if dropout else NoDropout()
-    handles = [handle for layer in layers for handle in undrawn(layer)]
+    handles = [handle for layer in layers for handle in running.undrawn(layer)]
     try:
-        with untouched(model), torch.no_grad(), mode:
-            output = run(model, to_device(given, device_of(model)))
-            return OutputRun([t.detach().clone() for t in tensors(output)], random_state.capture())
+        with running.untouched(model), torch.no_grad(), mode:
+            output = running.run(model, running.to_device(given, running.device_of(model)))
+            return OutputRun([t.detach().clone() for t in running.tensors(output)], random_state.capture())
     finally:
         for handle in handles:
             handle.remove()
@@ -158,11 +143,11 @@ def _distance(before: OutputRun, after: OutputRun, allowed: float | None) -> flo
         return float("inf")
     exact = (torch.float64, torch.complex128) if allowed is None else ()
     pairs = zip(before.tensors, after.tensors, strict=True)
-    distance = max((moved(old, new, exact=old.dtype in exact) for old, new in pairs), default=0.0)
+    distance = max((running.moved(old, new, exact=old.dtype in exact) for old, new in pairs), default=0.0)
     return distance if distance > (allowed or 0.0) else 0.0
 
 
-@without_autocast()
+@running.without_autocast()
 def grow(
     model: nn.Module,
     site: Site | Merit | str,
@@ -338,7 +323,7 @@ def _to_freeze(model: nn.Module) -> list[nn.Parameter]:
     of = {id(named[name]): growth.number for name, growth in current_names(growths).items() if name in named}
     training = [parameter for parameter in own_parameters(model) if parameter.requires_grad]
     kept = {growth.number for growth in growths if growth.freeze_rest}
-    kept |= {of[id(each)] for each in training if id(each) in of and not whole(each).any()}
+    kept |= {of[id(each)] for each in training if id(each) in of and not running.whole(each).any()}
     for growth in growths:
         _refuse_resting_units(model, growth)
     return [each for each in training if of.get(id(each)) not in kept]
@@ -357,7 +342,7 @@ def _refuse_resting_units(model: nn.Module, growth: Growth) -> None:
                 tensor, stretch = getattr(axis.module.find_module(), axis.name), width.stretch(axis)
                 ends = axis.start + axis.outer * (width.units + width.more) * axis.inner
                 if axis.fill == fill and tensor.dim() > 1 and tensor.requires_grad and tensor.shape[axis.dim] >= ends:
-                    parts.append(stretch.entries(whole(tensor)))
+                    parts.append(stretch.entries(running.whole(tensor)))
             if parts and not any(bool(part.any()) for part in parts):
                 raise UnsupportedSite(
                     f"freeze_rest must be False here, got True: the units of growth {growth.number} ({growth.site}) have no effect yet, "
@@ -385,7 +370,7 @@ def check_joining(
             plan_resizing(optimizer, site.move.plan(model, site).resized)
 
 
-@without_autocast()
+@running.without_autocast()
 def undo(
     model: nn.Module, growth: Growth | None = None, *, optimizer: Optimizers = None, scheduler: Schedulers = None
 ) -> Growth:
@@ -472,7 +457,7 @@ def undo(
         return growth
 
 
-@without_inference_mode()
+@running.without_inference_mode()
 def replay(model: nn.Module, history: History) -> nn.Module:
     """Grow a fresh model in the same way, so that the grown model's state dict fits. Values of new units come with that state dict.
 
@@ -506,7 +491,7 @@ def repeat(model: nn.Module, growth: Growth, *, optimizer: Optimizers = None, sc
             change.keep(model, *as_optimizers(optimizer), *as_schedulers(scheduler))
             again = grow(model, growth.site.by_path(), optimizer=optimizer, scheduler=scheduler, new_lr_factor=own)
         except (SensliError, ValueError, TypeError, RuntimeError) as error:
-            let_memory_through(error)
+            running.let_memory_through(error)
             raise _misfit(model, growth, str(error)) from error
         _check_same_growth(model, growth, again)
         # What followed the growth the first time (rates, groups, frozen parameters) is known to the record of then alone.

@@ -24,15 +24,7 @@ from sensli.moves.sites import Site, Sites
 from sensli.moves.stacking import StackCopy
 from sensli.moves.twin.twins import LASTS, Twin
 from sensli.text.commands import UNMEASURED
-from sensli_lab.methods.searching import (
-    PaperMethod,
-    apply_growth,
-    by_one,
-    check_seed,
-    equal_merits,
-    mean_loss,
-    turns_of,
-)
+from sensli_lab.methods.searching import PaperMethod, apply_growth, by_one, by_turn, check_seed, equal_merits, mean_loss
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -225,7 +217,7 @@ class AutoGrow(PaperMethod):
 
     def _next(self, stages: Sequence[str]) -> int | None:
         """Whose turn it is among those that are open. The stage that grew last comes last, so closing it changes no other turn."""
-        return next((index for index in turns_of(self.last, stages) if stages[index] not in self.closed), None)
+        return next((index for index in by_turn(self.last, stages) if stages[index] not in self.closed), None)
 
     def _stalled(self, metric: float | None) -> bool:
         return metric is not None and self.metric is not None and metric > self.metric - self.least

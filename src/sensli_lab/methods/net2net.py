@@ -23,7 +23,7 @@ from sensli.moves.layers import Layer
 from sensli.moves.point import tap
 from sensli.moves.sites import Site, Sites
 from sensli_lab.methods.pairs import Pair, Rival
-from sensli_lab.methods.searching import PaperMethod, UnitMethod, by_one, equal_merits, run_batch, turns_of
+from sensli_lab.methods.searching import PaperMethod, UnitMethod, by_one, by_turn, equal_merits, run_batch
 
 if TYPE_CHECKING:
     from sensli.growing.options import Options
@@ -57,7 +57,7 @@ class InTurn(PaperMethod):
 
     def choose(self, merits: Merits, context: TriggerContext) -> list[Site]:
         places = [_place(merit.site) for merit in merits]
-        turns = turns_of(self.last, places)
+        turns = by_turn(self.last, places)
         self.last = places[turns[0]]
         return [merits[index].site for index in turns]
 

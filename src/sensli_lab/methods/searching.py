@@ -106,7 +106,7 @@ def by_value(merits: Iterable[Merit]) -> list[Site]:
     return [merit.site for merit in sorted(merits, key=lambda merit: -merit.value)]
 
 
-def turns_of(last: str | None, names: Sequence[str]) -> list[int]:
+def by_turn(last: str | None, names: Sequence[str]) -> list[int]:
     """Indices in the order of their turns: the name after the last one first, and so around."""
     after = names.index(last) + 1 if last in names else 0
     return [*range(after, len(names)), *range(after)]
