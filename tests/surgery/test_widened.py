@@ -124,7 +124,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("kind", "options"), OPTIONS, ids=str)
 def test_every_optimizer_resumes_to_the_bit_after_a_widening(
     kind: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
