@@ -54,8 +54,7 @@ def draw_task(title: str, methods: Sequence[Method], runs: Runs, path: Path, com
     seeds = len({seed for own in runs.values() for seed in own})
     words = "one seed" if seeds == 1 else f"geometric mean of {seeds} seeds with 95 % bands"
     figure.suptitle(f"{title}: {words}", fontsize=9.5, x=0.01, ha="left")
-    folded = fill(command, 215, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    figure.supxlabel(folded, fontsize=6, family="monospace", color="0.4", x=0.01, ha="left")
+    figure.supxlabel(_folded(command), fontsize=6, family="monospace", color="0.4", x=0.01, ha="left")
     save_figure(figure, path)
 
 
@@ -198,6 +197,11 @@ def _plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
         axis.set_major_locator(MaxNLocator(6) if limits[1] < 5 * limits[0] else LogLocator(subs=(1, 2, 5)))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FormatStrFormatter("%g"))
+
+
+def _folded(command: str, width: int = 215) -> str:
+    """Lines of at most so many characters, broken between words."""
+    return fill(command, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _band(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,7 +71,7 @@ def test_all_tasks_are_the_short_ones_and_long_the_others(
 ) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(
-        commands.work, "compute", lambda jobs, *rest: asked.append([job.task.name for job in jobs]) or []
+        commands.work, "compute_runs", lambda jobs, *rest: asked.append([job.task.name for job in jobs]) or []
     )
     monkeypatch.chdir(tmp_path)
     for word in ("all", "long"):
