@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from benchmarks.figure import Figure
 from benchmarks.networks import paper_cnn
+from sensli.modules.flops import FlopCounter
 from sensli.modules.running import run
 from sensli.moves.finding import find_sites
 
 ROUNDS = 5
+SWIN = "Swin-Tiny"  # of two kinds of blocks in each of four lists
 
 
 class _Block(nn.Module):
@@ -57,12 +59,16 @@ def _hugging_face() -> list[tuple[str, Callable[[], nn.Module], dict[str, Tensor
     bert = hf.BertConfig(
         hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048, vocab_size=2000
     )  # fmt: skip
+    convnext = hf.ConvNextConfig(hidden_sizes=[40, 80, 160, 320], depths=[2, 2, 6, 2], num_labels=10)
+    swin = hf.SwinConfig(embed_dim=96, depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24], num_labels=10)
     llama = hf.LlamaConfig(
         hidden_size=288, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=6, intermediate_size=768, vocab_size=2000
     )  # fmt: skip
-    ids = torch.randint(0, 2000, (4, 64))
+    ids, photos = torch.randint(0, 2000, (4, 64)), torch.randn(4, 3, 224, 224)
     return [
         ("ViT-Tiny", lambda: hf.ViTForImageClassification(vit), {"pixel_values": torch.randn(4, 3, 112, 112)}),
+        ("ConvNeXt-Atto", lambda: hf.ConvNextForImageClassification(convnext), {"pixel_values": photos}),
+        (SWIN, lambda: hf.SwinForImageClassification(swin), {"pixel_values": photos}),
         ("BERT-Small", lambda: hf.BertForSequenceClassification(bert), {"input_ids": ids}),
         ("a Llama of 6 blocks", lambda: hf.LlamaForCausalLM(llama), {"input_ids": ids, "labels": ids}),
     ]
@@ -86,7 +92,7 @@ def search_cost() -> list[Figure]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        figures = [_in_passes(name, make(), example) for name, make, example in _models()]
+        figures = [figure for name, make, example in _models() for figure in _in_passes(name, make(), example)]
         return [*figures, _growth_with_depth()]
     finally:
         torch.set_num_threads(threads)
@@ -102,14 +108,24 @@ def _models() -> list[tuple[str, Callable[[], nn.Module], Any]]:
     ]
 
 
-def _in_passes(name: str, model: nn.Module, example: Any) -> Figure:
+def _in_passes(name: str, model: nn.Module, example: Any) -> Iterator[Figure]:
     model.train()
-    find_sites(model, example)
+    bar = 15 if name == SWIN else 10
+    counted = _operations(lambda: find_sites(model, example)) / _operations(lambda: run(model, example))
     taken: list[tuple[float, float]] = []
     for _ in range(ROUNDS):
         taken.append((_seconds(lambda: run(model, example)), _seconds(lambda: find_sites(model, example))))
     passes = statistics.median(search for _, search in taken) / statistics.median(forward for forward, _ in taken)
-    return Figure(f"find_sites of {name} / forward pass", passes, 10, "trials included, training mode, one thread")
+    how = "trials included, training mode"
+    yield Figure(f"find_sites of {name} / forward pass", passes, bar, f"{how}, one thread")
+    yield Figure(f"find_sites of {name} / forward pass, in FLOPs", counted, bar, how)
+
+
+def _operations(work: Callable[[], Any]) -> int:
+    """FLOPs of products and convolutions, backward passes too."""
+    with FlopCounter() as counter:
+        work()
+    return counter.total
 
 
 def _growth_with_depth() -> Figure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 
 from sensli import find_sites
 from sensli.modules.copies import made_general
+from sensli.moves.twin.counting import Known
 
 
 class _Config:
-    def __init__(self, num_layers: int, width: int) -> None:
-        self.num_layers, self.width = num_layers, width
+    def __init__(self, num_layers: int, width: int, tuples: bool = False) -> None:
+        self.num_layers, self.width, self.tuples = num_layers, width, tuples
 
 
 class _Block(nn.Module):
@@ -22,13 +24,14 @@ class _Block(nn.Module):
 
     def __init__(self, config: _Config, layer_idx: int) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx, self.tuples = layer_idx, config.tuples
         self.norm = nn.LayerNorm(config.width)
         self.up, self.down = nn.Linear(config.width, 16), nn.Linear(16, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         _Block.samples += len(x)
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return (x, None) if self.tuples else x
 
 
 class _Net(nn.Module):
@@ -45,14 +48,14 @@ class _Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         _Net.samples += len(x)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x)[0] if self.config.tuples else layer(x)
         return self.head(x)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_model_is_built_once_and_few_samples_go_through_it(frozen: bool) -> None:
+@pytest.mark.parametrize(("frozen", "tuples"), [(False, False), (True, False), (False, True)])
+def test_a_model_is_built_once_and_few_samples_go_through_it(frozen: bool, tuples: bool) -> None:
     torch.manual_seed(0)
-    model, batch = _Net(_Config(5, 8)), 32
+    model, batch = _Net(_Config(5, 8, tuples)), 32
     model.layers[0].requires_grad_(not frozen)  # a backward pass more, of a few samples
     _Net.built = _Net.samples = _Block.samples = 0
     sites = find_sites(model, torch.randn(batch, 4, 8))
@@ -62,6 +65,23 @@ def test_a_model_is_built_once_and_few_samples_go_through_it(frozen: bool) -> No
     assert _Net.samples <= 2.5 * batch
     # Through the blocks of the recorded run, and of the trial with some twins among them.
     assert _Block.samples <= 15 * batch
+
+
+@pytest.mark.parametrize(("mixes", "samples"), [(False, 1), (True, 6)])
+def test_one_sample_tells_that_a_model_gives_something_else_unless_samples_are_mixed(mixes: bool, samples: int) -> None:
+    class Counting(nn.Linear):
+        samples = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.samples += len(x)
+            return super().forward(x - x.mean(0) if mixes else x)
+
+    torch.manual_seed(0)
+    model, other, example = Counting(4, 4), Counting(4, 4), torch.randn(6, 4)
+    known = Known(model, example, model(example))
+    assert not known.is_given_by(other) and other.samples == samples
+    model.samples = 0
+    assert known.is_given_by(model) and model.samples == samples
 
 
 def test_a_block_that_mixes_its_samples_is_tried_on_all_of_them() -> None:

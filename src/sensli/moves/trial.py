@@ -38,6 +38,7 @@ from sensli.modules.running import (
     untouched,
     value_at,
     with_another,
+    with_first,
 )
 from sensli.modules.wrappers import eager
 from sensli.moves.inserting import Cut, Inserts, apply_cut, plan_cut, take_out
@@ -312,7 +313,7 @@ class LayerRehearsal(Rehearsal):
         self._random: dict[bool, bool] = {}  # whether outputs differ when nothing does
         self._ungraded: str | None = None  # why gradients could not be asked for
         self._built: dict[tuple[Site, bool, int], nn.Module] = {}  # layers, built once and used in every run
-        self._returns_tensor = {call.path for call in flow.calls if call.output is not None}
+        self._shells = {c.path: c.shell for c in flow.calls if c.output is not None or c.shell is not None}
 
     def attempt(self, sites: Sequence[Site]) -> Verdict:
         """Put a layer at every site, run the example in both modes, and take them out again."""
@@ -469,9 +470,11 @@ class LayerRehearsal(Rehearsal):
     def _layer(self, site: Site, anchor: nn.Module, real: bool, number: int) -> nn.Module:
         """The layer for a site, the first time built, then used again; ``number``: how many of them are there already."""
         # Of equal twins in one container some will do: that the others are identities too follows, here it is about their places.
-        real = real or site.path not in self._returns_tensor
+        real = real or site.path not in self._shells
         if (site, real, number) not in self._built:
             layer = move_of(site).stand_in(self.model, site, anchor, real=real)
+            if not real and (shell := self._shells[site.path]) is not None and move_of(site).takes_call:
+                layer.register_forward_hook(lambda _, __, output: with_first(shell, output))
             for parameter in layer.parameters():
                 parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
             self._built[site, real, number] = layer

@@ -21,6 +21,7 @@ from sensli.modules.running import (
     describe,
     device_of,
     first_tensor,
+    is_plain,
     let_memory_through,
     mapped,
     run,
@@ -28,6 +29,7 @@ from sensli.modules.running import (
     to_device,
     value_at,
     value_slot,
+    with_first,
 )
 from sensli.modules.wrappers import check_whole, eager, is_sharded
 from sensli.moves.trace.graph import all_before
@@ -65,6 +67,9 @@ class ModuleCall:
     ended: int = -1
     output: SeenTensor | None = None  # None if it did not return a single tensor
     returned: Any = None
+    shell: Any = (
+        None  # what it returned beside its first tensor, with None for that one; only where no other tensor is in it
+    )
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     # For a module that maps a space into itself, possibly as the first part of a tuple: where the value came in, and both its ends.
@@ -282,9 +287,11 @@ def _is_own_view(module: nn.Module, call: ModuleCall, output: Any) -> bool:
 
 def _note_output(call: ModuleCall, output: Any) -> None:
     call.returned = type(output).__name__
+    value = first_tensor(output)
     if isinstance(output, Tensor):
         call.output = SeenTensor.of(output)
-    value = first_tensor(output)
+    elif value is not None and is_plain(output[1:]) and next(tensors(output[1:]), None) is None:
+        call.shell = with_first(output, None)
     call.slot = None if value is None else value_slot(call.args, call.kwargs, value)
     if value is not None and call.slot is not None:
         given = value_at(call.args, call.kwargs, call.slot)

@@ -171,27 +171,32 @@ def _output(model: nn.Module, example: Any) -> Any:
 
 
 class Known:
-    """The example, and the outputs that a list with one more block should give on it."""
+    """The example, and the outputs that a list with one more block should give on it, as the model without that block does."""
 
-    def __init__(self, example: Any, output: Any) -> None:
+    def __init__(self, model: nn.Module, example: Any, output: Any) -> None:
         self._example, self._count = example, count_samples(example)
         self._outputs = [t.detach() for t in _comparable(output)]
+        self._few = min(1, self._count)
+        if self._count > 1 and not self.is_given_by(model):
+            self._few = self._count  # it mixes its samples, so one of them does not tell what all do
+
+    def with_output(self, output: Any) -> Known:
+        """The same example with another output."""
+        other = copy.copy(self)
+        other._outputs = [t.detach() for t in _comparable(output)]
+        return other
 
     def is_given_by(self, model: nn.Module, watched: nn.Module | None = None) -> bool:
-        """Whether a model gives these outputs too and calls the watched module once; one sample that shows it is enough."""
+        """Whether a model gives these outputs too and calls the watched module once."""
         if not self._outputs:
             return False
-        return (self._count > 1 and self._is_given(model, watched, 1)) or self._is_given(model, watched, self._count)
-
-    def _is_given(self, model: nn.Module, watched: nn.Module | None, few: int) -> bool:
         calls: list[None] = []
-        handle = watched.register_forward_pre_hook(lambda *_: calls.append(None)) if watched is not None else None
+        handle = (model if watched is None else watched).register_forward_pre_hook(lambda *_: calls.append(None))
         try:
-            after = list(_comparable(_output(model, first_samples(self._example, few, self._count))))
+            after = list(_comparable(_output(model, first_samples(self._example, self._few, self._count))))
         finally:
-            if handle is not None:
-                handle.remove()
-        before = first_samples(self._outputs, few, self._count)
+            handle.remove()
+        before = first_samples(self._outputs, self._few, self._count)
         same = [one.shape == other.shape and not moved(one, other) for one, other in zip(before, after, strict=False)]
         return len(after) == len(before) and all(same) and (watched is None or len(calls) == 1)
 
@@ -391,56 +396,59 @@ def _cast_alike(built: nn.Module, like: nn.Module) -> None:
                 part._buffers[name] = buffer.to(other.dtype)
 
 
-def plan_list(
-    flow: Flow,
-    example: Any,
-    container: str,
-    sources: tuple[int, int],
-    twin: Twin,
-    built: dict[object, nn.Module | None],
-) -> ListPlace | None:
-    """What must follow when the list takes a twin beside a block; None where no trial confirms any plan.
+class ListPlanner:
+    """Plans what must follow when lists of one model take twins. What is learned on one list is used for the next."""
 
-    ``sources`` are the first and the last of the equal blocks that a twin may go beside. What holds at both holds between them: unless the
-    configuration lists the blocks one by one, a block more at either end can give the same list only if all between are equal.
-    The copy that the example ran through takes the twin, and is put back. ``built``: what was built of it for other lists, to be used
-    again.
-    """
-    trial = flow.model
-    blocks = list(trial.get_submodule(container).children())
-    source, last = sources
-    position = source + 1
-    indices = find_indices(blocks)
-    if not {*own_numbers(blocks)[source]} <= {(index.module, index.name) for index in indices}:
-        return None  # nothing tells which number a twin should have
-    layer = twin.build(unwrapped(blocks[source]), trial)
-    # Never chained: somebody's eval() returns None.
-    layer.eval()
-    identity = bool(twin.zeroed)
-    known = Known(example, flow.output if identity else _output_beside(flow, container, source, layer, example))
+    def __init__(self, flow: Flow, example: Any) -> None:
+        self._flow, self._example = flow, example
+        self._built: dict[object, nn.Module | None] = {}  # models from changed configurations
 
-    def holds(place: ListPlace) -> bool:
-        """Whether the grown copy runs the new block once and gives the same output; the copy is put back."""
-        with grown_list(trial, container, place, position, source, layer):
-            return known.is_given_by(trial, layer)
+    @cached_property
+    def _known(self) -> Known:
+        return Known(self._flow.model, self._example, self._flow.output)
 
-    for owner, name in _configured(trial, container, len(blocks)):
-        remade = Rebuilt(trial, owner, name, container, indices, built)
-        for facts, again in remade.plans(position, source, layer):
-            place = ListPlace(facts, indices)
-            if remade.matches(last + 1, last, layer, facts):
-                with grown_list(trial, container, place, position, source, layer):
-                    alike = remade.runs_alike(again, known)
-                if alike if alike is not None else holds(place):
-                    return place
-        if remade.is_faithful:
-            return None
-    counts = _counts_around(trial, container, len(blocks))
-    named = tuple(fact for fact in counts if fact.name in COUNTS)
-    for guess in (named, *((*named, fact) for fact in counts if fact not in named)):
-        if holds(ListPlace(guess, indices)):
-            return ListPlace(guess, indices)
-    return None
+    def plan(self, container: str, sources: tuple[int, int], twin: Twin) -> ListPlace | None:
+        """What must follow when the list takes a twin beside a block; None where no trial confirms any plan.
+
+        ``sources`` are the first and the last of the equal blocks that a twin may go beside. What holds at both holds between them: unless
+        the configuration lists the blocks one by one, a block more at either end can give the same list only if all between are equal.
+        The copy that the example ran through takes the twin, and is put back.
+        """
+        trial = self._flow.model
+        blocks = list(trial.get_submodule(container).children())
+        source, last = sources
+        position = source + 1
+        indices = find_indices(blocks)
+        if not {*own_numbers(blocks)[source]} <= {(index.module, index.name) for index in indices}:
+            return None  # nothing tells which number a twin should have
+        layer = twin.build(unwrapped(blocks[source]), trial)
+        layer.eval()
+        known = self._known
+        if not twin.zeroed:  # it is no identity
+            known = known.with_output(_output_beside(self._flow, container, source, layer, self._example))
+
+        def holds(place: ListPlace) -> bool:
+            """Whether the grown copy runs the new block once and gives the same output; the copy is put back."""
+            with grown_list(trial, container, place, position, source, layer):
+                return known.is_given_by(trial, layer)
+
+        for owner, name in _configured(trial, container, len(blocks)):
+            remade = Rebuilt(trial, owner, name, container, indices, self._built)
+            for facts, again in remade.plans(position, source, layer):
+                place = ListPlace(facts, indices)
+                if remade.matches(last + 1, last, layer, facts):
+                    with grown_list(trial, container, place, position, source, layer):
+                        alike = remade.runs_alike(again, known)
+                    if alike if alike is not None else holds(place):
+                        return place
+            if remade.is_faithful:
+                return None
+        counts = _counts_around(trial, container, len(blocks))
+        named = tuple(fact for fact in counts if fact.name in COUNTS)
+        for guess in (named, *((*named, fact) for fact in counts if fact not in named)):
+            if holds(ListPlace(guess, indices)):
+                return ListPlace(guess, indices)
+        return None
 
 
 def _output_beside(flow: Flow, container: str, source: int, layer: nn.Module, example: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from sensli.moves.sites import Kind, Site
 from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
 from sensli.moves.trace.graph import nearest_parameters
 from sensli.moves.trace.stacks import is_list, likeness, manner, never_negative, parent_of, signature
-from sensli.moves.twin.counting import equal_blocks, own_numbers, plan_list
+from sensli.moves.twin.counting import ListPlanner, equal_blocks, own_numbers
 from sensli.moves.twin.twins import Twin
 
 # ---- Finding by trial which parameters of a block must be zero for it to be an identity.
@@ -343,9 +344,8 @@ def _remembers(call: ModuleCall) -> bool:
 
 def _replaceable(flow: Flow, call: ModuleCall) -> list[str]:
     """Modules inside a block that map one tensor to one of the same shape, once; the smallest first."""
-    inner = [
-        c for c in flow.calls if c.path.startswith(f"{call.path}.") and call.began < c.began and c.ended < call.ended
-    ]
+    prefix = f"{call.path}."
+    inner = [c for c in flow.calls if c.path.startswith(prefix) and call.began < c.began and c.ended < call.ended]
     paths = [
         c.path
         for c in inner
@@ -371,12 +371,13 @@ class _Bound(nn.Module):
 def block_flops(call: ModuleCall) -> int:
     """FLOPs of one call of a block, per sample; 0 where they cannot be counted."""
     assert call.given is not None and call.slot is not None
-    args, kwargs = without_memory(_other_arguments(call))
-    bound = _Bound(call.module, args, kwargs, call.slot)
-    try:
-        return int(count_flops(bound, (call.given.tensor.detach(),)))
-    except SensliError:
-        return 0
+    others, value = without_memory(_other_arguments(call)), call.given.tensor.detach()
+    count = len(value) if value.dim() else 0
+    for few in dict.fromkeys((min(1, count), count)):  # one sample, if the block takes one
+        bound = _Bound(call.module, *first_samples(others, few, count), call.slot)
+        with suppress(SensliError):
+            return int(count_flops(bound, (value[:few],)))
+    return 0
 
 
 # ---- For a block of a stack: its twin, and where the twin would go.
@@ -386,14 +387,14 @@ class TwinFinder:
     """Finds twins in the model of one run; what was learned on a block is tried first on its equals."""
 
     def __init__(self, flow: Flow, example: Any, init: str) -> None:
-        self._flow, self._example, self._init = flow, example, init
+        self._flow, self._init = flow, init
+        self._planner = ListPlanner(flow, example)
         self._plans: dict[object, Twin] = {}  # by what is alike
         self._sized: dict[object, Twin] = {}  # by what is equal
         self._refused: dict[object, str] = {}
         # Of a list: for each block the first and the last of its equals, and what must follow when the list takes a twin of them.
         self._equals: dict[str, list[tuple[int, int]]] = {}
         self._places: dict[tuple[str, tuple[int, int]], ListPlace | None] = {}
-        self._built: dict[object, nn.Module | None] = {}  # models from changed configurations
         self._numbers: dict[str, dict[str, list[tuple[str, str]]]] = {}  # of a container: what tells its blocks apart
 
     def find(self, call: ModuleCall, seen: SeenTensor, *, chained: bool) -> tuple[Twin, ListPlace | None]:
@@ -485,8 +486,7 @@ class TwinFinder:
             self._equals[container] = equal_blocks(list(parent.children()))
         alike = self._equals[container][int(key) - first_number(parent)]
         if (container, alike) not in self._places:
-            plan = plan_list(self._flow, self._example, container, alike, twin, self._built)
-            self._places[container, alike] = plan
+            self._places[container, alike] = self._planner.plan(container, alike, twin)
         return self._places[container, alike]
 
 
