@@ -53,8 +53,8 @@ class LayerGauge(Gauge):
         if self.layer.norm:  # statistics of the batch where the model takes them
             next(self._bend.children()).train(self.anchor.training)
         dim = 1 if self.layer.kind == "conv" else x.dim() - 1
-        low, high = x.transpose(0, dim).flatten(1).aminmax(dim=1) if dim != 1 else _range(x)
-        alive = ((low != 0) | (high != 0)).float()
+        others = [d for d in range(x.dim()) if d != dim]
+        alive = ((x.amin(others) != 0) | (x.amax(others) != 0)).float()
         features, g = self.layer.sides(x, cotangent, self._bend)
         gradient = self.layer.weight_gradient(features, g)
         if not self.natural:
@@ -72,11 +72,6 @@ class LayerGauge(Gauge):
 
     def dead(self, sums: Mapping[str, Tensor]) -> float | None:
         return 1.0 - (sums["alive"] > 0).float().mean().item()
-
-
-def _range(x: Tensor) -> tuple[Tensor, Tensor]:
-    others = [d for d in range(x.dim()) if d != 1]
-    return x.amin(others), x.amax(others)
 
 
 # ---- The layers that can be inserted: each starts as the identity and has a weight whose gradient is not zero.

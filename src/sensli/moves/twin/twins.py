@@ -32,7 +32,7 @@ from sensli.modules.wrappers import compile_like, is_sharded
 from sensli.moves.factors import Outer, Use, watch_uses
 from sensli.moves.inserting import Inserts, apply_cut, example_parameter, plan_cut, take_out
 from sensli.moves.point import Point
-from sensli.moves.roles import Geometry
+from sensli.moves.roles import LAYERS, Geometry, role_of
 from sensli.moves.sites import Cost, Gauge
 
 if TYPE_CHECKING:
@@ -298,6 +298,11 @@ class Twin(Inserts):
         module = self.build(anchor, model, share=True)
         if self.null:
             return AddedTwin(site.point, anchor, module, self.measured)
+        weights = [name for name in self.zeroed if name.endswith(".weight")] if self.last == "zero" else []
+        for part in (module.get_submodule(name.rpartition(".")[0]) for name in weights):
+            if isinstance(part, LAYERS) and role_of(part) is not None and not part._forward_hooks:
+                # Nothing comes back through zeros: the backward pass need not go on from there.
+                part.register_forward_pre_hook(lambda _, *given: without_memory(given), with_kwargs=True)
         return VirtualTwin(site.point, anchor, module, self.measured)
 
     def module_at(self, model: nn.Module, site: Site, anchor: nn.Module) -> nn.Module:
