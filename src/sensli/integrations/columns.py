@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array, issparse
 from torch import Tensor, nn
 
+from sensli.integrations.fitting import DENSE, SparseRows
 from sensli.text.tables import shorten
 
 MOST = 100  # categories of one column: what is rarer shares one place with what is unknown
@@ -38,7 +40,7 @@ def is_frame(table: Any) -> bool:
 def cells_of(table: Any) -> list[Any]:
     """The columns: arrays of numbers (gaps are NaN), of ``datetime64`` or of objects."""
     if not is_frame(table):
-        return list(np.asarray(table).T)
+        return list((table.toarray() if issparse(table) else np.asarray(table)).T)
     if hasattr(table, "iloc"):
         return [_pandas_cells(table.iloc[:, place]) for place in range(table.shape[1])]
     return [_polars_cells(series) for series in table.get_columns()]
@@ -194,6 +196,10 @@ class TableReader:
 
     def __init__(self, table: Any, categorical: Any, estimator: str) -> None:
         """``categorical``: as the argument ``categorical_features`` of the estimators."""
+        self.sparse = issparse(table) and table.shape[0] * table.shape[1] > DENSE
+        if self.sparse:
+            self._read_sparse(table, categorical, estimator)
+            return
         cells = cells_of(table)
         names = [f"column {name!r}" for name in (map(str, table.columns) if is_frame(table) else range(len(cells)))]
         chosen = _chosen(categorical, table, len(cells), estimator)
@@ -201,13 +207,27 @@ class TableReader:
             chosen = [_is_category(dtype) or None for dtype in _dtypes(table)]
         self.columns = [Column.of(*each) for each in zip(names, cells, chosen, strict=True)]
 
+    def _read_sparse(self, table: Any, categorical: Any, estimator: str) -> None:
+        """All columns are numbers, and none is looked at: they may be many."""
+        if any(_chosen(categorical, table, table.shape[1], estimator)):
+            raise ValueError(
+                f"categorical_features must be 'from_dtype' or None for a sparse matrix of more than {DENSE:,} cells, got "
+                f"{shorten(repr(categorical), 80)}. Encode the categories as columns of 0 and 1."
+            )
+        self.columns = [Column(f"column {place}", "number") for place in range(table.shape[1])]
+
     @property
     def parts(self) -> list[bool]:
         """For each column of the matrix, whether its numbers are categories."""
         return [part for column in self.columns for part in column.parts]
 
     def read(self, table: Any) -> Any:
-        """The matrix of a table with the same columns."""
+        """The matrix of a table with the same columns, sparse if the first table was and was large."""
+        if self.sparse:
+            return table if issparse(table) else csr_array(self._dense(table))
+        return self._dense(table.toarray() if issparse(table) else table)
+
+    def _dense(self, table: Any) -> Any:
         if not is_frame(table) and table.dtype.kind == "f" and not any(self.parts):
             return table
         arrays = [
@@ -267,7 +287,7 @@ class Features(nn.Module):
     """Inputs of networks from a matrix of a `TableReader`, each with mean zero over the training samples; a gap is zero too.
 
     ``parts`` says which columns are categories. A numerical column is cut into at most ``bins`` pieces of equally many samples;
-    with one it stays as it is, standardised.
+    with one it stays as it is, standardised. A column of a sparse matrix is only divided by the size of its entries, so zero stays zero.
     """
 
     column: Tensor
@@ -284,7 +304,7 @@ class Features(nn.Module):
         super().__init__()
         ramps, flags = list[tuple[int, float, float, float, float]](), list[tuple[int, float]]()
         pieces = list[int]()
-        for place, (values, category) in enumerate(zip(x.T, parts, strict=True)):
+        for place, (values, category) in enumerate(() if issparse(x) else zip(x.T, parts, strict=True)):
             gaps = np.isnan(values)
             known = np.unique(values[~gaps])
             if category and len(known) + gaps.any() > 1:
@@ -295,14 +315,16 @@ class Features(nn.Module):
                 pieces += [len(found)] * len(found)
             if gaps.any() and len(known):
                 flags.append((place, np.nan))
-        if not ramps and not flags:  # nothing varies, as in a single sample: all columns as they are
+        if not ramps and not flags:  # sparse, or nothing varies, as in a single sample: all columns as they are
             ramps, pieces = [(place, 0.0, 1.0, -np.inf, np.inf) for place in range(x.shape[1])], [1] * x.shape[1]
         for index, name in enumerate(("column", "low", "slope", "least", "most")):
             self._keep(name, [ramp[index] for ramp in ramps])
         self._keep("flagged", [place for place, _ in flags])
         self._keep("code", [code for _, code in flags])
-        raw = self.raw(torch.tensor(x, dtype=torch.float64, device="cpu")).numpy()
-        mean, scale = moments(raw, weight)
+        if issparse(x):
+            mean, scale = np.zeros(x.shape[1]), _entry_sizes(x, weight)
+        else:
+            mean, scale = moments(self.raw(torch.tensor(x, dtype=torch.float64, device="cpu")).numpy(), weight)
         scale[: len(pieces)] *= np.sqrt(np.array(pieces))  # a column counts as one, however many pieces it has
         self._keep("mean", mean)
         self._keep("scale", scale)
@@ -325,6 +347,22 @@ class Features(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ((self.raw(x) - self.mean) / self.scale).nan_to_num(0.0)
+
+    def inputs(self, x: Any, precision: torch.dtype, device: torch.device) -> Tensor | SparseRows:
+        """What networks train on: the inputs of this matrix, sparse if it is."""
+        if not issparse(x):
+            return self(torch.tensor(x, device="cpu")).to(device, precision)
+        values = np.nan_to_num(x.data) / self.scale.numpy()[x.indices]
+        starts, columns = (torch.tensor(each, dtype=torch.int64, device=device) for each in (x.indptr, x.indices))
+        return SparseRows(starts, columns, torch.tensor(values, dtype=precision, device=device), x.shape)
+
+
+def _entry_sizes(x: Any, weight: Any) -> Any:
+    """The root of the mean square of the entries of each column that are not zero; one where there are none."""
+    weight = np.repeat(weight, np.diff(x.indptr)) * (np.nan_to_num(x.data) != 0)
+    total = np.bincount(x.indices, weight, x.shape[1])
+    squares = np.bincount(x.indices, weight * np.nan_to_num(x.data) ** 2, x.shape[1])
+    return np.sqrt(np.divide(squares, total, out=np.ones(x.shape[1]), where=total > 0))
 
 
 def _ramps(values: Any, weight: Any, bins: int) -> list[tuple[float, float, float, float]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 from torch.nn.utils.rnn import pad_sequence
 
 from sensli.growing.grower import Grower
@@ -27,6 +28,47 @@ from sensli.surgery.growth import repeat, undo
 from sensli.surgery.history import Growth, History
 from sensli.surgery.outline import outline
 from sensli.text.progress import Reach
+
+# ---- Samples that are mostly zero.
+
+
+class SparseRows:
+    """Samples as their entries other than zero, which are all that the first product of a network needs.
+
+    Those of a row lie from ``starts[row]`` to ``starts[row + 1]`` in ``columns`` and ``values``. Rows are chosen as from a tensor.
+    """
+
+    def __init__(self, starts: Tensor, columns: Tensor, values: Tensor, shape: Sequence[int]) -> None:
+        self.starts, self.columns, self.values, self.shape = starts, columns, values, torch.Size(shape)
+        self.device = values.device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Tensor) -> SparseRows:
+        first, counts = self.starts[rows].flatten(), self.starts.diff()[rows].flatten()
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        places = torch.arange(int(starts[-1]), device=self.device) + (first - starts[:-1]).repeat_interleave(counts)
+        return SparseRows(starts, self.columns[places], self.values[places], (*rows.shape, self.shape[-1]))
+
+    def product(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """What a layer gives for samples of several networks: (networks, samples, units)."""
+        networks, samples, inputs = self.shape
+        own = torch.arange(networks, device=self.device).repeat_interleave(samples) * inputs
+        # The weights of all networks, one after another, and the columns there.
+        weights, columns = (
+            weight.mT.reshape(networks * inputs, -1),
+            self.columns + own.repeat_interleave(self.starts.diff()),
+        )
+        settings: dict[str, Any] = {"mode": "sum", "per_sample_weights": self.values, "include_last_offset": True}
+        return embedding_bag(columns, weights, self.starts, **settings).view(networks, samples, -1) + bias
+
+    def to_dense(self) -> Tensor:
+        """The same as a tensor."""
+        row = torch.arange(len(self.starts) - 1, device=self.device).repeat_interleave(self.starts.diff())
+        dense = self.values.new_zeros(len(self.starts) - 1, self.shape[-1])
+        return dense.index_put_((row, self.columns), self.values, accumulate=True).view(self.shape)
+
 
 # ---- Several networks of one shape, trained as one: their weights are stacked, so a step of all takes little longer than
 # a step of one.
@@ -88,12 +130,13 @@ class Stacked:
         self.optimizer.load_state_dict(state["optimizer"])
         self._steps = state["steps"]
 
-    def forward(self, x: Tensor, *, average: bool = False) -> Tensor:
+    def forward(self, x: Tensor | SparseRows, *, average: bool = False) -> Tensor:
         """The outputs of all networks, each for its own inputs: (networks, samples, features) to (networks, samples, outputs)."""
         tensors, layers = self._parts(self.average) if average else self._weights, len(self._relus)
         for weight, bias, relu in zip(tensors[:layers], tensors[layers:], self._relus, strict=True):
-            x = torch.baddbmm(bias, x, weight.mT)
+            x = x.product(weight, bias) if isinstance(x, SparseRows) else torch.baddbmm(bias, x, weight.mT)
             x = x.relu() if relu else x
+        assert isinstance(x, Tensor)
         return x
 
     def step(self, loss: Tensor) -> None:
@@ -135,7 +178,8 @@ def _after_linear(network: nn.Module) -> Iterator[nn.Module | None]:
 
 
 Samples = Callable[[Tensor, Tensor], Tensor]  # outputs and targets to one number per sample
-Part = tuple[Tensor, Tensor, Tensor]  # inputs, targets, weights
+Part = tuple[Tensor | SparseRows, Tensor, Tensor]  # inputs, targets, weights
+DENSE = 2_000_000  # cells of a sparse matrix that may become a tensor at once
 
 
 class Diverged(ValueError):
@@ -149,14 +193,8 @@ class FoldData:
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        y: Tensor,
-        weight: Tensor,
-        rows: Sequence[Tensor],
-        held_out: Sequence[Tensor] = (),
-        copies: int = 1,
-    ) -> None:
+        self, x: Tensor | SparseRows, y: Tensor, weight: Tensor, rows: Sequence[Tensor], held_out: Sequence[Tensor] = (), copies: int = 1
+    ) -> None:  # fmt: skip
         self.x, self.y = x, y
         self.weight = weight / weight.mean()  # the scale of the loss does not depend on that of the weights
         self.rows, self._shares = self._padded(rows)
@@ -190,6 +228,12 @@ class FoldData:
         rows, weight = self.rows.gather(1, order), self._shares.gather(1, order)
         for some, its in zip(rows.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True):
             yield self.part(some, its)
+
+    def measured(self) -> Part:
+        """Samples of the first network, all of them unless they are many as a tensor."""
+        most = len(self.x) if isinstance(self.x, Tensor) else max(1, DENSE // (len(self.rows) * self.x.shape[-1]))
+        x, y, weight = next(self.batches(most))
+        return x.to_dense()[0], y[0], weight[0]
 
     @cached_property
     def _whole(self) -> Part:
@@ -239,8 +283,9 @@ def _step(stacked: Stacked, part: Part, losses: Samples) -> Tensor:
     return loss.detach() / len(weight)
 
 
-STAGE = 20  # evaluations after which a growth is tried even if the loss still falls
+STAGE = 10  # evaluations after which a growth is tried even if the loss still falls
 STEPS = 10  # the smallest number between two evaluations: an epoch of few data says little
+DOUBLE = 0.999  # a layer gets about as many units as it has: a share below one, which is rounded
 FINISH = 0.5  # epochs on all samples at the end, as a share of those that led to the best weights
 FALLING = 1.0  # the same where the loss still fell when growing ended
 
@@ -257,7 +302,6 @@ class FitPlan:
     tolerance: float  # improvement of the loss that counts, relative to it; and a tenth of that, relative to the first
     max_layers: int
     max_width: int
-    units: int  # how many more at a time
     tau: float
 
 
@@ -274,8 +318,7 @@ class Fitted:
 class _Asked(Trigger):
     """Fires when the fit asks for a layer or for units, and lets nothing else in."""
 
-    def __init__(self, plan: FitPlan) -> None:
-        self.kind, self.plan, self.before = "", plan, 0
+    kind, before = "", 0
 
     def fires(self, context: TriggerContext) -> bool:
         self.before = context.growths
@@ -291,23 +334,17 @@ class Fit:
     """One training: networks of equal shape, the data, and what a sample loses in training and where it is held out."""
 
     def __init__(
-        self,
-        networks: Sequence[nn.Module],
-        data: FoldData,
-        losses: Samples,
-        scores: Samples,
-        plan: FitPlan,
-        say: Callable[[str], None],
-        history: History,
-        reach: Reach,
-    ) -> None:
+        self, networks: Sequence[nn.Module], data: FoldData, losses: Samples, scores: Samples, plan: FitPlan,
+        say: Callable[[str], None], history: History, reach: Reach,
+    ) -> None:  # fmt: skip
         self.networks, self.data, self.plan, self.say, self.reach = list(networks), data, plan, say, reach
         self.losses, self.scores = losses, scores
-        self._began, self._asked = history.record.calls, _Asked(plan)
+        self._began, self._asked = history.record.calls, _Asked()
         # What trains is stacked, and begins again after each growth: this optimizer only says what can be trained.
+        example = data.x[data.rows[:1, :1]].to_dense()[0]
         self._grower = Grower(
-            networks[0], torch.optim.SGD(networks[0].parameters()), preset="auto", example=data.x[:1], trigger=self._asked, tau=plan.tau,
-            form="relu", what="both", units=plan.units, init="random", max_growths=plan.max_layers, max_factor=None, floor=0.0,
+            networks[0], torch.optim.SGD(networks[0].parameters()), preset="auto", example=example, trigger=self._asked, tau=plan.tau,
+            form="relu", what="both", units=DOUBLE, max_growths=plan.max_layers, max_factor=None, floor=0.0,
         )  # fmt: skip
         self._grower.history = history
         self._watched = data.part(*data.watched)
@@ -321,7 +358,7 @@ class Fit:
 
     def run(self) -> Fitted:
         """Train, grow while it helps, stop. The networks have the weights that were best."""
-        self._stage(self.plan.patience)
+        self._stage()
         helps = {"layer": True, "units": True}
         while any(helps.values()) and self._left:
             kind = "units" if helps["units"] else "layer"
@@ -361,11 +398,11 @@ class Fit:
         hidden = [layer.out_features for layer in self.networks[0].modules() if isinstance(layer, nn.Linear)][:-1]
         if kind == "layer":
             return len(hidden) < self.plan.max_layers
-        return max(hidden) + self.plan.units <= self.plan.max_width
+        return 2 * max(hidden) <= self.plan.max_width  # a growth doubles a layer
 
-    def _stage(self, patience: int) -> None:
+    def _stage(self) -> None:
         """Train until the watched loss stalls, or for a while if something could still grow; then the best weights."""
-        stacked, waited, mark, looks = self._stacked(), 0, self.fitted.loss, 0
+        stacked, waited, mark, looks, patience = self._stacked(), 0, self.fitted.loss, 0, self.plan.patience
         best, led, began = stacked.average.clone(), self._led, self._epoch
         limit = STAGE if self._room("layer") or self._room("units") else math.inf
         while waited < patience and looks < limit and self._left:
@@ -426,8 +463,8 @@ class Fit:
         """Tell the record the watched loss of this epoch; if a growth was asked for, make it."""
         grower, batches = self._grower, list[Any]()
         if self._asked.kind:
-            x, y, weight = next(self.data.batches(len(self.data.x)))
-            batches = [(x[0], (y[0], weight[0]))]  # of the first network, which the Grower sees
+            x, y, weight = self.data.measured()
+            batches = [(x, (y, weight))]  # of the first network, which the Grower sees
         grower.calls = self._began + self._epoch - 1
         return grower.step(batches, lambda output, rest: (self.losses(output, rest[0]) * rest[1]).mean(), metric=value)
 
@@ -445,7 +482,7 @@ class Fit:
             self.say(str(growth))
             for network in self.networks[1:]:
                 repeat(network, growth)
-        self._stage(math.ceil(self.plan.patience / 2))  # what helps does so soon
+        self._stage()
         if self._enough(self.fitted.loss, before[0]) and self._clear(before[1]):
             return True
         self.say("taken out again: it did not help")

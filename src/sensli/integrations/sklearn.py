@@ -1,7 +1,7 @@
 """`GrowingClassifier` and `GrowingRegressor`: scikit-learn estimators with no architecture to choose.
 
-`fit` starts with one small hidden layer, adds units and layers while the held-out samples improve, and stops by itself. Several networks
-grow together, and each holds out another part, so every sample takes part in the decision. At the end one of them trains on all samples
+`fit` starts with one layer of eight units, doubles layers or adds one while the held-out samples improve, and stops by itself.
+Several networks grow together, and each holds out another part, so every sample takes part in the decision. At the end one of them trains on all samples
 for a while (``refit=False`` leaves that out), or all of them if the held-out samples say that their mean is better.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, softmax
 
 from sensli.integrations import missing
-from sensli.integrations.fitting import Diverged, Fit, FitPlan, FoldData, Stacked, fit_threads, train_on
+from sensli.integrations.fitting import DENSE, Diverged, Fit, FitPlan, FoldData, Stacked, fit_threads, train_on
 from sensli.modules import random_state
 from sensli.modules.running import brief_error
 from sensli.surgery.history import History
@@ -34,19 +34,19 @@ class Committee(nn.Module):
     """Makes features of its input, asks every member, and takes the mean: of the outputs, or of the probabilities of classes.
 
     The input has a column for each of the table's; `columns.TableReader` says how words and dates are numbers there. For classes the output
-    is the logarithm of the mean probabilities, so ``softmax`` of it gives them. ``smoothing`` is that of the labels in training, which
-    the probabilities are freed from.
+    is the logarithm of the mean probabilities, divided by the temperature that makes them as sure as they should be: ``softmax`` of it
+    gives probabilities again.
     """
 
     def __init__(self, members: Iterable[nn.Module], features: Features, *, classify: bool) -> None:
         super().__init__()
         self.features, self.members = features, nn.ModuleList(members)
-        self.classify, self.smoothing, self.temperature = classify, 0.0, 1.0
+        self.classify, self.temperature = classify, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.features(x)
         output = mean_output(torch.stack([member(x) for member in self.members]), classify=self.classify)
-        return sharpened(output.exp(), self.smoothing).log() / self.temperature if self.classify else output
+        return output / self.temperature
 
 
 def mean_output(outputs: Tensor, *, classify: bool) -> Tensor:
@@ -54,23 +54,12 @@ def mean_output(outputs: Tensor, *, classify: bool) -> Tensor:
     return outputs.softmax(-1).mean(0).log() if classify else outputs.mean(0)
 
 
-def best_temperature(output: Tensor, target: Tensor, share: Tensor, smoothing: float) -> float:
+def best_temperature(output: Tensor, target: Tensor, share: Tensor) -> float:
     """What the logarithms of probabilities are divided by for the smallest log loss of these samples."""
-    logs = sharpened(output.double().softmax(-1), smoothing).log()
-    tried = torch.logspace(-0.3, 0.7, 31, dtype=torch.float64, device=logs.device)
+    logs = output.double().log_softmax(-1)
+    tried = torch.logspace(-0.5, 0.7, 37, dtype=torch.float64, device=logs.device)
     losses = [share.double() @ cross_entropy(logs / each, target, reduction="none") for each in tried]
     return float(tried[torch.stack(losses).argmin()])
-
-
-def sharpened(probabilities: Tensor, smoothing: float) -> Tensor:
-    """The probabilities of the labels themselves, from those that were learnt of smoothed ones.
-
-    A label that is smoothed by e is right with ``1 - e`` and any of K classes with ``e / K``; so a probability p is learnt as
-    ``(1 - e) p + e / K``. What is learnt as less than ``e / K`` would be negative, and is nearly zero instead.
-    """
-    floor = smoothing / probabilities.shape[-1]
-    found = (probabilities - floor).clamp(min=0.01 * floor)
-    return found / found.sum(-1, keepdim=True)
 
 
 def networks(count: int, sizes: Sequence[int]) -> list[nn.Module]:
@@ -88,6 +77,7 @@ def _network(sizes: Sequence[int]) -> nn.Sequential:
 
 try:
     import numpy as np
+    from scipy.sparse import issparse
     from sklearn.base import BaseEstimator
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.model_selection import KFold, StratifiedKFold
@@ -135,47 +125,17 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     """What both estimators share. Inputs are standardised inside, with the mean and deviation of the training data."""
 
     def __init__(
-        self,
-        *,
-        members: Any = "auto",
-        layers: int = 1,
-        width: int = 32,
-        max_layers: int = 3,
-        max_width: int = 128,
-        learning_rate: float = 3e-3,
-        weight_decay: float = 1e-4,
-        batch_size: int = 200,
-        max_epochs: int = 500,
-        patience: int = 10,
-        tolerance: float = 1e-2,
-        tau: float = 0.0,
-        refit: bool = True,
-        categorical_features: Any = "from_dtype",
-        bins: int = 16,
-        warm_start: bool = False,
-        device: Any = "cpu",
-        random_state: Any = None,
-        verbose: int = 0,
-    ) -> None:
-        self.members = members
-        self.layers = layers
-        self.width = width
-        self.max_layers = max_layers
-        self.max_width = max_width
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.batch_size = batch_size
-        self.max_epochs = max_epochs
-        self.patience = patience
-        self.tolerance = tolerance
-        self.tau = tau
-        self.refit = refit
-        self.categorical_features = categorical_features
-        self.bins = bins
-        self.warm_start = warm_start
-        self.device = device
-        self.random_state = random_state
-        self.verbose = verbose
+        self, *, members: Any = "auto", layers: int = 1, width: int = 8, max_layers: int = 3, max_width: int = 128,
+        learning_rate: float = 3e-3, weight_decay: float = 1e-4, batch_size: int = 200, max_epochs: int = 500, patience: int = 3,
+        tolerance: float = 1e-2, tau: float = 0.0, refit: bool = True, categorical_features: Any = "from_dtype", bins: int = 16,
+        warm_start: bool = False, device: Any = "cpu", random_state: Any = None, verbose: int = 0,
+    ) -> None:  # fmt: skip
+        self.members, self.layers, self.width = members, layers, width
+        self.max_layers, self.max_width, self.max_epochs = max_layers, max_width, max_epochs
+        self.learning_rate, self.weight_decay, self.batch_size = learning_rate, weight_decay, batch_size
+        self.patience, self.tolerance, self.tau, self.refit = patience, tolerance, tau, refit
+        self.categorical_features, self.bins, self.warm_start = categorical_features, bins, warm_start
+        self.device, self.random_state, self.verbose = device, random_state, verbose
 
     model_: Committee
     history_: History
@@ -247,7 +207,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             mean = partial(mean_output, classify=self._classify)
             alone = copies > 1 and not self.warm_start and not (held_out and fit.pays(mean))
             if held_out and self._classify:
-                model.temperature = best_temperature(*fit.held_out(None if alone else mean), self._smoothing)
+                model.temperature = best_temperature(*fit.held_out(None if alone else mean))
             if alone:
                 model.members, fit.networks = model.members[:1], fit.networks[:1]
             # What a warm start continues with must not have seen what its networks hold out.
@@ -280,7 +240,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
                 self._stacked = Stacked(list(model.members), self.learning_rate, self.weight_decay)
                 model.members.double()
             self._stacked = self._stacked.on(device)  # a copy, which a failure leaves behind
-            everything = torch.arange(len(x), device="cpu")
+            everything = torch.arange(x.shape[0], device="cpu")
             data = _data(model, x, y, weight, [everything] * len(model.members), [], torch.float32, device)
             try:
                 with fit_threads(self._operations(model)):
@@ -295,7 +255,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _start(self, x: Any, weight: Any, outputs: int, *, in_parts: bool = False) -> Committee:
         features = Features(x, weight, self._reader.parts, self.bins)
         members = networks(
-            1 if in_parts else self._start_count(len(x)), [features.count, *[self.width] * self.layers, outputs]
+            1 if in_parts else self._start_count(x.shape[0]), [features.count, *[self.width] * self.layers, outputs]
         )
         return Committee(members, features, classify=self._classify)
 
@@ -304,7 +264,6 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         # On the CPU, where a pickle of it can be read on any machine, and in double precision, as scikit-learn computes: one sample
         # gives the same alone as among others.
         model.members.cpu().double()
-        model.smoothing = self._smoothing  # of this training: networks that continue may have begun with another
         hidden = [layer.out_features for layer in model.members[0].modules() if isinstance(layer, nn.Linear)][:-1]
         self.n_layers_, self.widths_ = len(hidden), tuple(hidden)
         if stacked is None and hasattr(self, "_stacked"):
@@ -327,7 +286,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _plan(self) -> FitPlan:
         return FitPlan(
             self.learning_rate, self.weight_decay, self.batch_size, self.max_epochs, self.patience, self.tolerance,
-            self.max_layers, self.max_width, self.width, self.tau,
+            self.max_layers, self.max_width, self.tau,
         )  # fmt: skip
 
     def _folds(self, y: Any, random: Any, members: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -348,9 +307,12 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _output(self, x: Any) -> Tensor:
         check_is_fitted(self)
         x = self._matrix(validate_data(self, self._cells(x), reset=False, skip_check_array=True))
-        with torch.no_grad():
-            out: Tensor = self.model_(torch.tensor(x, device="cpu"))  # a copy: what pandas hands out may be read-only
-            return out
+        parts = [x]
+        if issparse(x):  # as many rows at a time as may be dense
+            rows = max(1, DENSE // x.shape[1])
+            parts = (x[start : start + rows].toarray() for start in range(0, x.shape[0], rows))
+        with torch.no_grad():  # copies: what pandas hands out may be read-only
+            return torch.cat([self.model_(torch.tensor(part, device="cpu")) for part in parts])
 
     def _read(self, x: Any, y: Any, *, first: bool, numeric: bool) -> tuple[Any, Any]:
         """The table as a matrix, and the targets; the first time with a reader for this table and those to come."""
@@ -369,25 +331,20 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         kind: dict[str, Any] = {"dtype": np.float64, "ensure_all_finite": "allow-nan"}
         if getattr(getattr(x, "dtype", None), "kind", "f") in "OUSMm":
             kind = {"dtype": None, "ensure_all_finite": False}
-        x = check_array(x, accept_sparse="csr", estimator=self, input_name="X", **kind)
-        return x.toarray() if hasattr(x, "toarray") else x
+        return check_array(x, accept_sparse="csr", estimator=self, input_name="X", **kind)
 
     def _matrix(self, cells: Any, *, first: bool = False) -> Any:
         """Samples as a matrix of numbers, with NaN for gaps."""
         if first:
             self._reader = TableReader(cells, self.categorical_features, type(self).__name__)
-        return check_array(self._reader.read(cells), ensure_all_finite="allow-nan", estimator=self, input_name="X")
+        found = self._reader.read(cells)
+        return check_array(found, accept_sparse="csr", ensure_all_finite="allow-nan", estimator=self, input_name="X")
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         for kind in ("allow_nan", "categorical", "sparse", "string"):
             setattr(tags.input_tags, kind, True)
         return tags
-
-    @property
-    def _smoothing(self) -> float:
-        """Of the labels in training."""
-        return 0.0
 
     def _losses(self, output: Tensor, target: Tensor) -> Tensor:
         """What each sample loses in training."""
@@ -399,21 +356,15 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
 
 
 def _data(
-    model: Committee,
-    x: Any,
-    y: Any,
-    weight: Any,
-    rows: list[Tensor],
-    held_out: list[Tensor],
-    precision: torch.dtype,
-    device: torch.device,
-    copies: int = 1,
-) -> FoldData:
+    model: Committee, x: Any, y: Any, weight: Any, rows: list[Tensor], held_out: list[Tensor], precision: torch.dtype,
+    device: torch.device, copies: int = 1,
+) -> FoldData:  # fmt: skip
     """The features as the model makes them, on the device to train on."""
-    features = model.features(torch.tensor(x, device="cpu"))
     target = torch.tensor(y, dtype=precision if np.issubdtype(y.dtype, np.floating) else None, device="cpu")
     weights = torch.tensor(weight, dtype=precision, device="cpu")
-    return FoldData(features.to(device, precision), target.to(device), weights.to(device), rows, held_out, copies)
+    return FoldData(
+        model.features.inputs(x, precision, device), target.to(device), weights.to(device), rows, held_out, copies
+    )
 
 
 def _silent(line: str) -> None:
@@ -439,20 +390,19 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         members: The number of networks, whose mean is the prediction; each holds out another part of the samples. ``"auto"`` keeps one
             network, or six if the held-out samples say that their mean is better (default: "auto").
         layers: The number of hidden layers that `fit` starts with (default: 1).
-        width: The number of units of each of them, and of those that a layer gets at a time (default: 32).
+        width: The number of units of each of them; a growth doubles those of a layer (default: 8).
         max_layers: The largest number of hidden layers (default: 3).
         max_width: The largest number of units of a hidden layer (default: 128).
         learning_rate: The learning rate of AdamW (default: 3e-3).
         weight_decay: The decoupled weight decay (default: 1e-4).
         batch_size: The number of samples in a batch (default: 200).
         max_epochs: The largest number of epochs (default: 500).
-        patience: The number of evaluations of the held-out samples without an improvement before growing or stopping (default: 10).
+        patience: The number of evaluations of the held-out samples without an improvement before growing or stopping (default: 3).
         tolerance: The smallest relative improvement that counts (default: 1e-2).
         tau: The threshold of `sensli.Grower` (default: 0.0).
         refit: Whether to train on all samples at the end, none held out: for half of the epochs that helped, or for as many where the
             loss still fell when growing ended (default: True).
-        label_smoothing: The share of a label that is spread over all classes in training, at least 0 and below 1; the probabilities are
-            freed from it (default: 0.1).
+        label_smoothing: The share of a label that is spread over all classes in training, at least 0 and below 1 (default: 0.1).
         class_weight: Weights of the classes by label, or ``"balanced"`` for the inverse of their frequencies. None weights all
             equally.
         categorical_features: Which columns are categories: ``"from_dtype"`` takes those of text or of a categorical type; or their
@@ -475,38 +425,19 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
     }
 
     def __init__(
-        self,
-        *,
-        members: Any = "auto",
-        layers: int = 1,
-        width: int = 32,
-        max_layers: int = 3,
-        max_width: int = 128,
-        learning_rate: float = 3e-3,
-        weight_decay: float = 1e-4,
-        batch_size: int = 200,
-        max_epochs: int = 500,
-        patience: int = 10,
-        tolerance: float = 1e-2,
-        tau: float = 0.0,
-        refit: bool = True,
-        label_smoothing: float = 0.1,
-        class_weight: Any = None,
-        categorical_features: Any = "from_dtype",
-        bins: int = 16,
-        warm_start: bool = False,
-        device: Any = "cpu",
-        random_state: Any = None,
-        verbose: int = 0,
-    ) -> None:
+        self, *, members: Any = "auto", layers: int = 1, width: int = 8, max_layers: int = 3, max_width: int = 128,
+        learning_rate: float = 3e-3, weight_decay: float = 1e-4, batch_size: int = 200, max_epochs: int = 500, patience: int = 3,
+        tolerance: float = 1e-2, tau: float = 0.0, refit: bool = True, label_smoothing: float = 0.1, class_weight: Any = None,
+        categorical_features: Any = "from_dtype", bins: int = 16, warm_start: bool = False, device: Any = "cpu",
+        random_state: Any = None, verbose: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(
             members=members, layers=layers, width=width, max_layers=max_layers, max_width=max_width, learning_rate=learning_rate,
             weight_decay=weight_decay, batch_size=batch_size, max_epochs=max_epochs, patience=patience, tolerance=tolerance, tau=tau,
             refit=refit, categorical_features=categorical_features, bins=bins, warm_start=warm_start, device=device,
             random_state=random_state, verbose=verbose,
         )  # fmt: skip
-        self.label_smoothing = label_smoothing
-        self.class_weight = class_weight
+        self.label_smoothing, self.class_weight = label_smoothing, class_weight
 
     @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> GrowingClassifier:
@@ -585,17 +516,12 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
         output = self._output(X)
         return self.classes_[output[:, : len(self.classes_)].argmax(1).numpy()]
 
-    @property
-    def _smoothing(self) -> float:
-        return self.label_smoothing
-
     def _losses(self, output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(output, target, reduction="none", label_smoothing=self.label_smoothing)
 
     def _scores(self, output: Tensor, target: Tensor) -> Tensor:
         # The squared error of the probabilities: one sample that is wrong and sure of it does not outweigh all others.
-        found = sharpened(output.softmax(-1), self.label_smoothing)
-        return (found - one_hot(target, output.shape[-1])).square().sum(-1)
+        return (output.softmax(-1) - one_hot(target, output.shape[-1])).square().sum(-1)
 
 
 class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
@@ -605,14 +531,14 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
         members: The number of networks, whose mean is the prediction; each holds out another part of the samples. ``"auto"`` keeps one
             network, or six if the held-out samples say that their mean is better (default: "auto").
         layers: The number of hidden layers that `fit` starts with (default: 1).
-        width: The number of units of each of them, and of those that a layer gets at a time (default: 32).
+        width: The number of units of each of them; a growth doubles those of a layer (default: 8).
         max_layers: The largest number of hidden layers (default: 3).
         max_width: The largest number of units of a hidden layer (default: 128).
         learning_rate: The learning rate of AdamW (default: 3e-3).
         weight_decay: The decoupled weight decay (default: 1e-4).
         batch_size: The number of samples in a batch (default: 200).
         max_epochs: The largest number of epochs (default: 500).
-        patience: The number of evaluations of the held-out samples without an improvement before growing or stopping (default: 10).
+        patience: The number of evaluations of the held-out samples without an improvement before growing or stopping (default: 3).
         tolerance: The smallest relative improvement that counts (default: 1e-2).
         tau: The threshold of `sensli.Grower` (default: 0.0).
         refit: Whether to train on all samples at the end, none held out: for half of the epochs that helped, or for as many where the
