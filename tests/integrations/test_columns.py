@@ -22,7 +22,6 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from sensli.integrations import columns
-from sensli.integrations import sklearn as estimators
 from sensli.integrations.columns import Features, TableReader, moments
 from sensli.integrations.fitting import FoldData, SparseRows, Stacked, train_on
 from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor, networks
@@ -185,7 +184,6 @@ def test_networks_learn_of_sparse_samples_what_they_learn_of_dense_ones() -> Non
 def test_a_large_sparse_matrix_stays_sparse_and_predicts_as_its_dense_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = sparse_cells(), np.arange(60) % 2
     monkeypatch.setattr(columns, "DENSE", 100)
-    monkeypatch.setattr(estimators, "DENSE", 100)  # predicts twelve rows at a time
     model = GrowingClassifier(**{**QUICK, "max_epochs": 3, "max_width": 16}).fit(x, y)
     assert model.model_.features.count == 8
     found = model.predict_proba(x)
@@ -200,7 +198,7 @@ def test_a_large_sparse_matrix_stays_sparse_and_predicts_as_its_dense_rows(monke
 
 @pytest.mark.process
 def test_a_wide_sparse_matrix_is_never_dense(tmp_path: Path) -> None:
-    """As a tensor it takes 1.6 GB in single precision; the fit gets half of one."""
+    """As a tensor it takes 1.6 GB in single precision, and 3.2 in double; fit and predict get half of one."""
     code = """
 import resource
 import numpy as np

@@ -449,11 +449,12 @@ def test_a_device_is_named_as_torch_names_it() -> None:
 def test_networks_are_averaged_only_where_the_held_out_samples_say_that_it_pays(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    x, y = waves(150)
-    noise = np.random.default_rng(1).normal(size=150)
+    x, y = waves()
+    noise = x[:, 0] + np.random.default_rng(1).normal(size=400)
+    short: dict[str, Any] = {"max_epochs": 60, "bins": 1}
     fits = [
-        GrowingRegressor(random_state=0, max_epochs=100, tolerance=0.02, verbose=1, **more).fit(x, each)
-        for each, more in ((y, {}), (noise, {}), (noise, {"members": 3}))
+        GrowingRegressor(random_state=0, tolerance=0.02, verbose=1, **settings).fit(x, each)
+        for each, settings in ((y, {"max_epochs": 150}), (noise, short), (noise, {**short, "members": 3}))
     ]
     assert [len(model.model_.members) for model in fits] == [6, 1, 3]  # it pays, it does not, it was asked for
     gains = [

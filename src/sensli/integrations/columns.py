@@ -351,7 +351,7 @@ class Features(nn.Module):
     def inputs(self, x: Any, precision: torch.dtype, device: torch.device) -> Tensor | SparseRows:
         """What networks train on: the inputs of this matrix, sparse if it is."""
         if not issparse(x):
-            return self(torch.tensor(x, device="cpu")).to(device, precision)
+            return self.forward(torch.tensor(x, device="cpu")).to(device, precision)
         values = np.nan_to_num(x.data) / self.scale.numpy()[x.indices]
         starts, columns = (torch.tensor(each, dtype=torch.int64, device=device) for each in (x.indptr, x.indices))
         return SparseRows(starts, columns, torch.tensor(values, dtype=precision, device=device), x.shape)

@@ -358,7 +358,7 @@ class Fit:
 
     def run(self) -> Fitted:
         """Train, grow while it helps, stop. The networks have the weights that were best."""
-        self._stage()
+        self._stage(max(STAGE, self.plan.patience))  # a network that has learned nothing yet may need a while
         helps = {"layer": True, "units": True}
         while any(helps.values()) and self._left:
             kind = "units" if helps["units"] else "layer"
@@ -400,9 +400,9 @@ class Fit:
             return len(hidden) < self.plan.max_layers
         return 2 * max(hidden) <= self.plan.max_width  # a growth doubles a layer
 
-    def _stage(self) -> None:
+    def _stage(self, patience: int) -> None:
         """Train until the watched loss stalls, or for a while if something could still grow; then the best weights."""
-        stacked, waited, mark, looks, patience = self._stacked(), 0, self.fitted.loss, 0, self.plan.patience
+        stacked, waited, mark, looks = self._stacked(), 0, self.fitted.loss, 0
         best, led, began = stacked.average.clone(), self._led, self._epoch
         limit = STAGE if self._room("layer") or self._room("units") else math.inf
         while waited < patience and looks < limit and self._left:
@@ -482,7 +482,7 @@ class Fit:
             self.say(str(growth))
             for network in self.networks[1:]:
                 repeat(network, growth)
-        self._stage()
+        self._stage(self.plan.patience)
         if self._enough(self.fitted.loss, before[0]) and self._clear(before[1]):
             return True
         self.say("taken out again: it did not help")

@@ -1,8 +1,9 @@
 """`GrowingClassifier` and `GrowingRegressor`: scikit-learn estimators with no architecture to choose.
 
 `fit` starts with one layer of eight units, doubles layers or adds one while the held-out samples improve, and stops by itself.
-Several networks grow together, and each holds out another part, so every sample takes part in the decision. At the end one of them trains on all samples
-for a while (``refit=False`` leaves that out), or all of them if the held-out samples say that their mean is better.
+Several networks grow together, and each holds out another part, so every sample takes part in the decision. At the end one of them
+trains on all samples for a while (``refit=False`` leaves that out), or all of them if the held-out samples say that their mean is
+better.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, softmax
 
 from sensli.integrations import missing
-from sensli.integrations.fitting import DENSE, Diverged, Fit, FitPlan, FoldData, Stacked, fit_threads, train_on
+from sensli.integrations.fitting import Diverged, Fit, FitPlan, FoldData, SparseRows, Stacked, fit_threads, train_on
 from sensli.modules import random_state
 from sensli.modules.running import brief_error
 from sensli.surgery.history import History
@@ -43,10 +44,13 @@ class Committee(nn.Module):
         self.features, self.members = features, nn.ModuleList(members)
         self.classify, self.temperature = classify, 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.features(x)
-        output = mean_output(torch.stack([member(x) for member in self.members]), classify=self.classify)
-        return output / self.temperature
+    def forward(self, x: Tensor | SparseRows) -> Tensor:
+        if isinstance(x, SparseRows):  # the features of a sparse matrix
+            outputs = torch.cat([Stacked([member], 0.0, 0.0).forward(x) for member in self.members])
+        else:
+            x = self.features(x)
+            outputs = torch.stack([member(x) for member in self.members])
+        return mean_output(outputs, classify=self.classify) / self.temperature
 
 
 def mean_output(outputs: Tensor, *, classify: bool) -> Tensor:
@@ -307,12 +311,14 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _output(self, x: Any) -> Tensor:
         check_is_fitted(self)
         x = self._matrix(validate_data(self, self._cells(x), reset=False, skip_check_array=True))
-        parts = [x]
-        if issparse(x):  # as many rows at a time as may be dense
-            rows = max(1, DENSE // x.shape[1])
-            parts = (x[start : start + rows].toarray() for start in range(0, x.shape[0], rows))
-        with torch.no_grad():  # copies: what pandas hands out may be read-only
-            return torch.cat([self.model_(torch.tensor(part, device="cpu")) for part in parts])
+        with torch.no_grad():
+            if issparse(x):
+                rows = self.model_.features.inputs(x, torch.float64, torch.device("cpu"))
+                x = rows[torch.arange(len(rows), device="cpu")[None]]
+            else:
+                x = torch.tensor(x, device="cpu")  # a copy: what pandas hands out may be read-only
+            out: Tensor = self.model_(x)
+            return out
 
     def _read(self, x: Any, y: Any, *, first: bool, numeric: bool) -> tuple[Any, Any]:
         """The table as a matrix, and the targets; the first time with a reader for this table and those to come."""
